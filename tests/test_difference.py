@@ -593,6 +593,31 @@ def test_attention_that_is_too_even_in_both_runs_is_refused_in_both_orders(name,
             tlens.difference(*pair)
 
 
+@pytest.mark.parametrize("name", BOTH)
+def test_streams_of_zeros(name, model_named):
+    """One run's are answered, in both orders; those of both runs are refused with the reason."""
+    model = model_named(name)
+    plain = tlens.freeze(model, some_tokens())
+    with model.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", lambda x, hook: torch.zeros_like(x))]):
+        zero = tlens.freeze(model, some_tokens())
+        of_zero = logits(zero)
+    for pair, sign in (((plain, zero), 1), ((zero, plain), -1)):
+        result = tlens.attribute(tlens.difference(*pair), 5)
+        assert close(summed(result), sign * (logits(plain) - of_zero)[:, -1:, 5], rerun_tolerance(name))
+    if name == "bridge/neox":  # rotated biases of queries and keys tell one token from another
+        assert max(tlens.difference(zero, zero).errors.values()) == 0
+        return
+    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0 reads is zero at every token of both runs"):
+        tlens.difference(zero, zero)
+
+
+@pytest.mark.parametrize("name", [name for name in model_names() if "whitened" in name][:1])
+def test_a_baseline_of_zeros_under_whitening(name, model_named):
+    frozen = tlens.freeze(model_named(name), some_tokens())
+    result = tlens.attribute(frozen, 5, method="difference", baseline="zero")
+    assert close(summed(result), result.total, rerun_tolerance(name))
+
+
 @pytest.mark.parametrize("name", EVEN)
 def test_prompts_of_one_token(name, model_named):
     runs = [tlens.freeze(model_named(name), [[token]]) for token in (3, 5)]

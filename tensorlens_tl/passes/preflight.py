@@ -29,7 +29,7 @@ def check_growth(capture: Capture, tolerance: float) -> None:
             torch.linalg.vector_norm(upcast(x[capture.mask]), dim=-1).max()
             for x in (capture.resid_pre(layer) @ block.whitening.entry, capture.resid_read(layer))
         ]
-        growth = float(sizes[1] / sizes[0])
+        growth = float(sizes[1] / sizes[0].clamp_min(torch.finfo(sizes[0].dtype).tiny))
         most = max(1 / tolerance, 1e3)
         if growth <= most**0.5 or not bool(torch.isfinite(sizes[0])):  # another check names what is not finite
             continue

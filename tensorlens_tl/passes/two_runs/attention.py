@@ -149,6 +149,12 @@ def two_scores(
             return TwoScores.of(a, b, layer, (in_a, in_b), queries, keys, crossing=streams is not None)
         except UnsupportedModelError as error:
             refusals.append(error)
+    if not any(bool(maps.capture.resid_read(layer)[maps.mask].any()) for maps in (a, b)):
+        raise UnsupportedModelError(
+            f"difference: the stream that {a.view.blocks[layer].name} reads is zero at every token of both runs, so "
+            "that attention is even and does not tell how its scores are computed. Compare with a run whose stream is "
+            "not zero."
+        )
     raise refusals[0]
 
 
