@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from conftest import close, rest_whole, some_tokens, tolerance
+from conftest import close, rerun_tolerance, rest_whole, some_tokens, tolerance
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
@@ -103,3 +103,20 @@ def test_a_whitened_model_beside_the_one_that_it_was():
         result = tlens.attribute(tlens.difference(first, second), 5, minus=9)
         assert close(result.scores.sum(-1) + result.bias, live(first) - live(second), tolerance(name))
         assert float(result.total.abs().max()) > 1e-3
+
+
+WINDOWED = [name for name in ("bridge/gemma2", "bridge/mistral") if name in HERE]
+UNEQUAL = [[3, 4, 5, 6, 7, 8], [3, 9, 5], [2, 4, 6, 8], [5]]
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_prompts_that_differ_by_more_than_a_sliding_window_go_apart(name):
+    """Padded to one length, a query of padding would see padding alone, and a Bridge makes NaN of that."""
+    base, tuned = (tiny_model(name, seed=seed) for seed in (0, 1))
+    change = tlens.compare_models(base, tuned, UNEQUAL, 5, 9)
+    scores = tlens.attribute(base, UNEQUAL, 5)
+    for row, prompt in enumerate(UNEQUAL):
+        alone = tlens.compare_models(base, tuned, [prompt], 5, 9)
+        assert close(change.scores[row], alone.scores[0], rerun_tolerance(name))
+        assert close(scores.total[row], tlens.attribute(base, [prompt], 5).total[0], rerun_tolerance(name))
+    assert close(change.scores.sum(-1), change.total, rerun_tolerance(name))

@@ -171,6 +171,18 @@ class ModelView:
         """Whether the stream of any block is whitened first."""
         return any(block.whitening is not None for block in self.blocks)
 
+    @property
+    def sliding_window(self) -> int | None:
+        """How many keys a Bridge's layers of sliding-window attention see; None of any other model.
+
+        A query of padding all of whose keys are padding as well is NaN there, and so is what later layers make of it.
+        """
+        config: Any = getattr(getattr(self.model, "original_model", None), "config", None)
+        if hasattr(config, "get_text_config"):  # of a model that reads images as well
+            config = config.get_text_config()
+        window = getattr(config, "sliding_window", None)
+        return window if isinstance(window, int) else None
+
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, or None where it has none that can read a text.

@@ -53,6 +53,9 @@ def like_length(lengths: Sequence[int], fits: Callable[[int, int, int], bool]) -
 def memory_batches(view: ModelView, lengths: Sequence[int], memory: Memory = None) -> list[list[int]]:
     """Prompts of like length, longest first, as many together as fit the bound when padded to the longest of them.
 
+    Lengths of a batch differ by less than the window of a Bridge's sliding-window attention; see
+    `ModelView.sliding_window`.
+
     Args:
         view: the model.
         lengths: of the prompts, in tokens.
@@ -62,9 +65,12 @@ def memory_batches(view: ModelView, lengths: Sequence[int], memory: Memory = Non
         Numbers of prompts.
     """
     bound = in_bytes(memory)
+    window = view.sliding_window
 
     def fits(count: int, longest: int, shortest: int) -> bool:
         wasteful = count > FEW and shortest < (1 - WASTE) * longest
+        if window is not None and longest - shortest >= window:
+            return False
         return not wasteful and count * captured_bytes(view, longest) <= bound
 
     return like_length(lengths, fits)
