@@ -168,7 +168,7 @@ def test_one_changed_parameter_is_the_whole_change(name):
         result = tlens.compare_models(base, tuned, tokens, **ASKED)
         assert close(result.scores.sum(-1), live(tuned, tokens) - before), parameter
         if name == "hooked/ln":
-            assert set(result.names) == {"embed", term_of(parameter)}
+            assert set(result.names) == {term_of(parameter)}
             assert nonzero(result) <= {term_of(parameter)}
 
 
@@ -349,12 +349,12 @@ def test_a_term_that_a_batch_lacks_is_zero_there():
         model.blocks[1].attn.W_V.mul_(1.1)
 
     many = tlens.compare_models(base, edited(base, change), some_tokens(), [4, 5], memory=1)
-    assert many.names == ["embed", "L1.W_V", "W_U"]
+    assert many.names == ["L1.W_V", "W_U"]
     assert not bool(many["W_U"][0].any())
     assert bool(many["W_U"][1].any())
     assert close(many.scores.sum(-1), many.total)
     with pytest.raises(InvalidInputError, match=r"'L1\.W_V' is a term of this change"):
-        many.with_names(["embed", "W_U"])
+        many.with_names(["W_U"])
 
 
 def test_a_prompt_that_is_refused_is_named_by_its_number():
@@ -428,14 +428,49 @@ def test_results_are_saved_and_shown(tmp_path, capsys):
     loaded = ChangeRoutes.load(by.save(tmp_path / "routes"))
     assert close(loaded.scores, by.scores)
     assert loaded.layers == by.layers
-    by.show()
-    assert "queries" in capsys.readouterr().out
     assert "every row sums to the change" in by.to_html()
     frame = by.to_dataframe()
     assert close(
         torch.tensor(frame.groupby(["batch", "layer"])["score"].sum().values).reshape(2, 3), by.total.expand(2, 3)
     )
     assert "layers" in repr(by)
+
+
+def test_what_is_printed_of_routes_is_what_the_figure_and_the_table_have(capsys, monkeypatch):
+    """Every route, none merged with another; those by a norm's scale in a row below their layer's."""
+    monkeypatch.setenv("COLUMNS", "400")
+    by = circuits.routes(two_runs(PLAIN), **ASKED)
+    by.show()
+    lines = [line.replace("┃", "│").split("│")[1:-1] for line in capsys.readouterr().out.splitlines()]
+    headings, *rows = [[cell.strip() for cell in line] for line in lines if line]
+    printed = {
+        (row[0].removesuffix(", scale"), f"{route}{', scale' if row[0].endswith(', scale') else ''}"): float(cell)
+        for row in rows
+        for route, cell in zip(headings[1:], row[1:], strict=True)
+        if cell
+    }
+    frame = by.to_dataframe()
+    frame = frame.loc[frame["batch"] == 0]
+    for layer, route, score in frame[["layer", "route", "score"]].itertuples(index=False):
+        assert printed.get((layer, route), 0.0) == pytest.approx(score, rel=1e-2, abs=1e-6)
+    assert {route for _, route in printed} == set(frame.loc[frame["score"] != 0, "route"])
+    assert all(route in by.to_html() for _, route in printed)
+
+
+@pytest.mark.parametrize("by", BY)
+def test_what_is_no_layers_is_in_every_table(by, capsys):
+    """The embedding, the final norm and the unembedding, where they changed; no line of the embedding where not."""
+    base, tuned = two_models(PLAIN)
+    change = tlens.compare_models(base, tuned, some_tokens(), **ASKED, by=by)
+    expected = {"embed", "ln_final", "unembed"}
+    if by in ("matrix", "rank"):
+        expected = {"embed", "ln_final.w", "ln_final.b", "W_U"}
+    assert expected <= set(change.names) & set(change.summary().index) & set(change.to_dataframe()["term"])
+    change.show(len(change))
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in expected)
+    if by == "head":
+        assert all(name in change.heads_to_html() for name in expected)
 
 
 # ------------------------------------------------------------------ adapters

@@ -182,8 +182,10 @@ def test_all_methods_score_the_same_edges(name, model_named):
     assert close(frozen.corrupted, exact.corrupted, 1e-9)
     nodes = [circuits.patch_scores(clean, corrupted, **ASKED, method=m) for m in ("frozen", "difference")]
     assert nodes[0].names == nodes[1].names
-    assert nodes[0].target == nodes[1].target
-    assert close(nodes[0].total, nodes[1].total, 1e-9)
+    assert nodes[0].target == f"{frozen.target}, clean − patched"
+    assert nodes[1].target == f"change of the {frozen.target}, clean − corrupted"
+    assert close(nodes[0].total, exact.clean[:, None], 1e-9)
+    assert close(nodes[1].total, (exact.clean - exact.corrupted)[:, None], 1e-9)
     numbers = circuits.run_circuits(clean, corrupted, [exact.circuit(0), exact.circuit(len(exact))], **ASKED)
     error = 1e-6 if name == "bridge/opt" else tolerance(name)  # a Bridge OPT's softmax is float32's
     assert close(numbers[1], exact.clean, error)

@@ -284,8 +284,9 @@ def test_edges_show_by_which_ways_a_patch_reached_the_target(name, act, model_na
         if plain.soft_cap is None and plain.view.mlm_head is None:
             numbers = [live_logits(model, hooks) for hooks in ([(point, act)], [])]
             live = [logits[:, -1:, TARGET] - logits[:, -1:, 7] for logits in numbers]
-            assert close(nodes.total, live[0], 10 * tolerance(name))
+            assert close(edges.clean[:, None], live[0], 10 * tolerance(name))
             assert close(effect, live[0] - live[1], 10 * tolerance(name))
+        assert close(nodes.total, effect, 10 * tolerance(name))
         error = 100 * tolerance(name)
         assert close(edges.scores[:, :, -1].sum(-1, keepdim=True), effect, error)
         assert close(nodes[point], effect, error)

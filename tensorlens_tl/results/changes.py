@@ -32,13 +32,11 @@ ROUTES = (
 )  # fmt: skip
 """The ways in which a change passes a layer."""
 
+SCALE = ", scale"
+"""What the name of a route ends with that acts by the scale of a norm."""
+
 HEAD_ROUTES = ROUTES[1:9]
 """Those of them that are heads'."""
-
-SCALES = "scales"
-OF_SCALES = {route for route in ROUTES if route.endswith(", scale")} | {"norms"}
-"""Those by which the scale of a norm acts, in one column of what is printed."""
-
 
 LONGEST = 80
 """Letters of a target in the title of a mean: one that names each prompt's own token is longer."""
@@ -353,18 +351,21 @@ class ChangeRoutes(Result):
     def show(self, query: int | str = -1, batch: int = 0) -> None:
         """Display the matrix in a notebook; elsewhere print a row per layer and a column per route.
 
-        Every row sums to the change. In print, what norms add by their scales is one column.
+        Every layer sums to the change. In print, the routes by the scale of a norm are a row below their layer's, in
+        the columns of the routes with the scale held.
         """
         if page.display_in_notebook(lambda: self.to_html(query, batch)):
             return
         which, routes, values = self._table(query, batch)
-        columns = [SCALES if route in OF_SCALES else route for route in routes]
-        headings = list(dict.fromkeys(columns))
-        sums = [values[:, [i for i, column in enumerate(columns) if column == one]].sum(1) for one in headings]
-        grid = np.stack(sums, axis=1)
-        grid[np.abs(grid) < NOISE * np.abs(grid).max(initial=0.0)] = 0.0
-        rows = [(layer, *(f"{score:+.3g}" for score in line)) for layer, line in zip(self.layers, grid, strict=True)]
+        values[np.abs(values) < NOISE * np.abs(values).max(initial=0.0)] = 0.0
+        columns = list(dict.fromkeys(route.removesuffix(SCALE) for route in routes))
+        rows: list[tuple[str, ...]] = []
+        for layer, scores in zip(self.layers, values.tolist(), strict=True):
+            shown = {route: f"{score:+.3g}" for route, score in zip(routes, scores, strict=True)}
+            rows.append((layer, *(shown.get(column, "") for column in columns)))
+            if any(score and route.endswith(SCALE) for route, score in zip(routes, scores, strict=True)):
+                rows.append((f"{layer}{SCALE}", *(shown.get(f"{column}{SCALE}", "") for column in columns)))
         row = query_row(self.queries, self.mask, self.tokens, query, batch)
         title = " · ".join(filter(None, [self.target, which]))
-        caption = f"every row sums to {number(float(self.total[batch, row]))}"
-        terminal.show_table(title, ("layer", *headings), rows, left=("layer",), caption=caption)
+        caption = f"every layer sums to {number(float(self.total[batch, row]))}"
+        terminal.show_table(title, ("layer", *columns), rows, left=("layer",), caption=caption)

@@ -29,6 +29,9 @@ from tensorlens_tl.results.result import Result
 if TYPE_CHECKING:
     import pandas as pd
 
+BESIDE = 6
+"""How many terms stand below a grid of heads that has no place for them."""
+
 
 @dataclass(frozen=True, eq=False)
 class Terms(Result):
@@ -211,14 +214,21 @@ class Terms(Result):
         return with_style(page.panel(title or self.heading, picture, notes=" · ".join(notes)), style)
 
     def heads_to_html(self, query: int | str = -1, batch: int = 0, *, title: str = "", style: bool = True) -> str:
-        """Terms of heads as a grid, a row per layer and a column per head, MLPs beside them; empty without any."""
+        """Terms of heads as a grid, a row per layer and a column per head, MLPs beside them; empty without any.
+
+        The largest of the other terms stand below: the embedding, the unembedding, norms and biases.
+        """
         scores = self.scores[batch, self.query_row(query, batch)].tolist()
-        cells = {_cell(name): score for name, score in zip(self.names, scores, strict=True)}
-        cells = {cell: score for cell, score in cells.items() if cell is not None}
+        by_name = list(zip(self.names, scores, strict=True))
+        cells = {cell: score for name, score in by_name if (cell := _cell(name)) is not None}
+        others = [(name, score) for name, score in by_name if _cell(name) is None and score]
         if not cells:
             return ""
         heading = title or f"Heads and MLPs on {self.target}"
-        return with_style(page.panel(heading, matrix.head_grid(cells, heading)), style)
+        others.sort(key=lambda term: -abs(term[1]))
+        beside = ", ".join(f"{name} {number(score)}" for name, score in others[:BESIDE])
+        notes = f"beside them: {beside}" if beside else ""
+        return with_style(page.panel(heading, matrix.head_grid(cells, heading), notes=notes), style)
 
     @property
     def heading(self) -> str:

@@ -102,7 +102,8 @@ def patch_scores(
         memory: what the runs of ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
-        Terms that are not additive: what goes through two nodes counts for both. `Terms.total` is the clean number.
+        Terms that are not additive: what goes through two nodes counts for both. `Terms.total` is the clean number, of
+        ``"difference"`` what it is more than the corrupted one.
 
     Raises:
         InvalidInputError: no such `by`, method or points, prompts that cannot be compared (see `check_pair`), and what
@@ -122,10 +123,11 @@ def patch_scores(
         raise InvalidInputError(f"by={by!r}; use one of {', '.join(map(repr, BY))}.")
     shares = gradient_shares(method, steps, points)
     if method == "difference":
-        readout, total, _ = change_target(clean, corrupted, target, minus, direction, query)
+        readout = change_target(clean, corrupted, target, minus, direction, query).change
+        label = f"change of the {readout.label}, clean − corrupted"
     else:
         readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
-        total = readout.total
+        label = f"{readout.label}, clean − patched"
     keys = None
     if method == "patching":
         nodes = _LiveNodes(readout, corrupted, by, method)
@@ -148,7 +150,7 @@ def patch_scores(
         if positions:
             keys = by_position[:, None]
     terms = Terms(names=names, scores=scores, keys=keys, **readout.fields())
-    return replace(terms, total=total, target=f"{readout.label}, clean − patched")
+    return replace(terms, target=label)
 
 
 # ------------------------------------------------------------------ frozen

@@ -56,7 +56,8 @@ def compare_models(
 
     * ``"matrix"``: each changed matrix, bias or norm vector (``"L0.W_V"``, ``"L1.ln1.w"``, ``"W_U"``), and the
       embedding, positions included (``"embed"``), of a shortformer apart (``"W_pos"``);
-    * ``"layer"``: all of a layer together, ``"L0"``;
+    * ``"layer"``: all of a layer together, ``"L0"``; here and below the embedding is ``"embed"``, the final norm
+      ``"ln_final"`` and the unembedding ``"unembed"``;
     * ``"component"``: each layer's attention, or mixer in its place, MLP, norms and whitening, and a decoder's
       cross-attention, ``"L2.cross"``;
     * ``"head"``: as that, with attention by head, ``"L0H3"``: W_Q, W_K and W_V by the channels of the head (where heads
@@ -81,7 +82,8 @@ def compare_models(
         freezing: further options of `freeze`, for both runs; an encoder–decoder needs ``decoder_input_ids=``.
 
     Returns:
-        Terms for each prompt; weights that did not change have none. ``.mean()`` is their mean over prompts,
+        Terms for each prompt; weights that did not change have none (two equal models have ``"embed"`` alone, zero).
+        ``.mean()`` is their mean over prompts,
         ``.summary()`` a table of it with bootstrap intervals, and two such results can be subtracted.
 
     Raises:
@@ -163,6 +165,8 @@ class _Comparison:
             remainders.append(terms.remainder_like(seed))
         values = {name: torch.cat([part[name] for part in parts]).transpose(0, 1) for name in reversed(parts[0])}
         values = _with_unembedding(values, reading, numbers, self.by, self.positions)
+        if len(values) > 1 and not bool(difference.resid_pre(0).any()):
+            del values["embed"]
         scores = torch.stack(list(values.values()), dim=2)
         keys = None
         if self.positions:
