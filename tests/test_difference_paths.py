@@ -169,10 +169,20 @@ def test_a_gated_head_writes_its_change(model_named):
         assert close(written, heads, 1e-5)
 
 
-def test_edges_into_gates_are_refused_by_name():
+def test_edges_into_gates():
+    """Edges into a node, its gate included, sum to its score, and those into the end to the change of the logit."""
     if "bridge/afmoe" not in HERE:
         pytest.skip("no gates here")
-    a, b = two(build_bridge("afmoe", num_dense_layers=2), batch=1)
-    assert circuits.patch_scores(a, b, 5, 7, method="difference").scores.all()
-    with pytest.raises(tlens.UnsupportedModelError, match="has a gate after its heads"):
-        circuits.edge_scores(a, b, 5, 7, method="difference")
+    a, b = two(build_bridge("afmoe", num_dense_layers=2))
+    edges = circuits.edge_scores(a, b, 5, 7, method="difference", positions=True)
+    nodes = circuits.patch_scores(a, b, 5, 7, method="difference")
+    for layer, head in itertools.product((0, 1), range(4)):
+        node = f"L{layer}H{head}"
+        into = [f"{node}.{letter}" for letter in "qkvg"]
+        scores = edges.scores[:, :, [edges.destinations.index(name) for name in into]]
+        assert close(scores.sum((1, 2)), nodes[node][:, 0], 1e-5)
+        assert bool(scores[..., -1].any())
+    assert close(edges.scores[..., -1].sum(-1), edges.clean - edges.corrupted, 1e-5)
+    assert close(edges.by_position.sum(-1), edges.scores, 1e-9)
+    assert not bool(edges.scores[:, ~edges.exists].any())
+    assert len(edges.circuit(len(edges))) > 0

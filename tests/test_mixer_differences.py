@@ -179,12 +179,14 @@ def test_edges_into_the_end_sum_to_the_change(name):
 
 
 def test_a_gate_after_heads_is_a_node_beside_mixers():
-    """Of Qwen3-Next's attention; edges have no destination for it."""
+    """Of Qwen3-Next's attention."""
     name = "bridge/qwen3-next"
     change = two_runs(name)
     terms = circuits.patch_scores(change.a, change.b, 5, method="difference", by="head")
     assert {"L0.mixer", "L1H0", "L1H3"} <= set(terms.names)
     direct = circuits.logit_attribution(change, 5, by="head")
     assert float(direct.gap.max()) < TOLERANCE
-    with pytest.raises(UnsupportedModelError, match=r"L1.* has a gate after its heads"):
-        circuits.edge_scores(change.a, change.b, 5, method="difference")
+    edges = circuits.edge_scores(change.a, change.b, 5, method="difference")
+    for node in ("L1H0", "L1H3"):
+        into = [edges.destinations.index(f"{node}.{letter}") for letter in "qkvg"]
+        assert close(edges.scores[:, :, into].sum((1, 2)), terms[node][:, 0], TOLERANCE)

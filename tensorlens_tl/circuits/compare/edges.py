@@ -20,9 +20,10 @@ head that is sure where to look (its softmax is flat there), so `frozen+qk` take
 
 `difference` takes the exact linear map between the two runs' differences (`tensorlens_tl.passes.difference`), in which
 patterns, ratios and scales respond: it is complete at every node, and all edges into the target sum to
-target(clean) − target(corrupted). What a hook added to one of the runs, or a patch put there, is a source by the name
-of its hook point. Between two runs an edge shares what it does with the others symmetrically; patching
-takes all others at the clean prompt.
+target(clean) − target(corrupted). A gate after heads is a destination as their values are (``"L1H0.g"``); the other
+methods hold it, or do not run such models. What a hook added to one of the runs, or a patch put there, is a source by
+the name of its hook point. Between two runs an edge shares what it does with the others symmetrically; patching takes
+all others at the clean prompt.
 
 `gradient` is edge attribution patching (Syed et al. 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al.
 2024), whose published code takes its gradients at the left ends of the steps (``points="left"``); midpoints, the
@@ -51,7 +52,7 @@ from tensorlens_tl.circuits.compare.pairs import (
 )
 from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products
 from tensorlens_tl.circuits.stream import Pulled, Step, Stream, StreamTarget, Sublayer
-from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import Difference, PassLike
 from tensorlens_tl.results import TARGET, Circuit, EdgeScores
@@ -113,7 +114,6 @@ def edge_scores(
     if method == "patching":
         scores = Replay(readout, clean, corrupted, layout.exists).patched(memory)
     elif method == "difference":
-        _refuse_gates(readout.stream)
         pulled = readout.stream.pull(readout.seed)
         scores = _products(readout.stream, Changes.of(readout.stream), layout, pulled, positions)
     elif method in ("gradient", "integrated"):
@@ -238,7 +238,7 @@ class EdgeLayout(NamedTuple):
 def edge_layout(stream: Stream) -> EdgeLayout:
     """The edges of a stream: from everything written before a step to everything that its sublayers read.
 
-    In a difference, what hooks added to one run and not to the other is written as well.
+    In a difference, what hooks added to one run and not to the other is written as well, and a gate after heads reads.
     """
     sources = ["embed"]
     destinations = list[str]()
@@ -249,6 +249,8 @@ def edge_layout(stream: Stream) -> EdgeLayout:
             read_at |= dict.fromkeys(read_names(sublayer, "q"))
             read_at |= dict.fromkeys(read_names(sublayer, "k"))
             read_at |= dict.fromkeys(read_names(sublayer, "v" if sublayer.letter else ""))
+        for sublayer in step.sublayers:
+            read_at |= dict.fromkeys(read_names(sublayer))  # a gate after its heads is what is left
         destinations += read_at
         known += [len(sources)] * len(read_at)
         sources += step.nodes
@@ -265,17 +267,6 @@ def added_by_hooks(stream: Stream, step: Step) -> Float[Tensor, "1 #batch #pos d
     if isinstance(stream.frozen, Difference) and isinstance(step.outer, Offset):
         return step.outer.vectors[None]
     return None
-
-
-def _refuse_gates(stream: Stream) -> None:
-    """Raise `UnsupportedModelError` where heads have a gate, which a circuit of edges has no destination for."""
-    gated = [sublayer.name for step in stream.steps for sublayer in step.sublayers if sublayer.kind == "gate"]
-    if gated:
-        raise UnsupportedModelError(
-            f"edge_scores(method='difference'): {gated[0]} of this {stream.frozen.view.description} has a gate after "
-            "its heads, which reads the stream besides queries, keys and values. patch_scores, paths and "
-            "contribution_graph of the difference have it as a node."
-        )
 
 
 def read_names(sublayer: Sublayer, letter: str = "") -> list[str]:

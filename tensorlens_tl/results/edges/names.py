@@ -2,7 +2,8 @@
 
 An edge leads from what one node writes to what a later one reads. Nodes that write are *sources*: the first block's
 input (``"embed"``), heads, MLPs. What reads are *destinations*: a head's queries, keys and values (``"L1H0.q"``,
-``"L1H0.k"``, ``"L1H0.v"``), MLPs, and the target. An edge is called ``"L0H3 → L1H0.k"``.
+``"L1H0.k"``, ``"L1H0.v"``) and a gate of what it gives (``"L1H0.g"``), MLPs, and the target. An edge is called
+``"L0H3 → L1H0.k"``.
 """
 
 import re
@@ -19,7 +20,7 @@ TARGET = "target"
 
 def node_read_at(destination: str) -> str:
     """The node that a destination belongs to: ``"L0H3"`` of ``"L0H3.q"``."""
-    return re.sub(r"(H\d+)\.[qkv]$", r"\1", destination)
+    return re.sub(r"(H\d+)\.[qkvg]$", r"\1", destination)
 
 
 def place(name: str) -> tuple[int, int, str, int]:
