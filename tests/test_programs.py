@@ -101,12 +101,13 @@ def test_norms_hardly_change_a_program():
 
 @pytest.mark.parametrize(("of", "change"), CHANGES)
 def test_components_that_are_true_are_found(of, change):
-    """By patching the live model on every change; by what explains the clean prompt alone always."""
+    """By patching the live model and by the exact difference on every change; by what explains the clean prompt alone
+    always."""
     task = demo.program(of).components(2, seed=3, change=change)
-    methods = ["logit_attribution", "contribution_graph", "frozen", "patching"]
+    methods = ["logit_attribution", "contribution_graph", "frozen", "difference", "patching"]
     result = evaluate.known_components(model_of(of, norm=change == "source"), task, methods)
     assert result.settings["accuracy"] == 1
-    for method in ("contribution_graph", "patching"):
+    for method in ("contribution_graph", "difference", "patching"):
         rows = result.values[:, result.methods.index(method)]
         assert bool((rows == 1).all()), (method, rows.mean(-1))
     direct = result.values[:, 0]
