@@ -12,6 +12,7 @@ from conftest import close, rerun_tolerance, rest_whole, some_tokens, tolerance
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.circuits.two_runs.weights import BY
+from tensorlens_tl.models import ModelView
 from tensorlens_tl.testing import model_names, tiny_model
 
 pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("error::tensorlens_tl.GapWarning")]
@@ -112,6 +113,8 @@ UNEQUAL = [[3, 4, 5, 6, 7, 8], [3, 9, 5], [2, 4, 6, 8], [5]]
 @pytest.mark.parametrize("name", WINDOWED)
 def test_prompts_that_differ_by_more_than_a_sliding_window_go_apart(name):
     """Padded to one length, a query of padding would see padding alone, and a Bridge makes NaN of that."""
+    assert ModelView(tiny_model(name)).sliding_window == 3
+    assert ModelView(tiny_model("bridge/qwen2-moe")).sliding_window is None  # its configuration says 0
     base, tuned = (tiny_model(name, seed=seed) for seed in (0, 1))
     change = tlens.compare_models(base, tuned, UNEQUAL, 5, 9)
     scores = tlens.attribute(base, UNEQUAL, 5)

@@ -181,7 +181,7 @@ class ModelView:
         if hasattr(config, "get_text_config"):  # of a model that reads images as well
             config = config.get_text_config()
         window = getattr(config, "sliding_window", None)
-        return window if isinstance(window, int) else None
+        return window if isinstance(window, int) and window > 0 else None
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -1,6 +1,8 @@
 """The secant of the whitening before a block, whose weights two models may differ in.
 
-y_i = x_i·E + y_{i−1}·S    ⟹    Δy_i = Δx_i·Ē + x̄_i·ΔE + Δy_{i−1}·S̄ + ȳ_{i−1}·ΔS
+    y_i = x_i·E + y_{i−1}·S    ⟹    Δy_i = Δx_i·Ē + x̄_i·ΔE + Δy_{i−1}·S̄ + ȳ_{i−1}·ΔS
+
+The first and the third term are a whitening by the mean weights; the others are constants that enter its recursion.
 """
 
 import torch
