@@ -151,7 +151,7 @@ def test_nothing_is_asked_of_the_network(opened):
 
 def test_a_script_in_the_prompt_is_inert(opened):
     browser = opened("report")
-    assert "onerror" in find(browser, "h1 + p").text
+    assert "onerror" in find(browser, ".line").text
     assert browser.title.startswith("Where a prediction")
     assert browser.execute_script("return document.querySelectorAll('img:not([src^=\"data:\"])').length") == 0
 

@@ -13,6 +13,7 @@ from tensorlens_tl.commands.options import (
 )
 
 HELP = "Everything about one prediction, as one page that opens without a network."
+EXAMPLE = 'tensorlens-tl report "If the file is not found, a FileNotFoundError is" -o report.html'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
