@@ -5,6 +5,7 @@ import html as html_module
 import re
 import struct
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits, report
 from tensorlens_tl.drawing import charts, heat_maps, marks, matrix, page
 from tensorlens_tl.report import groups, methods
+from tensorlens_tl.report.generated import stretch_components
 from tensorlens_tl.report.prediction import predict
 from tensorlens_tl.results import views
 from tensorlens_tl.results.graph import SHOWN_EDGES
@@ -242,6 +244,43 @@ def test_the_report_begins_with_an_answer_that_adds_up(frozen):
     prediction = next(card for name, card in cards_.items() if name.startswith("What comes after"))
     assert ">explained</td>" in prediction
     assert ">against</td>" in prediction
+
+
+@pytest.mark.parametrize("minus", [None, " the"])
+@pytest.mark.parametrize("span", ["all", (1, 3)])
+def test_the_report_of_a_generated_text_begins_with_an_answer_that_adds_up(frozen, span, minus):
+    text = tlens.generation.freeze_generation(frozen.model, "If the file is not found, a", max_new_tokens=5)
+    whole = text.attribute(span=span, minus=minus)
+    terms = stretch_components(text, whole, minus)
+    assert float(terms.total) == pytest.approx(float(whole.total), rel=1e-5)
+    assert float(terms.gap) < 1e-6
+    body = report.explain_generation(text, span=span, minus=minus).body
+    cards_ = re.findall(r'<section class="card" aria-label="([^"]*)">(.*?)</section>', body.split("<h2>Each token")[0])
+    assert len(cards_) == 3
+    for _, card in cards_[:2]:
+        *lines, (name, total) = rows_of(card)
+        assert name == "sum"
+        assert len(lines) == 7
+        assert sum(value for _, value in lines) == pytest.approx(total, abs=0.05)  # four digits each
+        assert total == pytest.approx(float(whole.total), rel=1e-3)
+
+
+def test_components_of_runners_up_are_left_out(frozen):
+    text = tlens.generation.freeze_generation(frozen.model, "If the file is not found, a", max_new_tokens=3)
+    assert stretch_components(text, text.attribute(span="all", minus="runner-up"), "runner-up") is None
+    assert report.explain_generation(text, minus="runner-up").body.count('class="card"') == 2
+
+
+def test_a_framed_method_does_not_set_the_scale_of_its_group(frozen):
+    question = predict(frozen, " the", " a")
+    said = methods.answers(frozen, question, ["tensorlens", "integrated-gradients"])
+    loose = said.shown["integrated-gradients"].result
+    exact = said.shown["tensorlens (target)"].result
+    huge = replace(loose, scores=1000 * loose.scores, gap=torch.ones_like(loose.gap))
+    shown = said.shown | {"integrated-gradients": replace(said.shown["integrated-gradients"], result=huge)}
+    html = groups.grouped_html(shown, question.position).split("Maps of token pairs")[0]
+    assert f"+{float(exact.scores.abs().max()):.3g}, blue" in html
+    assert "The others set the scale of the colours." in html
 
 
 def test_methods_stand_in_groups_of_one_scale(frozen):

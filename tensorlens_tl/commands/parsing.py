@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
             options["epilog"] = f"example:\n  {example}"
         super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Arguments, and nothing that is left over: this parser knows its options, the one above does not."""
         parsed, left = super().parse_known_args(args, namespace)
         if left:

@@ -44,6 +44,11 @@ def chances(rows: Iterable[Chance]) -> str:
     return f'<table class="r chances"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
 
 
+def token(name: str) -> str:
+    """A token in quotes that is not torn between lines."""
+    return f'<span class="token">{escape(repr(name))}</span>'
+
+
 def percent(share: float) -> str:
     """A share in percent, in as many digits as it has something to say."""
     if 0 < share < 0.001:

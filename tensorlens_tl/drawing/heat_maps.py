@@ -71,7 +71,12 @@ def prompt(
 
 
 def strips(
-    tokens: Mapping[int, str], lines: Mapping[str, np.ndarray], hints: Mapping[str, str], query: int | None = None
+    tokens: Mapping[int, str],
+    lines: Mapping[str, np.ndarray],
+    hints: Mapping[str, str],
+    query: int | None = None,
+    *,
+    scaled_by: Sequence[str] = (),
 ) -> str:
     """The prompt as coloured text, once for each result, all on one scale.
 
@@ -80,8 +85,10 @@ def strips(
         lines: values by name, one for each token.
         hints: what each name stands for, in words.
         query: the position that is underlined.
+        scaled_by: the names whose values set the scale; larger ones are drawn like the largest of these. All, where
+            there are none.
     """
-    everything = np.concatenate([values.astype(float) for values in lines.values()])
+    everything = np.concatenate([lines[name].astype(float) for name in scaled_by or lines])
     largest = largest_of(everything)
     rows = []
     for count, (name, values) in enumerate(lines.items()):
@@ -107,7 +114,7 @@ def side_by_side(
     hints: Mapping[str, str],
     facts: Mapping[str, Mapping[str, float | None]],
     *,
-    one_scale: bool = False,
+    scaled_by: Sequence[str] | None = None,
     caption: str = "",
 ) -> str:
     """A row per source token, a column per result.
@@ -117,12 +124,12 @@ def side_by_side(
         columns: values by heading, one for each token.
         hints: what each heading stands for, in words.
         facts: lines below the tokens, such as bias, total and residual: by name, then by heading.
-        one_scale: whether all columns have one unit, and one scale of colours.
+        scaled_by: the headings whose values set one scale for all columns, see `strips`; None gives each its own.
         caption: a line below.
     """
     largest = {name: largest_of(values) for name, values in columns.items()}
-    if one_scale:
-        largest = dict.fromkeys(columns, max(largest.values(), default=0.0))
+    if scaled_by is not None:
+        largest = dict.fromkeys(columns, max(largest[name] for name in scaled_by or columns))
     heads = "".join(f'<th scope="col" title="{escape(hints[name])}">{escape(name)}</th>' for name in columns)
     lines = []
     for row, (position, token) in enumerate(tokens.items()):

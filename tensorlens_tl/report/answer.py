@@ -53,7 +53,7 @@ def _statement(prediction: Prediction, tokens: Attribution) -> str:
     best = prediction.chances[0]
     total = float(tokens.total[0, -1]) if tokens.total is not None else 0.0
     return (
-        f"<h1>The model predicts {escape(repr(best.name))}, with {cards.percent(best.probability)}</h1>"
+        f"<h1>The model predicts {cards.token(best.name)}, with {cards.percent(best.probability)}</h1>"
         f"<p>Explained here: the {escape(prediction.label)}, <b>{total:+.4g}</b>.</p>"
     )
 
@@ -112,5 +112,6 @@ def _card(title: str, lines: Sequence[tuple[str, float]], result: Attribution | 
     notes = ""
     if result.total is not None and result.gap is not None:
         sums = [("sum", sum(value for _, value in lines))]
-        notes = f"The model's own number: {float(result.total[0, -1]):+.4g}. Residual: {float(result.gap[0, -1]):.1e}."
+        residual = f"{float(result.gap[0, -1]):.1e}".replace("0.0e+00", "0")
+        notes = f"The model's own number: {float(result.total[0, -1]):+.4g}. Residual: {residual}."
     return cards.card(title, graphs.bars(lines, sums), notes)

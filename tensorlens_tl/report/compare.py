@@ -74,10 +74,15 @@ def footnotes(results: Mapping[str, Attribution], batch: int, rows: Mapping[str,
     """What each residual means that is framed because it is large: a sentence for each kind of reason."""
     loose: dict[str, list[str]] = {}
     for name, result in results.items():
-        residual = fact(result, "residual", batch, rows[name])
-        if residual is not None and residual > LOOSE:
+        if is_loose(result, batch, rows[name]):
             loose.setdefault(_why_loose(result), []).append(name)
     return [f"Framed residual of {', '.join(names)}: {why}" for why, names in loose.items()]
+
+
+def is_loose(result: Attribution, batch: int, row: int) -> bool:
+    """Whether a query's scores and bias are visibly not its total."""
+    residual = fact(result, "residual", batch, row)
+    return residual is not None and residual > LOOSE
 
 
 def _why_loose(result: Attribution) -> str:

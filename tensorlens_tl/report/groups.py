@@ -10,7 +10,7 @@ from tensorlens_tl.drawing.heat_maps import side_by_side, strips
 from tensorlens_tl.drawing.marks import note
 from tensorlens_tl.drawing.page import folded
 from tensorlens_tl.registry import get_method
-from tensorlens_tl.report.compare import FACTS, fact, footnotes
+from tensorlens_tl.report.compare import FACTS, fact, footnotes, is_loose
 from tensorlens_tl.report.methods import Answer
 from tensorlens_tl.results import Attribution, array
 
@@ -91,14 +91,19 @@ def _group_html(group: Group, members: Mapping[str, Attribution], position: int)
     count = f"{len(members)} methods"
     if len(members) == 1:
         count = "1 method"
-    table = side_by_side(tokens, columns, hints, facts, one_scale=True)
+    trusted = [name for name in members if not is_loose(members[name], 0, rows[name])]
+    if group.in_shares:
+        trusted = list(members)
+    table = side_by_side(tokens, columns, hints, facts, scaled_by=trusted)
     estimated = (estimate(name, result, rows[name]) for name, result in members.items())
     notes = [*filter(None, estimated)]
     if not group.in_shares:
         notes += footnotes(members, 0, rows)
+    if trusted and len(trusted) < len(members):
+        notes.append("The others set the scale of the colours.")
     return (
         f'<section class="group" aria-label="{escape(group.title)}"><h3>{escape(group.title)}</h3>{note(group.what)}'
-        f"{strips(tokens, columns, hints, position)}{''.join(map(note, notes))}"
+        f"{strips(tokens, columns, hints, position, scaled_by=trusted)}{''.join(map(note, notes))}"
         f"{folded(f'The numbers of {count}, token by token', table)}</section>"
     )
 
