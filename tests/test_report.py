@@ -230,7 +230,7 @@ def test_the_report_begins_with_an_answer_that_adds_up(frozen):
     body = report.explain(frozen, target=" the", minus=" a", methods=["rollout"]).body
     first = body.split("<h2>What each method says")[0]
     cards_ = dict(re.findall(r'<section class="card" aria-label="([^"]*)">(.*?)</section>', first))
-    tokens, components = cards_["The tokens that moved it"], cards_["The heads and MLPs that moved it"]
+    tokens, components = cards_["The tokens that moved it"], cards_["The components that moved it"]
     why = tlens.attribute(frozen, " the", minus=" a")
     heads = circuits.logit_attribution(frozen, " the", " a", by="head")
     assert [name for name, _ in rows_of(tokens)[:5]] == [f"{e.name!r} · {e.position}" for e in why.top(5)]
@@ -241,7 +241,7 @@ def test_the_report_begins_with_an_answer_that_adds_up(frozen):
         assert name == "sum"
         assert sum(value for _, value in lines) == pytest.approx(total, abs=5e-3)  # four digits each
         assert total == pytest.approx(float(why.total), rel=1e-3)
-    prediction = next(card for name, card in cards_.items() if name.startswith("What comes after"))
+    prediction = next(card for name, card in cards_.items() if name.startswith("What it expects after"))
     assert ">explained</td>" in prediction
     assert ">against</td>" in prediction
 

@@ -30,12 +30,12 @@ def answer_html(frozen: FrozenPass, prediction: Prediction, tokens: Attribution,
     """
     parts: list[str] = []
     if prediction.chances:
-        parts.append(
-            cards.card(
-                f"What comes after {frozen.str_tokens[0][prediction.position]!r}, position {prediction.position}",
-                cards.chances(prediction.chances),
-            )
-        )
+        place = "after"
+        if frozen.view.mlm_head is not None:
+            place = "in place of"
+        token = frozen.str_tokens[0][prediction.position]
+        title = f"What it expects {place} {token!r}, position {prediction.position}"
+        parts.append(cards.card(title, cards.chances(prediction.chances)))
     parts.append(tokens_card(tokens))
     if components is not None:
         parts.append(components_card(components))
@@ -59,7 +59,9 @@ def _statement(prediction: Prediction, tokens: Attribution) -> str:
 
 
 def _prompt(tokens: Attribution) -> str:
-    """The prompt as coloured text."""
+    """The prompt as coloured text, or as an image under coloured patches."""
+    if tokens.image is not None:
+        return tokens.to_html(style=False)
     real = [at for at, is_real in enumerate(tokens.mask[0].tolist()) if is_real]
     values = array(tokens.plane()[-1])[real]
     marks = token_marks(
@@ -84,13 +86,13 @@ def tokens_card(tokens: Attribution, title: str = "The tokens that moved it") ->
     return _card(title, lines, tokens)
 
 
-def components_card(components: Terms, title: str = "The heads and MLPs that moved it") -> str:
-    """The heads and MLPs of largest direct effect, all others, and what belongs to none of them."""
+def components_card(components: Terms, title: str = "The components that moved it") -> str:
+    """The heads, mixers, experts and MLPs of largest direct effect, all others, and what belongs to none of them."""
     scores = dict(zip(components.names, array(components.scores[0, -1]).tolist(), strict=True))
     parts = {name: score for name, score in scores.items() if COMPONENT.fullmatch(name)}
     largest = sorted(parts, key=lambda name: -abs(parts[name]))[:NAMED]
     lines = [(name, parts[name]) for name in largest]
-    lines += _rest(len(parts) - len(largest), sum(parts.values()) - sum(value for _, value in lines), "head or MLP")
+    lines += _rest(len(parts) - len(largest), sum(parts.values()) - sum(value for _, value in lines), "component")
     left = sum(scores.values()) - sum(parts.values())
     if components.remainder is not None:
         left += float(components.remainder[0, -1])
@@ -103,7 +105,7 @@ def _rest(count: int, value: float, name: str) -> Lines:
     if not count:
         return []
     if count > 1:
-        name = name.replace("head or MLP", "heads and MLPs").replace("token", "tokens")
+        name += "s"
     return [(f"{count} other {name}", value)]
 
 

@@ -72,10 +72,10 @@ def explain_generation(
     before = "".join(words[:first])
     after = "".join(words[first:stop])
     assert whole.total is not None
-    named = [tokens_card(whole, f"The tokens that moved {_asked(whole)}")]
+    named = [tokens_card(whole, f"The tokens that moved {_stretch(whole)}")]
     components = stretch_components(text, whole, minus)
     if components is not None:
-        named.append(components_card(components, f"The heads and MLPs that moved {_asked(whole)}"))
+        named.append(components_card(components, f"The components that moved {_stretch(whole)}"))
     named.append(cards.card("Where each token comes from", _largest_sources(tokens)))
     parts = [
         f"<h1>The text goes on with {escape(short(repr(after), 120))}</h1>"
@@ -125,7 +125,7 @@ def _hops(steps: dict[Any, Attribution], first: int) -> str:
     return f'<div class="tlens">{hop_table}</div>'
 
 
-def _asked(whole: Attribution) -> str:
+def _stretch(whole: Attribution) -> str:
     """The stretch that is explained, in quotes."""
     return repr(short("".join(whole.tokens[0][at] for at in whole.options["asked"][0]), 40))
 
