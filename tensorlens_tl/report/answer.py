@@ -44,14 +44,14 @@ def answer_html(frozen: FrozenPass, prediction: Prediction, tokens: Attribution,
 
 def _statement(prediction: Prediction, tokens: Attribution) -> str:
     """What is predicted, and what is explained about it, as a heading and a sentence."""
+    assert tokens.total is not None
+    total = float(tokens.total[0, -1])
     if not prediction.chances:
-        total = "" if tokens.total is None else f": {float(tokens.total[0, -1]):.4g}"
         return (
             "<h1>What the model's output is made of</h1><p>This model predicts no tokens. Explained here: "
-            f"the {escape(tokens.target)} at position {prediction.position}{total}.</p>"
+            f"the {escape(tokens.target)} at position {prediction.position}, <b>{total:.4g}</b>.</p>"
         )
     best = prediction.chances[0]
-    total = float(tokens.total[0, -1]) if tokens.total is not None else 0.0
     return (
         f"<h1>The model predicts {cards.token(best.name)}, with {cards.percent(best.probability)}</h1>"
         f"<p>Explained here: the {escape(prediction.label)}, <b>{total:+.4g}</b>.</p>"
@@ -64,14 +64,11 @@ def _prompt(tokens: Attribution) -> str:
         return tokens.to_html(style=False)
     real = [at for at, is_real in enumerate(tokens.mask[0].tolist()) if is_real]
     values = array(tokens.plane()[-1])[real]
-    marks = token_marks(
-        [tokens.tokens[0][at] for at in real],
-        values.tolist(),
-        largest_of(values),
-        int(tokens.queries[0, -1]),
-        real,
-        [tokens.sides[0][at] for at in real] if tokens.sides is not None else (),
-    )
+    sides: list[str] = []
+    if tokens.sides is not None:
+        sides = [tokens.sides[0][at] for at in real]
+    names = [tokens.tokens[0][at] for at in real]
+    marks = token_marks(names, values.tolist(), largest_of(values), int(tokens.queries[0, -1]), real, sides)
     return f'<div class="tlens"><div class="rove"><div class="line tall">{marks}</div></div>{colour_bar(values)}</div>'
 
 

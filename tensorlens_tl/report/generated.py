@@ -67,21 +67,8 @@ def explain_generation(
     tokens = text.attribute(minus=minus)
     whole = text.attribute(span=span, minus=minus)
     steps = {hop: text.attribute(span=span, minus=minus, hops=hop) for hop in _followed(last, tokens.queries.shape[1])}
-    first, stop = text.generated_ranges()[0]
-    words = text.frozen.str_tokens[0]
-    before = "".join(words[:first])
-    after = "".join(words[first:stop])
-    assert whole.total is not None
-    named = [tokens_card(whole, f"The tokens that moved {_stretch(whole)}")]
-    components = stretch_components(text, whole, minus)
-    if components is not None:
-        named.append(components_card(components, f"The components that moved {_stretch(whole)}"))
-    named.append(cards.card("Where each token comes from", _largest_sources(tokens)))
     parts = [
-        f"<h1>The text goes on with {escape(short(repr(after), 120))}</h1>"
-        f"<p>after <q>{escape(visible(before))}</q>. Explained here: {escape(whole.target)}, "
-        f"<b>{float(whole.total[0, 0]):+.4g}</b>.</p>",
-        cards.cards(*named),
+        _opening(text, tokens, whole, minus),
         "<h2>Each token</h2>",
         tokens.to_html(style=False),
         "<h2>The stretch as a whole</h2>",
@@ -94,14 +81,14 @@ def explain_generation(
             "<h2>By way of generated tokens</h2>",
             "<p>What the stretch took of generated tokens, sent on to what made those: in proportion to absolute "
             "scores, the bias among them. Everything sums to the same total at every hop.</p>",
-            _hops({0: whole} | steps, first),
+            _hops({0: whole} | steps, text.generated_ranges()[0][0]),
             ended.to_html(style=False),
             _largest(ended),
         ]
     parts.append(
         _proofs(text, {"each token": tokens, "the stretch": whole} | {f"{h} hops": s for h, s in steps.items()})
     )
-    title = f"What made a generated text: {visible(after)[:60]}"
+    title = f"What made a generated text: {visible(text.texts[0])[:60]}"
     return Picture(title, "".join(parts))
 
 
@@ -123,6 +110,22 @@ def _hops(steps: dict[Any, Attribution], first: int) -> str:
         rows.append((str(hop), *(number(float(value)) for value in (*shares, total))))
     hop_table = table(("hops", "on the prompt", "on generated tokens", "bias", "sum"), rows)
     return f'<div class="tlens">{hop_table}</div>'
+
+
+def _opening(text: FrozenGeneration, tokens: Attribution, whole: Attribution, minus: TokenLike) -> str:
+    """What was written, and the tokens and components that the explained stretch comes from."""
+    assert whole.total is not None
+    before = "".join(text.frozen.str_tokens[0][: text.generated_ranges()[0][0]])
+    named = [tokens_card(whole, f"The tokens that moved {_stretch(whole)}")]
+    components = stretch_components(text, whole, minus)
+    if components is not None:
+        named.append(components_card(components, f"The components that moved {_stretch(whole)}"))
+    named.append(cards.card("Where each token comes from", _largest_sources(tokens)))
+    return (
+        f"<h1>The text goes on with {escape(short(repr(text.texts[0]), 120))}</h1>"
+        f"<p>after <q>{escape(visible(before))}</q>. Explained here: {escape(whole.target)}, "
+        f"<b>{float(whole.total[0, 0]):+.4g}</b>.</p>{cards.cards(*named)}"
+    )
 
 
 def _stretch(whole: Attribution) -> str:

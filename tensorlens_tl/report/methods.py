@@ -87,27 +87,36 @@ def answers(frozen: FrozenPass, prediction: Prediction, methods: Sequence[str], 
     said = Answers()
     for method, variant, options in tqdm(variants, desc="methods", leave=False, disable=None):
         registered = get_method(method)
-        about_target = registered.explains_prediction(options)
-        if about_target and not prediction.options:
+        if registered.explains_prediction(options) and not prediction.options:
             continue
-        name = f"{method} ({variant})" if variant else method
+        name = method
+        if variant:
+            name = f"{method} ({variant})"
         is_slow = not limits.every and operations(frozen, registered, options) > LIMIT
         if is_slow and name in ESTIMATES:
             options = options | ESTIMATES[name]
         elif is_slow and not limits.named:
             said.refused[name] = _too_slow(frozen, registered, options)
             continue
-        options = options | _question(registered, prediction, about_target)
-        try:
-            result = attribute(frozen, method=method, **options)
-        except TensorLensError as error:
-            said.refused[name] = str(error)
-            continue
-        if prediction.position in result.queries[0].tolist():
-            said.shown[name] = Answer(registered, result, about_target)
+        answer = _answer(frozen, prediction, registered, options)
+        if isinstance(answer, str):
+            said.refused[name] = answer
         else:
-            said.refused[name] = f"It says nothing about position {prediction.position}."
+            said.shown[name] = answer
     return said
+
+
+def _answer(frozen: FrozenPass, prediction: Prediction, method: Method, options: dict[str, Any]) -> Answer | str:
+    """One method's answer, or why it has none."""
+    about_target = method.explains_prediction(options)
+    question = _question(method, prediction, about_target)
+    try:
+        result = attribute(frozen, method=method.name, **options, **question)
+    except TensorLensError as error:
+        return str(error)
+    if prediction.position not in result.queries[0].tolist():
+        return f"It says nothing about position {prediction.position}."
+    return Answer(method, result, about_target)
 
 
 def operations(frozen: FrozenPass, method: Method, options: dict[str, Any]) -> float:
