@@ -279,6 +279,8 @@ def test_examples_of_the_help_run(example, tmp_path, monkeypatch, capsys):
     (tmp_path / "texts.csv").write_text("text\nReturn the value of the\nRaise an error if the\n", encoding="utf-8")
     program, *words = shlex.split(example)
     assert program == "tensorlens-tl"
+    if words[0] == "explore":  # which serves until Ctrl-C
+        monkeypatch.setattr(pytest.importorskip("uvicorn").Server, "run", lambda server, sockets: sockets[0].close())
     assert main(words) == 0
     assert capsys.readouterr().out
 
