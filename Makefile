@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons fuzz lint types docs bench evaluation compression whitening census support changed package clean
+.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons fuzz lint types docs picture bench evaluation compression whitening census support changed package clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -50,6 +50,10 @@ types: .venv/.ready
 
 docs: .venv/.docs
 	.venv/bin/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+# the report's first screen, which README.md shows; needs Chromium
+picture: .venv/.ready
+	.venv/bin/python -m scripts.picture
 
 bench: .venv/.ready
 	.venv/bin/python benchmarks/run.py

@@ -69,6 +69,7 @@ def pages(tmp_path_factory):
     results += (wrote.attribute(),)
     names = ("maps", "evaluation", "images", "graphs")
     paths = {"report": explained.save(folder / "report.html"), **{name: folder / f"{name}.html" for name in names}}
+    paths["every"] = report.explain(frozen).save(folder / "every.html")
     paths["generated"] = report.explain_generation(wrote).save(folder / "generated.html")
     paths["evaluation"].write_text(page("evaluation", evaluated.to_html(style=False)), encoding="utf-8")
     paths["images"].write_text(page("images", drawn), encoding="utf-8")
@@ -151,9 +152,72 @@ def test_nothing_is_asked_of_the_network(opened):
 
 def test_a_script_in_the_prompt_is_inert(opened):
     browser = opened("report")
-    assert "onerror" in find(browser, "h1 + p").text
+    assert "onerror" in find(browser, ".line").text
     assert browser.title.startswith("Where a prediction")
     assert browser.execute_script("return document.querySelectorAll('img:not([src^=\"data:\"])').length") == 0
+
+
+@pytest.mark.parametrize("name", ["report", "generated"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_answer_fits_on_one_screen(opened, name, scheme):
+    browser = opened(name, 1280, scheme)
+    cards = browser.find_elements("css selector", ".card")
+    assert len(cards) == 3
+    assert all(card.rect["y"] + card.rect["height"] <= 900 for card in cards)
+    assert len({card.rect["y"] for card in cards}) == 1  # side by side
+    cut = (
+        """return [...document.querySelectorAll('.card')].filter(card => card.scrollWidth > card.clientWidth).length"""
+    )
+    assert browser.execute_script(cut) == 0
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("name", ["report", "generated"])
+def test_what_is_unfolded_stays_within_the_page(opened, name, width):
+    browser = opened(name, width)
+    browser.execute_script("document.querySelectorAll('details').forEach(part => part.open = true)")
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    out = """return [...document.querySelectorAll('table')].filter(table => {
+        const box = (table.closest('.scroll') ?? table).getBoundingClientRect();
+        return box.right > innerWidth + 1; }).length"""
+    assert browser.execute_script(out) == 0
+
+
+def test_every_column_of_a_group_is_in_sight_on_a_wide_screen(opened):
+    browser = opened("every", 1280)
+    browser.execute_script("document.querySelectorAll('details').forEach(part => part.open = true)")
+    hidden = (
+        """return [...document.querySelectorAll('.group .scroll')].filter(e => e.scrollWidth > e.clientWidth).length"""
+    )
+    assert browser.execute_script(hidden) == 0
+    assert len(browser.find_elements("css selector", ".group")) == 4
+
+
+def test_a_report_needs_no_script_to_be_read(opened, browser):
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        opened("report")
+        mark = browser.find_elements("css selector", ".line .t")[3]
+        webdriver.ActionChains(browser).move_to_element(mark).perform()
+        assert shown_below(browser, mark) != "none"
+        folded = find(browser, ".group details")
+        assert not folded.find_element("css selector", "table").is_displayed()
+        folded.find_element("css selector", "summary").click()
+        assert folded.find_element("css selector", "table").is_displayed()
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+
+
+def test_one_line_says_what_the_marks_of_a_group_say(opened, browser):
+    opened("report")
+    marks = browser.find_elements("css selector", ".strips .strip:nth-child(2) .t")
+    point_at(browser, marks[1])
+    label = marks[1].get_attribute("aria-label")
+    assert shown_below(browser, marks[1]) == '"' + label.replace('"', '\\"') + '"'
+    name = find(browser, ".strips .strip:nth-child(2) .name").text
+    assert label.startswith(f"{name}, ")
+    tabs = "return [...document.querySelectorAll('.strips')].map(e => e.querySelectorAll('[tabindex=\"0\"]').length)"
+    assert set(browser.execute_script(tabs)) == {1}
 
 
 def test_pointing_at_a_token_reads_its_value(opened, browser):

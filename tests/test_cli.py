@@ -1,12 +1,17 @@
 """The command line, as a user types it."""
 
+import importlib
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 import tensorlens_tl as tlens
-from tensorlens_tl.commands import main
+from tensorlens_tl import commands
+from tensorlens_tl.commands import evaluate, main
+from tensorlens_tl.commands.prompts import read_prompts
 
 
 def test_demo_writes_a_page_that_needs_no_network(tmp_path, capsys):
@@ -172,7 +177,7 @@ def test_options_belong_to_their_command(capsys, arguments):
     with pytest.raises(SystemExit):
         main(arguments)
     said = capsys.readouterr().err
-    assert "unrecognized arguments" in said or "no number of at least 1" in said
+    assert "there is no option" in said or "no number of at least 1" in said
 
 
 def test_methods_with_options_of_any_name_get_them(capsys, clean_registry):
@@ -249,8 +254,149 @@ def test_a_graph_that_cannot_be_written_is_refused_before_the_model_is_loaded(ca
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("arguments", [[], ["-o", "a.html", "--keep", "0"], ["-o", "a.html", "--sources", "some"]])
-def test_a_graph_needs_an_output_and_numbers(capsys, arguments):
+@pytest.mark.parametrize("arguments", [["-o", "a.html", "--keep", "0"], ["-o", "a.html", "--sources", "some"]])
+def test_a_graph_needs_numbers(capsys, arguments):
     with pytest.raises(SystemExit):
         main(["graph", "the", *arguments])
-    assert "usage" in capsys.readouterr().err
+    assert "tensorlens-tl graph: argument --" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------ help, and near misses
+
+
+def examples():
+    """The examples of the help of every command and every evaluation."""
+    found = [commands.EXAMPLE]
+    for name in commands.COMMANDS:
+        found.append(importlib.import_module(f"tensorlens_tl.commands.{name.replace('-', '_')}").EXAMPLE)
+    found += [f"tensorlens-tl evaluate {name} {rest}" for name, rest in evaluate.EXAMPLES.items()]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("example", examples())
+def test_examples_of_the_help_run(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.csv").write_text("text\nReturn the value of the\nRaise an error if the\n", encoding="utf-8")
+    program, *words = shlex.split(example)
+    assert program == "tensorlens-tl"
+    if words[0] == "explore":  # which serves until Ctrl-C
+        monkeypatch.setattr(pytest.importorskip("uvicorn").Server, "run", lambda server, sockets: sockets[0].close())
+    assert main(words) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], *([name] for name in commands.COMMANDS), ["evaluate", "patching"]], ids=" ".join)
+def test_help_shows_an_example_and_no_wall_of_choices(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "-h"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"example:\n  tensorlens-tl {' '.join(words)}".rstrip() in shown
+    usage = shown.split("\n\n")[0]
+    assert len(usage) < 100
+    assert not re.search(r"\{[^}]*,[^}]*,[^}]*,[^}]*\}", shown)
+
+
+def test_every_evaluation_has_an_example():
+    assert list(evaluate.EXAMPLES) == list(evaluate.EVALUATIONS)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["verfy"], "there is no 'verfy'. Did you mean 'verify'?"),
+        (["evaluate", "pertubation"], "Did you mean 'perturbation'?"),
+        (["report", "--modle", "demo", "a text"], "there is no option '--modle'. Did you mean '--model'?"),
+        (["--modle", "demo", "a text"], "Did you mean '--model'?"),
+        (["evaluate", "stability", "--prompt=a.txt", "--sed=1"], "Did you mean '--seed'?"),
+        (["report", "--methods", "alti", "a text"], "before an option that takes several values, or after --"),
+        (["attribute", "two", "words"], "Put a text of several words in quotes"),
+        (["evaluate", "patching", "--by", "edges"], "--by: there is no 'edges'; it is one of component, head, neuron"),
+    ],
+)
+def test_near_misses_are_named_in_a_line(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert message in said[0]
+    assert said[1].startswith("See tensorlens-tl")
+
+
+def test_a_method_that_is_nearly_one_is_named_alone(capsys):
+    assert main(["attribute", "the", "--method", "rolout"]) == 1
+    said = capsys.readouterr().err
+    assert said == "RegistryError: no method called 'rolout'. Did you mean 'rollout'?\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model", "demo", "Return the value of"],
+        ["--top", "2", "Return the value of"],
+        ["--top=2", "--model", "demo", "Return the value of", "--target", " the"],
+        ["report", "--methods", "alti", "--", "Return the value of"],
+    ],
+)
+def test_options_may_stand_before_the_text(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0
+    assert capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------ prompts of a file
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("p.csv", 'id,prompt\n1,"Return the value, of the"\n2,Raise an error if the\n'),
+        ("p.csv", '\ufefftext,label\n"Return the value, of the",a\nRaise an error if the,b\n'),
+        ("p.jsonl", '{"prompt": "Return the value, of the"}\n{"prompt": "Raise an error if the"}\n'),
+        ("p.txt", "Return the value, of the\n\nRaise an error if the\n"),
+        ("prompts", "\ufeffReturn the value, of the\nRaise an error if the\n"),
+    ],
+)
+def test_prompts_of_a_table_are_its_column(name, text, tmp_path):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    assert read_prompts(path) == ["Return the value, of the", "Raise an error if the"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.csv", b"a,b\n1,2\n", "its columns are 'a', 'b'; call the one with the prompts 'prompt' or 'text'"),
+        ("p.csv", b"prompt\n", "the file is empty"),
+        ("p.csv", b"prompt\na, b\n", "has more fields than the header"),
+        ("p.jsonl", b'{"text": 3}\n', "'text' of row 1 is 3, no text"),
+        ("p.txt", b"\xff\xfe\x00", "not a text file in UTF-8"),
+        ("p.txt", b"\n \n", "the file is empty"),
+    ],
+)
+def test_prompts_that_are_none_are_refused(name, content, message, tmp_path, capsys):
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert main(["evaluate", "stability", "--prompts", str(path), "--methods", "tensorlens target"]) == 1
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_evaluation_reads_a_table_of_prompts(tmp_path, capsys):
+    path = tmp_path / "p.csv"
+    path.write_text("prompt\nReturn the value of the\nRaise an error if the\n", encoding="utf-8")
+    words = ["--prompts", str(path), "--methods", "tensorlens target", "-o", str(tmp_path / "a.csv")]
+    assert main(["evaluate", "completeness", *words]) == 0
+    saved = (tmp_path / "a.csv").read_text(encoding="utf-8")
+    assert "prompt 1" in saved
+    assert "prompt 2" not in saved
+
+
+@pytest.mark.parametrize(
+    ("format_", "name"), [(None, "graph.html"), ("graphml", "graph.graphml"), ("csv", "graph.csv")]
+)
+def test_a_graph_has_a_default_output(format_, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["graph", "Return the value of", *(["--format", format_] if format_ else [])]) == 0
+    assert (tmp_path / name).stat().st_size
+    assert f"saved to {name}" in capsys.readouterr().out

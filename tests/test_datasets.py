@@ -758,7 +758,7 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(gpt2, tmp_path, many_shards
 
     monkeypatch.setattr(job, "run_rows", pressed)
     with pytest.raises(
-        KeyboardInterrupt, match=r"of 6 rows are done, in .*run\.\nRun it again with the same"
+        KeyboardInterrupt, match=r"of 6 rows are written; run the same command again to continue"
     ) as raised:
         run(gpt2, tmp_path / "run")
     assert raised.value.__suppress_context__
@@ -773,7 +773,7 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(gpt2, tmp_path, many_shards
     assert run(gpt2, tmp_path / "run").complete
 
 
-def test_the_command_line_says_so_in_two_lines(tmp_path, monkeypatch, capsys):
+def test_the_command_line_says_so_in_one_line(tmp_path, monkeypatch, capsys):
     from tensorlens_tl.datasets import job
 
     work, calls = job.run_rows, []
@@ -790,9 +790,12 @@ def test_the_command_line_says_so_in_two_lines(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert main(words) == 130
     said = [line for line in capsys.readouterr().err.splitlines() if "row/s" not in line]
-    assert said[-2].startswith("Interrupted. 0 of 1 rows are done, in ")
-    assert said[-1] == "Run it again with the same arguments to go on from there."
+    assert said[-1] == "0 of 1 rows are written; run the same command again to continue."
     assert "Traceback" not in "".join(said)
+    monkeypatch.setattr(job, "run_rows", work)
+    for before in ("0 of 1 rows were written before; going on with the other 1.", "All 1 rows were written before"):
+        assert main(words) == 0
+        assert before in capsys.readouterr().err
     monkeypatch.setattr("tensorlens_tl.commands.methods.run", lambda args: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["methods"]) == 130
     assert capsys.readouterr().err == "Interrupted.\n"

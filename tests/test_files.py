@@ -253,3 +253,45 @@ def test_shared_tensors_can_be_saved(model_named, tmp_path):
     scores = frozen.operator().in_out().scores
     result = tlens.Attribution.of(frozen, scores, method="x", query=-1, layers=scores[None])
     assert torch.equal(tlens.Attribution.load(result.save(tmp_path / "x")).layers[0], scores)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("why.csv", "a CSV table, which pandas.read_csv reads"),
+        ("why.json", "a JSON file"),
+        ("why.parquet", "a Parquet table, which pandas.read_parquet reads"),
+        ("why.html", "an HTML page"),
+        ("why.pdf", "a PDF figure"),
+        ("why.svg", "an SVG figure"),
+        ("why.png", "a PNG figure"),
+    ],
+)
+def test_what_holds_no_tensors_is_named_and_not_loaded(name, message, tmp_path):
+    pytest.importorskip("matplotlib").use("Agg")
+    why = tlens.attribute(tlens.load_demo_model(), "Return the value of the")
+    path = why.save(tmp_path / name)
+    with pytest.raises(tlens.errors.FileFormatError, match=r"ends in \.safetensors") as raised:
+        tlens.Attribution.load(path)
+    assert message in str(raised.value)
+    assert "Safetensor" not in str(raised.value)
+
+
+def test_an_empty_file_is_named_as_one(tmp_path):
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(b"")
+    with pytest.raises(tlens.errors.FileFormatError, match="an empty file"):
+        tlens.Terms.load(path)
+
+
+def test_a_file_of_tensors_loads_whatever_its_length_begins_with(tmp_path):
+    """The length of its facts may be the byte of a brace."""
+    terms = tlens.circuits.logit_attribution(tlens.freeze(tlens.load_demo_model(), "Return the"), 5)
+    path = terms.save(tmp_path / "terms")
+    written = path.read_bytes()
+    length = int.from_bytes(written[:8], "little")
+    longer = (length // 256 + 1) * 256 + ord("{")
+    header = written[8 : 8 + length].ljust(longer)
+    path.write_bytes(longer.to_bytes(8, "little") + header + written[8 + length :])
+    assert path.read_bytes()[:1] == b"{"
+    assert tlens.Terms.load(path).names == terms.names

@@ -5,6 +5,7 @@ import html as html_module
 import re
 import struct
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from conftest import some_tokens
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, report
 from tensorlens_tl.drawing import charts, heat_maps, marks, matrix, page
-from tensorlens_tl.report import document
+from tensorlens_tl.report import groups, methods
+from tensorlens_tl.report.generated import stretch_components
 from tensorlens_tl.report.prediction import predict
 from tensorlens_tl.results import views
 from tensorlens_tl.results.graph import SHOWN_EDGES
@@ -165,7 +167,7 @@ def test_comparing_methods(frozen):
     assert "tensorlens (in_out)" in picture.body
     for result, row in ((a, 0), (b, -1)):
         assert f"{float(result.scores[0, row, 2]):.3g}" in picture.body
-    assert "gap" in picture.body
+    assert "residual" in picture.body
     assert "Picture(" in repr(picture)
     assert "mine" in report.compare({"mine": a}).body
     other = tlens.attribute(tlens.load_demo_model(), "Another prompt")
@@ -211,19 +213,120 @@ def test_the_report_says_what_was_measured(frozen):
     picture = report.explain(frozen, target=" the", minus=" a", methods=["tensorlens", "rollout"])
     assert "logit of &#x27; the&#x27; − &#x27; a&#x27;" in picture.body
     own = tlens.attribute(frozen, collapse="target", target=" the", minus=" a")
-    assert f"total: {float(own.total):+.4g}" in picture.body
+    assert f"<b>{float(own.total):+.4g}</b>" in picture.body
     assert f"{float(own.scores[0, 0, 1]):+.4g}" in picture.body
     assert "blocks.3: the composed map" in picture.body
     chances = frozen.last_logits[0].double().softmax(-1)
-    assert f"{float(chances.max()):.1%}" in picture.body
+    assert f"{100 * float(chances.max()):.1f} %" in picture.body
+
+
+def rows_of(card):
+    """The lines of a card's table: names and numbers."""
+    found = re.findall(r"<tr[^>]*><t[dh][^>]*>([^<]*)</t[dh]>.*?<td>([+-][\d.e+-]+)</td></tr>", card)
+    return [(html_module.unescape(name), float(value)) for name, value in found]
+
+
+def test_the_report_begins_with_an_answer_that_adds_up(frozen):
+    body = report.explain(frozen, target=" the", minus=" a", methods=["rollout"]).body
+    first = body.split("<h2>What each method says")[0]
+    cards_ = dict(re.findall(r'<section class="card" aria-label="([^"]*)">(.*?)</section>', first))
+    tokens, components = cards_["The tokens that moved it"], cards_["The components that moved it"]
+    why = tlens.attribute(frozen, " the", minus=" a")
+    heads = circuits.logit_attribution(frozen, " the", " a", by="head")
+    assert [name for name, _ in rows_of(tokens)[:5]] == [f"{e.name!r} · {e.position}" for e in why.top(5)]
+    real = {name: abs(float(heads[name])) for name in heads.names if re.fullmatch(r"L\dH\d|MLP\d", name)}
+    assert [name for name, _ in rows_of(components)[:5]] == sorted(real, key=real.get, reverse=True)[:5]
+    for card in (tokens, components):
+        *lines, (name, total) = rows_of(card)
+        assert name == "sum"
+        assert sum(value for _, value in lines) == pytest.approx(total, abs=5e-3)  # four digits each
+        assert total == pytest.approx(float(why.total), rel=1e-3)
+    prediction = next(card for name, card in cards_.items() if name.startswith("What it expects after"))
+    assert ">explained</td>" in prediction
+    assert ">against</td>" in prediction
+
+
+@pytest.mark.parametrize("minus", [None, " the"])
+@pytest.mark.parametrize("span", ["all", (1, 3)])
+def test_the_report_of_a_generated_text_begins_with_an_answer_that_adds_up(frozen, span, minus):
+    text = tlens.generation.freeze_generation(frozen.model, "If the file is not found, a", max_new_tokens=5)
+    whole = text.attribute(span=span, minus=minus)
+    terms = stretch_components(text, whole, minus)
+    assert float(terms.total) == pytest.approx(float(whole.total), rel=1e-5)
+    assert float(terms.gap) < 1e-6
+    body = report.explain_generation(text, span=span, minus=minus).body
+    cards_ = re.findall(r'<section class="card" aria-label="([^"]*)">(.*?)</section>', body.split("<h2>Each token")[0])
+    assert len(cards_) == 3
+    for _, card in cards_[:2]:
+        *lines, (name, total) = rows_of(card)
+        assert name == "sum"
+        assert len(lines) == 7
+        assert sum(value for _, value in lines) == pytest.approx(total, abs=0.05)  # four digits each
+        assert total == pytest.approx(float(whole.total), rel=1e-3)
+
+
+def test_components_of_runners_up_are_left_out(frozen):
+    text = tlens.generation.freeze_generation(frozen.model, "If the file is not found, a", max_new_tokens=3)
+    assert stretch_components(text, text.attribute(span="all", minus="runner-up"), "runner-up") is None
+    assert report.explain_generation(text, minus="runner-up").body.count('class="card"') == 2
+
+
+def test_a_framed_method_does_not_set_the_scale_of_its_group(frozen):
+    question = predict(frozen, " the", " a")
+    said = methods.answers(frozen, question, ["tensorlens", "integrated-gradients"])
+    loose = said.shown["integrated-gradients"].result
+    exact = said.shown["tensorlens (target)"].result
+    huge = replace(loose, scores=1000 * loose.scores, gap=torch.ones_like(loose.gap))
+    shown = said.shown | {"integrated-gradients": replace(said.shown["integrated-gradients"], result=huge)}
+    html = groups.grouped_html(shown, question.position).split("Maps of token pairs")[0]
+    assert f"+{float(exact.scores.abs().max()):.3g}, blue" in html
+    assert "The others set the scale of the colours." in html
+
+
+def test_methods_stand_in_groups_of_one_scale(frozen):
+    said = methods.answers(frozen, predict(frozen), tlens.list_methods())
+    members = {group: [n for n, a in said.shown.items() if groups.group_of(a) is group] for group in groups.GROUPS}
+    assert {"tensorlens (target)", "decompx (target)", "attnlrp", "alti-logit"} <= set(members[groups.SUMS])
+    assert {"rollout", "tensorlens (norm)", "tensorlens (in_out)"} <= set(members[groups.MAPS])
+    assert members[groups.PERTURBATION] == ["leave-one-out", "value-zeroing"]
+    assert "chefer" in members[groups.RELEVANCE]
+    html = groups.grouped_html(said.shown, 5)
+    sections = re.findall(r'<section class="group" aria-label="([^"]*)">(.*?)</section>', html)
+    assert [title for title, _ in sections] == [group.title for group in groups.GROUPS]
+    for (_, section), group in zip(sections, groups.GROUPS, strict=True):
+        assert section.count('class="bar') == 1  # one scale
+        table = section.split("<table")[1]
+        columns = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", table)[1:]]
+        values = np.array([row for row in columns if len(row) == len(members[group]) and all(row)][:6], dtype=float)
+        if group.in_shares:
+            assert np.abs(values).sum(0) == pytest.approx(1, abs=0.01)
+
+
+def test_what_costs_too_much_is_left_out_or_estimated(frozen, monkeypatch):
+    slow = ["integrated-gradients", "leave-one-out", "tensorlens", "value-zeroing"]
+    monkeypatch.setattr(methods, "LIMIT", methods.operations(frozen, tlens.get_method("rollout"), {}) + 1)
+    quick = methods.answers(frozen, predict(frozen), tlens.list_methods())
+    assert sorted(quick.refused) == sorted(set(slow) - {"tensorlens"})
+    assert "runs the model 96 times" in quick.refused["integrated-gradients"]
+    estimated = quick.shown["tensorlens (norm)"].result
+    exact = tlens.attribute(frozen, collapse="norm", query=-1)
+    assert estimated.stderr is not None
+    assert ((estimated.scores - exact.scores).abs() <= 5 * estimated.stderr).all()
+    page_ = report.explain(frozen)
+    assert "tensorlens (norm) is estimated from 32 random rows" in page_.body
+    assert "leave-one-out" in page_.body.split("not shown")[1]
+    for limits in (methods.Limits(named=True), methods.Limits(every=True)):
+        said = methods.answers(frozen, predict(frozen), slow, limits)
+        assert not said.refused
+        assert (said.shown["tensorlens (norm)"].result.stderr is None) is limits.every
 
 
 def test_every_method_is_in_the_report_or_named_with_its_reason(model_named):
     neox = tlens.freeze(model_named("bridge/neox"), some_tokens(batch=1))
-    found, refused = document.attributions(neox, predict(neox), tlens.list_methods())
-    assert {"tensorlens (target)", "decompx (norm)", "integrated-gradients"} <= set(found)
-    assert "parallel" in refused["globenc"]
-    shown = {name.split(" (")[0] for name in (*found, *refused)}
+    said = methods.answers(neox, predict(neox), tlens.list_methods())
+    assert {"tensorlens (target)", "decompx (norm)", "integrated-gradients"} <= set(said.shown)
+    assert "parallel" in said.refused["globenc"]
+    shown = {name.split(" (")[0] for name in (*said.shown, *said.refused)}
     assert shown >= set(tlens.list_methods())
     assert "not shown" in report.explain(neox, methods=["globenc"]).body
 
@@ -321,8 +424,17 @@ def test_a_residual_that_is_none_is_pointed_out(frozen):
     assert float(loose.gap) > heat_maps.LOOSE
     html = report.compare([sums, loose]).body
     assert html.count("class=loose") == 1
-    assert "raise its steps" in html
+    assert "Framed residual of integrated-gradients: a quadrature that has not converged at steps=1; raise it." in html
     assert "loose" not in report.compare([sums]).body
+
+
+def test_a_method_that_claims_no_sum_is_not_advised_to_take_more_steps(frozen):
+    rules = [tlens.attribute(frozen, method=name, target=5) for name in ("attnlrp", "gim")]
+    assert all(float(result.gap) > heat_maps.LOOSE for result in rules)
+    html = report.compare(rules).body
+    assert html.count("class=loose") == 2
+    assert "Framed residual of attnlrp, gim: the method claims no sum" in html
+    assert "steps" not in html
 
 
 def test_the_scale_of_scores_without_sign_starts_at_zero():

@@ -5,18 +5,20 @@ comes within a second.
 """
 
 import argparse
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 
 from tensorlens_tl import __version__
+from tensorlens_tl.commands.parsing import Parser, nearest
 
 COMMANDS = (
     "attribute", "dataset", "report", "generate-report", "graph", "methods", "evaluate", "reproduce", "compress",
     "whiteness", "verify", "explore", "demo",
 )  # fmt: skip
 
+
+EXAMPLE = 'tensorlens-tl "If the file is not found, a FileNotFoundError is"'
 
 INTERRUPTED = 130
 """The exit status of what Ctrl-C ended, as shells have it: 128 and the number of the signal."""
@@ -25,12 +27,13 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (1 for our own errors and 130 for Ctrl-C, both without a traceback).
 
-    A text that is no command, nor nearly one, is attributed: ``tensorlens-tl "The Eiffel Tower is in"``.
+    A text that is no command, nor nearly one, is attributed, and so is one behind options:
+    ``tensorlens-tl "The Eiffel Tower is in"``, ``tensorlens-tl --model gpt2 "The Eiffel Tower is in"``.
     """
     if argv is None:
         argv = sys.argv[1:]
     words = list(argv)
-    if words and not words[0].startswith("-") and not difflib.get_close_matches(words[0], COMMANDS, n=1, cutoff=0.7):
+    if words and not nearest(words[0], (*COMMANDS, "-h", "--help", "--version"), cutoff=0.7):
         words.insert(0, "attribute")
     args = parser().parse_args(words)
     from tensorlens_tl.errors import TensorLensError
@@ -41,24 +44,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:  # Ctrl-C; a run over a data set says how to go on
-        print(f"Interrupted. {interrupt}".rstrip(), file=sys.stderr)
+        print(str(interrupt) or "Interrupted.", file=sys.stderr)
         return INTERRUPTED
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    whole = argparse.ArgumentParser(
+    whole = Parser(
         prog="tensorlens-tl",
         usage="tensorlens-tl [-h] [--version] TEXT | command ...",
-        description="Exact attribution on frozen transformers. A text by itself is attributed: "
-        "tensorlens-tl 'The Eiffel Tower is in'",
+        description="Exact attribution on frozen transformers. A text by itself is attributed.",
+        example=EXAMPLE,
     )
     whole.add_argument("--version", action="version", version=__version__)
     commands = whole.add_subparsers(required=True, metavar="command")
     for name in COMMANDS:
         module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
-        sub = commands.add_parser(name, prog=f"tensorlens-tl {name}", help=module.HELP, description=module.HELP)
+        described = {"help": module.HELP, "description": module.HELP, "example": getattr(module, "EXAMPLE", "")}
+        sub = commands.add_parser(name, prog=f"tensorlens-tl {name}", **described)
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
     return whole

@@ -18,6 +18,7 @@ from tensorlens_tl.commands.options import (
 )
 
 HELP = "What does the model predict here, and which tokens moved it?"
+EXAMPLE = 'tensorlens-tl attribute "Return the value of the" --target " file" --minus " first" --top 5'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,13 +15,14 @@ from tensorlens_tl.commands.options import (
     count,
     given,
     loaded_model,
-    prompts_of,
     task_of,
     write_result,
 )
+from tensorlens_tl.commands.prompts import HELP as PROMPTS_HELP, prompts_of
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 
 HELP = "Compress a model's attention, and measure what that costs on held-out prompts."
+EXAMPLE = "tensorlens-tl compress --methods circuit-svd --ratio 2 -n 4"
 METHODS = ("tucker", "laser", "head-svd", "circuit-svd")
 TUCKER = ("rule", "layout", "gauge", "balance", "sweeps")
 
@@ -29,7 +30,13 @@ TUCKER = ("rule", "layout", "gauge", "balance", "sweeps")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     add_model_arguments(parser)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, help="(default: all that fit the model)")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        metavar="METHOD",
+        help=f"of {', '.join(METHODS)} (default: all that fit the model)",
+    )
     parser.add_argument("--ratio", nargs="+", type=float, default=[2.0, 4.0], help="compression ratios (default: 2 4)")
     parser.add_argument("--layers", nargs="+", type=int, help="(default: all)")
     parser.add_argument("--matrices", help="which of Q, K, V, O, such as VO (default: QKVO)")
@@ -49,9 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tucker.add_argument("--sweeps", type=int, help="HOOI sweeps after the truncation (default: 0)")
     parser.add_argument("--task", choices=TASKS, help="measure on a task with known answers")
-    parser.add_argument(
-        "--prompts", type=Path, help="measure on a text file, one prompt a line (default: held-out text)"
-    )
+    parser.add_argument("--prompts", type=Path, help=f"measure on {PROMPTS_HELP} (default: held-out text)")
     parser.add_argument("-n", type=count, help=f"number of generated prompts (default: {PROMPTS})")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, metavar="FILE", help="save the plan of one method and one ratio")

@@ -17,6 +17,7 @@ from tensorlens_tl.commands.options import (
 from tensorlens_tl.errors import InvalidInputError
 
 HELP = "Attribute every row of a JSONL, CSV or Parquet file, and write the results as Parquet shards."
+EXAMPLE = 'tensorlens-tl dataset texts.csv --target " file" -o run'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

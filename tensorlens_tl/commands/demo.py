@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tensorlens_tl.results import Attribution
 
 HELP = "Freeze a sentence on the embedded model and show where its prediction comes from."
+EXAMPLE = 'tensorlens-tl demo "Return the value of the" -o demo.html'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

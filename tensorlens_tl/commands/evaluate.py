@@ -16,11 +16,11 @@ from tensorlens_tl.commands.options import (
     loaded_model,
     named_program,
     position,
-    prompts_of,
     run_imports,
     task_of,
     write_result,
 )
+from tensorlens_tl.commands.prompts import HELP as PROMPTS_HELP, prompts_of
 
 HELP = "Which method is faithful? A table over methods, and a saved result."
 
@@ -38,6 +38,23 @@ EVALUATIONS = {
     "agreement": "How alike do methods rank the tokens?",
 }
 
+EXAMPLES = {
+    "perturbation": "--methods 'tensorlens target' random -n 2",
+    "known-answer": "--task recall --model demo:recall --methods 'tensorlens target' random -n 4",
+    "known-components": "--model program:induction -n 2",
+    "known-attention": "--model program:induction -n 2",
+    "patching": "--model demo:recall -n 4 --methods frozen+qk",
+    "circuits": "--model demo:recall -n 4 --methods frozen+qk",
+    "relations": "--model demo:relations --splits 1",
+    "completeness": "--methods 'tensorlens target' -n 2",
+    "randomisation": "--methods 'tensorlens target' -n 2",
+    "stability": "--methods 'tensorlens target' -n 2",
+    "agreement": "--methods 'tensorlens target' alti -n 2",
+}
+"""What follows the name of each evaluation in the example of its help."""
+
+EXAMPLE = f"tensorlens-tl evaluate perturbation {EXAMPLES['perturbation']}"
+
 OF_PROGRAMS = ("known-components", "known-attention")
 """Evaluations of what is known of programs only: ``--model program:NAME``."""
 
@@ -46,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command, which differ between evaluations."""
     kinds = parser.add_subparsers(required=True, metavar="evaluation", dest="what")
     for name, help in EVALUATIONS.items():
-        sub = kinds.add_parser(name, help=help, description=help)
+        example = f"tensorlens-tl evaluate {name} {EXAMPLES[name]}"
+        sub = kinds.add_parser(name, help=help, description=help, example=example)
         add_model_arguments(sub)
         sub.add_argument("--seed", type=int, default=0)
         sub.add_argument("-o", "--output", type=Path, help=f"save; {ENDINGS}")
@@ -68,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "known-answer":
             sub.add_argument("--task", choices=TASKS, help="(default: the model's)")
             continue
-        sub.add_argument("--prompts", type=Path, help="a text file, one prompt a line (default: the held-out text)")
+        sub.add_argument("--prompts", type=Path, help=f"{PROMPTS_HELP} (default: the held-out text)")
         if name == "perturbation":
             sub.add_argument("--query", type=position, default="last", help="last, cls, mean or a position")
             sub.add_argument("--order", default="descending", choices=("descending", "ascending"))
@@ -93,7 +111,13 @@ def _add_pair_arguments(sub: argparse.ArgumentParser, name: str) -> None:
     )
     sub.add_argument("--steps", type=count, default=5, help="gradients that are averaged (default: 5)")
     if name == "patching":
-        sub.add_argument("--by", default="head", choices=("component", "head", "neuron", "stream", "edge"))
+        sub.add_argument(
+            "--by",
+            default="head",
+            choices=("component", "head", "neuron", "stream", "edge"),
+            metavar="NODES",
+            help="component, head, neuron, stream or edge (default: head)",
+        )
         return
     sub.add_argument("--choice", default="top", choices=("top", "greedy"), help="which edges circuits take in")
     sub.add_argument("--circuits", type=Path, metavar="FOLDER", help="save each method's circuit there, as MIB's JSON")

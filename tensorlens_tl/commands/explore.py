@@ -5,6 +5,7 @@ import argparse
 from tensorlens_tl.commands.options import add_model_arguments, loaded_model
 
 HELP = "Open a local page: type a prompt, click, and see exact sums. Ctrl-C ends it."
+EXAMPLE = "tensorlens-tl explore --model demo"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from tensorlens_tl.commands.options import add_model_arguments, check_output, count, loaded_model
 
 HELP = "What made a text that the model wrote, as one page that opens without a network."
+EXAMPLE = 'tensorlens-tl generate-report "If the file is not found, a" --max-new-tokens 4 -o generated.html'
 
 
 def hops(text: str) -> int | str:

@@ -8,6 +8,9 @@ from tensorlens_tl.commands.options import add_model_arguments, check_output, lo
 HELP = (
     "The contribution graph of one prediction: an interactive page, or a file for circuit-tracer, networkx and others."
 )
+EXAMPLE = 'tensorlens-tl graph "Return the value of the" --target " file" -o graph.html'
+SUFFIX_OF = {"json": ".json", "circuit-tracer": ".json", "graphml": ".graphml", "csv": ".csv"}
+"""What the default output ends in, by its format."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sources", type=parts, help="split heads by source token, in the same way")
     parser.add_argument("--format", help="html, circuit-tracer, graphml, json or csv (default: by the output's name)")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="where to write it")
+    parser.add_argument("-o", "--output", type=Path, help="where to write it (default: graph.html here)")
 
 
 def parts(text: str) -> int | float:
@@ -55,8 +58,9 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl.report import predict
     from tensorlens_tl.results.exchange import format_of
 
-    check_output(args.output)
-    chosen = format_of(args.output, args.format)
+    output = args.output or Path(f"graph{SUFFIX_OF.get(args.format, '.html')}")
+    check_output(output)
+    chosen = format_of(output, args.format)
     check_options(args.threshold, args.neurons, args.sources)
     frozen = tlens.freeze(loaded_model(args), args.text)
     prediction = predict(frozen, args.target, args.minus, args.query)
@@ -75,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
     )
     if args.keep < 1:
         graph = graph.prune(args.keep)
-    options = {"circuit-tracer": {"slug": args.output.stem}}.get(chosen, {})
-    graph.export(args.output, chosen, **options)
+    options = {"circuit-tracer": {"slug": output.stem}}.get(chosen, {})
+    graph.export(output, chosen, **options)
     print(graph)
-    print(f"saved to {args.output}")
+    print(f"saved to {output}")

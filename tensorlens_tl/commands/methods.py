@@ -5,6 +5,7 @@ import argparse
 from tensorlens_tl.commands.options import add_import_argument, run_imports
 
 HELP = "List the registered methods, their options, and the layer maps that mean and rollout take."
+EXAMPLE = "tensorlens-tl methods"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -277,27 +277,3 @@ def task_of(args: argparse.Namespace, model: Any) -> Any:
     if name in ("recall", "brackets"):
         return getattr(evaluate, name)(args.n or PROMPTS, seed=args.seed)
     return evaluate.induction(args.n or PROMPTS, d_vocab=model.cfg.d_vocab, seed=args.seed)
-
-
-def prompts_of(args: argparse.Namespace, model: Any, *, most: int = PROMPTS, length: int = 48) -> Any:
-    """The prompts of a file, a line each, or `most` windows of the text that an embedded model was not trained on.
-
-    Raises:
-        InvalidInputError: no such file, an empty one, or a model without text.
-    """
-    from tensorlens_tl import demo
-
-    if args.prompts is None:
-        if args.model not in ("demo", "demo:language", "demo:encoder", "demo:whitened"):
-            raise InvalidInputError(
-                f"--prompts: {args.model} has no text of its own here; pass a file, a prompt a line."
-            )
-        return demo.held_out_prompts(model, args.n or most, length)
-    if args.n is not None:
-        raise InvalidInputError("-n: it counts prompts that we make; with --prompts every line of the file is one.")
-    if not args.prompts.is_file():
-        raise InvalidInputError(f"--prompts {args.prompts}: no such file.")
-    lines = [line for line in args.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
-        raise InvalidInputError(f"--prompts {args.prompts}: the file is empty.")
-    return lines

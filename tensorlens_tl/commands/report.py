@@ -13,6 +13,7 @@ from tensorlens_tl.commands.options import (
 )
 
 HELP = "Everything about one prediction, as one page that opens without a network."
+EXAMPLE = 'tensorlens-tl report "If the file is not found, a FileNotFoundError is" -o report.html'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--methods", nargs="+", metavar="METHOD", help="names (default: all of `tensorlens-tl methods`)"
     )
+    parser.add_argument(
+        "--slow", action="store_true", help="also run methods that cost much on this model, and compute norms exactly"
+    )
     parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="(default: report.html here)")
 
 
@@ -42,6 +46,8 @@ def run(args: argparse.Namespace) -> None:
     for name in args.methods or ():
         tlens.get_method(name)  # a typing error should not cost a forward pass
     frozen = tlens.freeze(loaded_model(args), args.text)
-    picture = tlens.report.explain(frozen, target=args.target, minus=args.minus, query=args.query, methods=args.methods)
+    picture = tlens.report.explain(
+        frozen, target=args.target, minus=args.minus, query=args.query, methods=args.methods, slow=args.slow
+    )
     picture.save(args.output)
     print(f"report written to {args.output}")

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tensorlens_tl.models import ModelView
 
 HELP = "Is this model supported? Proves every block, and what follows."
+EXAMPLE = 'tensorlens-tl verify "Return the value of the"'
 TEXT = "The quick brown fox jumps over the lazy dog."
 
 

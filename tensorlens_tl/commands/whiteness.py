@@ -4,10 +4,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tensorlens_tl.commands.options import add_model_arguments, check_output, count, loaded_model, prompts_of
+from tensorlens_tl.commands.options import add_model_arguments, check_output, count, loaded_model
+from tensorlens_tl.commands.prompts import HELP as PROMPTS_HELP, prompts_of
 from tensorlens_tl.errors import InvalidInputError
 
 HELP = "How white and how stationary is the residual stream, as it is and after a filter made from it?"
+EXAMPLE = "tensorlens-tl whiteness -n 16 -o whiteness.csv"
 PROMPTS = 1000
 
 
@@ -15,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     add_model_arguments(parser)
     parser.add_argument("--points", nargs="+", metavar="HOOK", help="hook points (default: the stream between blocks)")
-    parser.add_argument("--prompts", type=Path, help="a text file, one prompt a line (default: held-out text)")
+    parser.add_argument("--prompts", type=Path, help=f"{PROMPTS_HELP} (default: held-out text)")
     parser.add_argument(
         "--length", type=count, default=16, help="tokens of each prompt, special ones apart (default: 16)"
     )

@@ -11,7 +11,12 @@ from tensorlens_tl.datasets.options import (
     RunOptions as RunOptions,
 )
 from tensorlens_tl.datasets.results import DatasetResults, load_results
-from tensorlens_tl.datasets.rows import Rows as Rows, RowSource as RowSource
+from tensorlens_tl.datasets.rows import (
+    FILES as FILES,
+    Rows as Rows,
+    RowSource as RowSource,
+    file_rows as file_rows,
+)
 from tensorlens_tl.datasets.running import read_prompts as read_prompts, run_work as run_work
 
 __all__ = ["BatchAttributor", "DatasetResults", "attribute_dataset", "load_results"]

@@ -159,7 +159,7 @@ def _prompt(view: ModelView, row: Mapping[str, Any], number: int, reading: Readi
 
 def _tables(source: Any, text: str) -> Iterator[Mapping[str, Any]]:
     if isinstance(source, str | os.PathLike):
-        source = _of_file(Path(source))
+        source = file_rows(Path(source))
     elif isinstance(source, Mapping):
         raise InvalidInputError("rows: one table is one row; pass a list of them, or a file, or a data set.")
     elif hasattr(source, "to_dict") and hasattr(source, "columns"):
@@ -172,7 +172,12 @@ def _tables(source: Any, text: str) -> Iterator[Mapping[str, Any]]:
         yield row
 
 
-def _of_file(path: Path) -> Iterable[Mapping[str, Any]]:
+def file_rows(path: Path) -> Iterable[Mapping[str, Any]]:
+    """The rows of a file, each as a table of its columns.
+
+    Raises:
+        InvalidInputError: no such file, one of another kind (see `FILES`), or one that cannot be read.
+    """
     kind = path.suffix.lower()
     if kind not in FILES:
         known = ", ".join(f"{end} ({what})" for end, what in FILES.items())

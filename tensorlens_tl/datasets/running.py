@@ -1,5 +1,6 @@
 """Any work over a data set: batch after batch, each shard written when it is complete."""
 
+import sys
 import warnings
 from pathlib import Path
 
@@ -44,9 +45,12 @@ def run_work(view: ModelView, rows: Rows, work: Work, options: RunOptions) -> Da
     batches, shards = planned([len(ids) for ids in rows.tokens], sorted(rows.errors), options.tokens_per_batch)
     double = next(view.model.parameters()).dtype == torch.float64
     manifest = Manifest(job.identity(), batches, bool(rows.errors), shards, double)
+    resumed = job.folder.begun()
     manifest = job.folder.begin(manifest, options.resume)
     for number in job.folder.shards(manifest):
         job.folder.read_shard(manifest, number, ["row"])
+    if resumed and options.progress:
+        tqdm.write(_said_before(job.folder.done(manifest), manifest.rows), file=sys.stderr)
     _write(job, manifest, options)
     results = DatasetResults(job.folder.path)
     count = len(results.errors())
@@ -54,6 +58,13 @@ def run_work(view: ModelView, rows: Rows, work: Work, options: RunOptions) -> Da
         advice = f"load_results({str(options.out)!r}).errors() says why"
         warnings.warn(f"{count} of {manifest.rows} rows failed; {advice}.", stacklevel=3)
     return results
+
+
+def _said_before(done: int, rows: int) -> str:
+    """What an earlier run of the same command has done."""
+    if done == rows:
+        return f"All {rows} rows were written before; nothing is left to run."
+    return f"{done} of {rows} rows were written before; going on with the other {rows - done}."
 
 
 def _write(job: Job, manifest: Manifest, options: RunOptions) -> None:
@@ -64,6 +75,6 @@ def _write(job: Job, manifest: Manifest, options: RunOptions) -> None:
             for number in run:
                 bar.update(len(manifest.rows_of(number)))
     except KeyboardInterrupt:
-        done = f"{job.folder.done(manifest)} of {manifest.rows} rows are done, in {options.out}."
+        done = f"{job.folder.done(manifest)} of {manifest.rows} rows are written"
         # without the frames of the computation that was interrupted
-        raise KeyboardInterrupt(f"{done}\nRun it again with the same arguments to go on from there.") from None
+        raise KeyboardInterrupt(f"{done}; run the same command again to continue.") from None

@@ -82,7 +82,7 @@ def note(text: str) -> str:
 
 
 def colour_bar(values: np.ndarray) -> str:
-    """The scale of the colours: zero in the middle, or at the left where no value is negative."""
+    """The scale of the colours of all values: zero in the middle, or at the left where no value is negative."""
     largest = largest_of(values)
     if np.nanmin(values, initial=0.0) < 0:
         kind = "bar"
@@ -118,20 +118,40 @@ def token_line(
 
     `parts` names for each token the part of the prompt it belongs to; each part begins a line with its name.
     """
+    largest = largest_of(np.asarray(values, dtype=float))
+    marks = token_marks(tokens, values, largest, query, positions, parts)
+    return f'<div class="line rove">{marks}</div>{colour_bar(np.asarray(values, dtype=float))}'
+
+
+def token_marks(
+    tokens: Sequence[str],
+    values: Sequence[float],
+    largest: float,
+    query: int | None = None,
+    positions: Sequence[int] | None = None,
+    parts: Sequence[str] = (),
+    *,
+    named: str = "",
+    first: bool = True,
+) -> str:
+    """The marks of one coloured line, on the scale of `largest`.
+
+    `named` stands before what each mark says, and only the `first` line of a group has a tab stop.
+    """
     if positions is None:
         positions = range(len(tokens))
-    largest = largest_of(np.asarray(values, dtype=float))
     marks: list[str] = []
     for count, (position, token, value) in enumerate(zip(positions, tokens, values, strict=True)):
         if parts and marks and parts[count] != parts[count - 1]:
             marks.append("<br>")
         if parts and (not marks or parts[count] != parts[count - 1]):
             marks.append(f'<span class="n">{escape(parts[count])} </span>')
-        label = f"{visible(token)} at {position}: {number(value)}"
-        marks.append(item(visible(token), label, colour(value, largest), marked=position == query, first=count == 0))
+        label = f"{named}{visible(token)} at {position}: {number(value)}"
+        is_first = first and count == 0
+        marks.append(item(visible(token), label, colour(value, largest), marked=position == query, first=is_first))
         if "\n" in token:
             marks.append("<br>")
-    return f'<div class="line rove">{"".join(marks)}</div>{colour_bar(np.asarray(values, dtype=float))}'
+    return "".join(marks)
 
 
 # ------------------------------------------------------------------ many cells at once

@@ -11,14 +11,9 @@ from pathlib import Path
 from tensorlens_tl.drawing.marks import note
 from tensorlens_tl.errors import InvalidInputError
 
-PAGE_STYLE = (
-    ":root{color-scheme:light dark;--tlens-paper:Canvas}body{max-width:76rem;margin:1.5rem auto;padding:0 1rem;"
-    "font:15px/1.6 system-ui,sans-serif;background:Canvas;color:CanvasText;overflow-wrap:break-word}"
-    "h1{font-size:1.5rem;line-height:1.3}h2{font-size:1.15rem;margin:2rem 0 .4rem}"
-)
-
-
 ONLY_WITH = {
+    'class="cards"': ("cards.css",),
+    'class="strips rove"': ("cards.css",),
     'class="graph circuit"': ("graph.css", "graph.js"),
     'class="generated"': ("generated.css", "generated.js"),
 }
@@ -34,7 +29,7 @@ def asset(name: str) -> str:
 def head(body: str = "") -> str:
     """What every picture needs beside it, once: style, and the script that reads values; and what only some need."""
     names = ["style.css", "script.js"]
-    names += [name for mark, files in ONLY_WITH.items() if mark in body for name in files]
+    names += dict.fromkeys(name for mark, files in ONLY_WITH.items() if mark in body for name in files)
     style, script = ("".join(asset(name) for name in names if name.endswith(kind)) for kind in (".css", ".js"))
     return f"<style>{style}</style><script>{script}</script>"
 
@@ -51,12 +46,17 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], kind: str = ""
     return f'<div class="scroll"><table class="r {kind}"><tr>{heads}</tr>{lines}</table></div>'
 
 
+def folded(summary: str, body: str) -> str:
+    """What unfolds below a line of text; `body` is taken as HTML."""
+    return f'<details class="folded"><summary>{escape(summary)}</summary>{body}</details>'
+
+
 def page(title: str, body: str) -> str:
     """A whole file that opens without a network; `body` is taken as HTML."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
-        f"<title>{escape(title)}</title><style>{PAGE_STYLE}</style>{head(body)}</head><body>{body}</body></html>\n"
+        f"<title>{escape(title)}</title><style>{asset('page.css')}</style>{head(body)}</head><body>{body}</body></html>\n"
     )
 
 

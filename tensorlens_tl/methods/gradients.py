@@ -5,7 +5,8 @@ norm), in an encoder–decoder that of both its sides; the target is a logit at 
 run of the prompts serves all queries, and at the pass's own input it must repeat the pass.
 """
 
-from typing import SupportsIndex
+from collections.abc import Mapping
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Float
@@ -63,7 +64,12 @@ def input_x_gradient(
     )
 
 
-@register_method("integrated-gradients", needs=("predictions",))
+def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
+    """A run and its gradient for each step; a gradient costs as much as two runs."""
+    return 3 * int(options["steps"])
+
+
+@register_method("integrated-gradients", needs=("predictions",), runs=_runs)
 @checked_arguments
 def integrated_gradients(
     frozen: FrozenPass,

@@ -13,6 +13,7 @@ it, whole prompts are run: bidirectional models, padded batches, deleted tokens,
 state-space models among them.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -46,7 +47,12 @@ LEAST = 4
 """The fewest tokens of one such run; short prompts take fewer runs than `PARTS`."""
 
 
-@register_method("leave-one-out", needs=("one_stack", "predictions"))
+def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
+    """One run for each token."""
+    return frozen.tokens.shape[1]
+
+
+@register_method("leave-one-out", needs=("one_stack", "predictions"), perturbs=True, runs=_runs)
 @checked_arguments
 def leave_one_out(
     frozen: FrozenPass,

@@ -21,7 +21,14 @@ def _collapses_onto_token(options: Mapping[str, Any]) -> bool:
     return options.get("collapse") in (None, "target") and options.get("direction") is None
 
 
-@register_method("tensorlens", needs=(), explains_prediction=_collapses_onto_token)
+def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
+    """A row to pull for each dimension of an exact norm, or for each probe; a pull costs as much as a run."""
+    if options["collapse"] != "norm":
+        return 1
+    return int(options["probes"] or frozen.resid_pre(0).shape[-1])
+
+
+@register_method("tensorlens", needs=(), explains_prediction=_collapses_onto_token, runs=_runs)
 @checked_arguments
 def tensorlens(
     frozen: FrozenPass,

@@ -14,6 +14,7 @@ zeroed, and such attention is refused. The cosine is ``½·‖x̃/‖x̃‖ − 
 cancellation of 1 − cos near zero.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,7 +68,12 @@ def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
     return normalize_rows(changes * pairs).to(x)
 
 
-@register_method("value-zeroing", needs=("one_stack", "head_vectors", "unwhitened"))
+def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
+    """One run for each token, which serves all layers."""
+    return frozen.tokens.shape[1]
+
+
+@register_method("value-zeroing", needs=("one_stack", "head_vectors", "unwhitened"), perturbs=True, runs=_runs)
 @checked_arguments
 def value_zeroing(frozen: FrozenPass, *, query: Query = "all", memory: Memory = None) -> Attribution:
     """How far a layer's outputs turn when the value of a token is zeroed, rolled out over layers (Mohebbi 2023).

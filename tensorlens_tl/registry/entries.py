@@ -20,6 +20,9 @@ MapFunction = TypeVar("MapFunction", bound=Callable[..., Tensor])
 ExplainsPrediction = bool | Callable[[Mapping[str, Any]], bool] | None
 """Whether a method explains a prediction: always or never, by its options, or as its signature says (None)."""
 
+Runs = Callable[[FrozenPass, Mapping[str, Any]], int] | None
+"""How many forward passes a method costs beyond the pass, by its options; None is a few at most."""
+
 Needs = Annotated[Iterable[str | Requirement], "names of requirements, or requirements"]
 """Names of `tensorlens_tl.requirements.REQUIREMENTS`, or requirements that a registration brings."""
 
@@ -35,6 +38,8 @@ class Method:
         needs: see `register_method`.
         alias_of: the method that it stands for, and the options that are fixed, where it is an alias.
         explains_differences: whether it takes the difference of two passes as well.
+        perturbs: whether it takes something away and runs the live model again.
+        runs: see `register_method`; `cost` reads it.
 
     >>> tlens.get_method("alti")
     Method('alti', options: distance, query; needs: one_stack, head_vectors, unwhitened)
@@ -48,6 +53,8 @@ class Method:
     needs: Needs | Callable[[Mapping[str, Any]], Needs] = ()
     alias_of: tuple[str, Mapping[str, Any]] | None = None
     explains_differences: bool = False
+    perturbs: bool = False
+    runs: Runs = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__doc__", inspect.getdoc(self.function))  # help() of a method is its own
@@ -88,6 +95,16 @@ class Method:
         """
         for requirement in self.requirements(options):
             requirement.check(frozen, self.name)
+
+    def cost(self, frozen: FrozenPass, options: Mapping[str, Any] | None = None) -> int:
+        """How many forward passes of the model it costs with these options; 1 stands for a few.
+
+        >>> tlens.get_method("leave-one-out").cost(frozen) == frozen.tokens.shape[1]
+        True
+        """
+        if self.runs is None:
+            return 1
+        return self.runs(frozen, {**self.options, **(options or {})})
 
     @property
     def options(self) -> dict[str, Any]:

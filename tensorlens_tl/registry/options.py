@@ -14,9 +14,12 @@ PER_PROMPT = ("target", "minus", "direction")
 
 
 def unknown_method(name: Any, known: Iterable[str]) -> str:
-    """What to say about a name that is none of the known ones: the nearest, and all of them."""
+    """What to say about a name that is none of the known ones: the nearest, or all of them where none is near."""
     known = list(known)
-    return f"no method called {name!r}.{nearest(name, known)} There are {', '.join(map(repr, known))}."
+    near = nearest(name, known)
+    if near:
+        return f"no method called {name!r}.{near}"
+    return f"no method called {name!r}. There are {', '.join(map(repr, known))}."
 
 
 def nearest(name: Any, known: Iterable[str]) -> str:

@@ -5,12 +5,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
 from importlib.metadata import entry_points
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.errors import InvalidInputError, RegistryError
 from tensorlens_tl.passes import Difference, FrozenPass, check_pass
-from tensorlens_tl.registry.entries import ExplainsPrediction, LayerMap, MapFunction, Method, MethodFunction, Needs
+from tensorlens_tl.registry.entries import (
+    ExplainsPrediction,
+    LayerMap,
+    MapFunction,
+    Method,
+    MethodFunction,
+    Needs,
+    Runs,
+)
 from tensorlens_tl.registry.options import unknown_method
 from tensorlens_tl.requirements import resolved
 from tensorlens_tl.results import Attribution
@@ -31,6 +39,8 @@ def register_method(
     needs: Needs | Callable[[Mapping[str, Any]], Needs] | None = None,
     explains_prediction: ExplainsPrediction = None,
     explains_differences: bool = False,
+    perturbs: bool = False,
+    runs: Annotated[Runs, "a function of a pass and the options, or None"] = None,
 ) -> Callable[[MethodFunction], MethodFunction]:
     """Register a function under a name, as a decorator.
 
@@ -46,6 +56,10 @@ def register_method(
             with an option `target`, or with ``**options``, explains it. A function of the options says it of a method
             that explains a prediction with some of them only.
         explains_differences: whether it takes a `Difference` of two passes in place of a pass.
+        perturbs: whether it takes something away and runs the live model again, as leave-one-out does. Reports show
+            such methods together.
+        runs: a function of the pass and the options, defaults included, that returns how many forward passes the
+            method costs, where these are many. Reports leave out what costs too much. None is a few at most.
 
     Returns:
         A decorator. It returns the function itself, or where `needs` are given one that checks them first.
@@ -68,7 +82,15 @@ def register_method(
     def decorate(function: MethodFunction) -> MethodFunction:
         _load_built_in(function)
         _check_free(_METHODS.get(name), function, f"register_method: {name!r}", name)
-        method = Method(name, function, explains_prediction, needs or (), explains_differences=explains_differences)
+        method = Method(
+            name,
+            function,
+            explains_prediction,
+            needs or (),
+            explains_differences=explains_differences,
+            perturbs=perturbs,
+            runs=runs,
+        )
         if needs is not None:
             method = replace(method, function=_checking(method))
         _METHODS[name] = method
@@ -127,6 +149,9 @@ def register_alias(
     def explains_prediction(options: Mapping[str, Any]) -> bool:
         return get_method(of).explains_prediction({**options, **fixed})
 
+    def runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
+        return get_method(of).cost(frozen, {**options, **fixed})
+
     def decorate(declared: MethodFunction) -> MethodFunction:
         defaults = Method(name, declared).options
 
@@ -136,7 +161,10 @@ def register_alias(
             return renamed(get_method(of).function(frozen, **fixed, **chosen), name, chosen)
 
         registered = register_method(
-            name, needs=needs_of_original if needs is None else needs, explains_prediction=explains_prediction
+            name,
+            needs=needs_of_original if needs is None else needs,
+            explains_prediction=explains_prediction,
+            runs=runs,
         )(alias)
         _METHODS[name] = replace(_METHODS[name], alias_of=(of, fixed))
         return cast(MethodFunction, registered)

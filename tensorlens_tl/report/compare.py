@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tensorlens_tl.drawing.heat_maps import side_by_side
+from tensorlens_tl.drawing.heat_maps import LOOSE, side_by_side
 from tensorlens_tl.drawing.page import Picture, panel
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import Attribution, array
@@ -13,14 +13,17 @@ if TYPE_CHECKING:
 else:
     Results = Any  # what is no Attribution is refused by `compare`
 
-FACTS = ("bias", "total", "gap")
+FACTS = {"bias": "bias", "total": "total", "residual": "gap"}
+"""What stands below the tokens, by the member of a result that has it."""
+
+CAPTION = "Blue adds, orange takes away; each column from its own largest value."
 
 
 def compare(results: Results, *, batch: int = 0, query: int | str = -1) -> Picture:
     """Several results of one prompt side by side: a row per source token, a column per result.
 
-    Columns do not share their colours, since the units of methods differ. Where a result is additive, its bias, total
-    and gap stand below.
+    Columns do not share their colours, since the units of methods differ. Where a result comes with a total, its
+    bias, total and residual stand below.
 
     Args:
         results: Attributions, or a mapping from headings to Attributions.
@@ -52,18 +55,43 @@ def compare(results: Results, *, batch: int = 0, query: int | str = -1) -> Pictu
     real = [position for position in range(len(tokens)) if first.mask[batch, position]]
     columns = {name: array(result.plane(batch)[rows[name]])[real] for name, result in named.items()}
     hints = {name: result.target or result.method for name, result in named.items()}
-    facts = {fact: {name: _fact(result, fact, batch, rows[name]) for name, result in named.items()} for fact in FACTS}
-    chart = side_by_side({position: tokens[position] for position in real}, columns, hints, facts)
+    facts = {what: {name: fact(result, what, batch, rows[name]) for name, result in named.items()} for what in FACTS}
+    caption = " ".join([CAPTION, *footnotes(named, batch, rows)])
+    chart = side_by_side({position: tokens[position] for position in real}, columns, hints, facts, caption=caption)
     title = f"{len(named)} attributions of one prompt"
     return Picture(title, panel(title, chart))
 
 
-def _fact(result: Attribution, fact: str, batch: int, query: int) -> float | None:
-    """A number of one query, where the result has it."""
-    values = getattr(result, fact)
+def fact(result: Attribution, what: str, batch: int, row: int) -> float | None:
+    """A number of one query, by its name in `FACTS`, where the result has it."""
+    values = getattr(result, FACTS[what])
     if values is None:
         return None
-    return float(values[batch, query])
+    return float(values[batch, row])
+
+
+def footnotes(results: Mapping[str, Attribution], batch: int, rows: Mapping[str, int]) -> list[str]:
+    """What each residual means that is framed because it is large: a sentence for each kind of reason."""
+    loose: dict[str, list[str]] = {}
+    for name, result in results.items():
+        if is_loose(result, batch, rows[name]):
+            loose.setdefault(_why_loose(result), []).append(name)
+    return [f"Framed residual of {', '.join(names)}: {why}" for why, names in loose.items()]
+
+
+def is_loose(result: Attribution, batch: int, row: int) -> bool:
+    """Whether a query's scores and bias are visibly not its total."""
+    residual = fact(result, "residual", batch, row)
+    return residual is not None and residual > LOOSE
+
+
+def _why_loose(result: Attribution) -> str:
+    """Why scores and bias are not the total."""
+    if "steps" in result.options:
+        return f"a quadrature that has not converged at steps={result.options['steps']}; raise it."
+    if not result.additive:
+        return "the method claims no sum; the rest of the logit belongs to no token."
+    return "scores and bias should add up and do not; compute in float64."
 
 
 def _named(results: Results) -> dict[str, Attribution]:

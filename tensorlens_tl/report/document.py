@@ -1,30 +1,23 @@
-"""One report: a prediction, what every method says about it, the heads and paths that made it, and the proofs."""
+"""One report: the answer on one screen; then what every method says, heads, paths and the circuit, and the proofs."""
 
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from tensorlens_tl import circuits
-from tensorlens_tl.drawing.marks import visible
-from tensorlens_tl.drawing.page import Picture, table
+from tensorlens_tl.drawing.marks import note, short
+from tensorlens_tl.drawing.page import Picture, folded, table
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.models import ModelLike, Query, TokenLike
 from tensorlens_tl.passes import FrozenPass, freeze
 from tensorlens_tl.registry import attribute, get_method, list_methods
-from tensorlens_tl.report.compare import compare
+from tensorlens_tl.report.answer import answer_html
+from tensorlens_tl.report.groups import grouped_html
+from tensorlens_tl.report.methods import Limits, answers
 from tensorlens_tl.report.prediction import Prediction, predict
-from tensorlens_tl.results import Attribution
-
-VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "tensorlens": {"target": {"collapse": "target"}, "in_out": {"collapse": "in_out"}, "norm": {"collapse": "norm"}},
-    "mean": {"norm": {"layer_map": "norm:attn_res_ln"}},  # of attention it is the same as that method
-    "decompx": {"target": {"aggregate": "target"}, "norm": {"aggregate": "norm"}},
-}
-"""Methods that answer several questions, with the options of each; a target in them is the report's target."""
+from tensorlens_tl.results import Terms
 
 
 def explain(
@@ -35,8 +28,11 @@ def explain(
     minus: TokenLike = None,
     query: Query | None = None,
     methods: Sequence[str] | None = None,
+    slow: bool = False,
 ) -> Picture:
     """Everything about one prediction of one prompt, as one page that opens without a network.
+
+    The page begins with the answer: what is predicted, and the five tokens and five components that it comes from.
 
     Args:
         model: a TransformerLens model, or a `FrozenPass` of one prompt (then leave `input` out).
@@ -47,6 +43,10 @@ def explain(
             language model the first mask.
         methods: names of methods; None takes every registered one. Methods that refuse this model are named with
             their reason.
+        slow: also take methods that cost more than `tensorlens_tl.report.methods.LIMIT` operations on this model and
+            prompt (leave-one-out, value zeroing and integrated gradients on larger ones), and compute norms exactly
+            that cost more than that. Without it these methods are left out unless `methods` names them, such norms are
+            estimated, and the page says so.
 
     Raises:
         InvalidInputError: several prompts, no input, an unknown token, a query out of range.
@@ -58,129 +58,104 @@ def explain(
     >>> tlens.report.explain(frozen, methods=["tensorlens"]).title
     'Where a prediction comes from: <|bos|>Return the value. Return the'
     """
+    chosen = _chosen(methods)
+    frozen = _one_prompt(model, input)
+    prediction = predict(frozen, target, minus, query)
+    limits = Limits(every=slow, named=methods is not None)
+    said = answers(frozen, prediction, chosen, limits)
+    refused = dict(said.refused)
+    tokens = attribute(frozen, query=prediction.query, **prediction.options)
+    results = {name: answer.result for name, answer in said.shown.items()}
+    proofs = {f"{name}: Σ scores + bias against its total": a.gap for name, a in results.items()}
+    components: Terms | None = None
+    sections = ""
+    if prediction.options:
+        try:
+            components = circuits.logit_attribution(frozen, by="head", query=prediction.query, **prediction.options)
+            sections, proved = _circuits(frozen, prediction, components)
+        except TensorLensError as error:  # logits that are not cap(W_U·x + b_U), a graph too large
+            refused["circuits"] = str(error)
+        else:
+            proofs |= proved
+    parts = [answer_html(frozen, prediction, tokens, components)]
+    if results:
+        parts += ["<h2>What each method says</h2>", grouped_html(said.shown, prediction.position)]
+    parts += [sections, _refusals(refused)]
+    parts.append(_proofs(frozen, {name: float(r.max()) for name, r in proofs.items() if r is not None}))
+    text = "".join(frozen.str_tokens[0])
+    return Picture(f"Where a prediction comes from: {short(text, 60)}", "".join(parts))
+
+
+def _chosen(methods: Sequence[str] | None) -> list[str]:
+    """The methods of these names, or every one."""
     if methods is None:
-        methods = list_methods()
-    elif isinstance(methods, str):
+        return list_methods()
+    if isinstance(methods, str):
         methods = [methods]
-    chosen = [get_method(name).name for name in methods]
+    return [get_method(name).name for name in methods]
+
+
+def _one_prompt(model: ModelLike | FrozenPass, input: Any) -> FrozenPass:
+    """The pass itself, or that of an input.
+
+    Raises:
+        InvalidInputError: no input, one too many, or several prompts.
+    """
     if not isinstance(model, FrozenPass):
         if input is None:
             raise InvalidInputError("explain: `input` is missing; pass a string or token ids.")
         model = freeze(model, input)
     elif input is not None:
         raise InvalidInputError("explain: a frozen pass has its input already; leave `input` out.")
-    frozen: FrozenPass = model
-    if len(frozen.tokens) != 1:
-        raise InvalidInputError(f"explain: the pass has {len(frozen.tokens)} prompts; freeze one.")
-    prediction = predict(frozen, target, minus, query)
-    results, refused = attributions(frozen, prediction, chosen)
-    parts = [_opening(frozen, prediction)]
-    if results:
-        first = next(iter(results.values()))
-        parts += ["<h2>The tokens that moved it</h2>", first.to_html(style=False)]
-        parts += ["<h2>Every method, side by side</h2>", compare(results).body]
-    proofs = {f"{name}: Σ scores + bias against its total": a.gap for name, a in results.items()}
-    if prediction.options:
-        try:
-            sections, proved = _circuits(frozen, prediction)
-        except TensorLensError as error:  # logits that are not cap(W_U·x + b_U), a graph too large
-            refused["circuits"] = str(error)
-        else:
-            parts.append(sections)
-            proofs |= proved
-    parts.append(_refusals(refused))
-    parts.append(_proofs(frozen, {name: float(r.max()) for name, r in proofs.items() if r is not None}))
-    text = "".join(frozen.str_tokens[0])
-    if len(text) > 60:
-        text = f"{text[:59]}…"
-    return Picture(f"Where a prediction comes from: {text}", "".join(parts))
-
-
-def attributions(
-    frozen: FrozenPass, prediction: Prediction, methods: Sequence[str]
-) -> tuple[dict[str, Attribution], dict[str, str]]:
-    """Every method's answer for one query, and why some refused."""
-    results: dict[str, Attribution] = {}
-    refused: dict[str, str] = {}
-    variants = [
-        (method, variant, options)
-        for method in sorted(methods, key=lambda name: (name != "tensorlens", name))
-        for variant, options in VARIANTS.get(method, {"": {}}).items()
-    ]
-    for method, variant, options in tqdm(variants, desc="methods", leave=False, disable=None):
-        registered = get_method(method)
-        about_target = registered.explains_prediction(options)
-        if about_target and not prediction.options:
-            continue
-        question: dict[str, Any] = {"query": prediction.query}
-        if about_target:
-            question = {**prediction.options, **question}
-        question = {option: value for option, value in question.items() if registered.takes(option)}
-        name = f"{method} ({variant})" if variant else method
-        try:
-            result = attribute(frozen, method=method, **options, **question)
-        except TensorLensError as error:
-            refused[name] = str(error)
-        else:
-            results[name] = result
-    return results, refused
+    if len(model.tokens) != 1:
+        raise InvalidInputError(f"explain: the pass has {len(model.tokens)} prompts; freeze one.")
+    return model
 
 
 # ------------------------------------------------------------------ what is shown
-
-
-def _opening(frozen: FrozenPass, prediction: Prediction) -> str:
-    text = "".join(frozen.str_tokens[0])
-    chances = table(("token", "probability"), ((repr(token), f"{chance:.1%}") for token, chance in prediction.best))
-    at = f"at position {prediction.position}, after {escape(repr(frozen.str_tokens[0][prediction.position]))}"
-    if prediction.best:
-        summary = f"<p>The prediction {at}:</p>{chances}<p>Explained here: the {escape(prediction.label)}.</p>"
-    else:
-        summary = f"<p>This model predicts no tokens. Explained here: its output {at}.</p>"
-    return (
-        f"<h1>Where a prediction comes from</h1><p><q>{escape(visible(text))}</q></p>"
-        f'<div class="tlens">{summary}<div class="n">{escape(repr(frozen))}</div></div>'
-    )
 
 
 def _refusals(refused: dict[str, str]) -> str:
     if not refused:
         return ""
     reasons = table(("what", "why"), refused.items(), "words")
-    return f'<div class="tlens"><details><summary>{len(refused)} not shown</summary>{reasons}</details></div>'
+    return f'<div class="tlens">{folded(f"{len(refused)} not shown, and why", reasons)}</div>'
 
 
-def _circuits(frozen: FrozenPass, prediction: Prediction) -> tuple[str, dict[str, Tensor]]:
-    """Heads, components, paths and the graph; and how exactly each of them sums to the model's number."""
+def _circuits(frozen: FrozenPass, prediction: Prediction, heads: Terms) -> tuple[str, dict[str, Tensor]]:
+    """Heads, paths and the graph; and how exactly each of them sums to the model's number."""
     question: dict[str, Any] = {**prediction.options, "query": prediction.query}
-    components = circuits.logit_attribution(frozen, **question)
-    heads = circuits.logit_attribution(frozen, by="head", **question)
     paths = circuits.top_paths(frozen, k=12, width=16, **question)
     graph = circuits.contribution_graph(frozen, **question)
     label = prediction.label
+    lists = (
+        folded(
+            "The largest direct effects",
+            heads.to_html(15, title=f"The largest direct effects on the {label}", style=False),
+        ),
+        folded("The largest paths", paths.to_html(12, title=f"The largest paths to the {label}", style=False)),
+    )
     sections = "".join(
         (
-            "<h2>The components that made it</h2>",
-            components.to_html(title=f"Direct effects on the {label}", style=False),
-            "<h2>The heads</h2>",
+            "<h2>Heads and MLPs</h2>",
             heads.heads_to_html(title=f"Direct effects of heads and MLPs on the {label}", style=False),
-            heads.to_html(12, title=f"The largest direct effects on the {label}", style=False),
-            "<h2>The paths</h2>",
-            paths.to_html(12, title=f"The largest paths to the {label}", style=False),
+            f'<div class="tlens">{"".join(lists)}</div>',
             "<h2>The circuit</h2>",
             graph.to_html(title=f"How the {label} comes about", style=False),
         )
     )
-    proofs = {"direct effects of components": components, "direct effects of heads": heads}
-    proved = {f"{name}: their sum against the logit": result.gap for name, result in proofs.items()}
-    return sections, proved | {"contribution graph: its sources against the logit": torch.tensor(graph.gap)}
+    proved = {
+        "direct effects of heads and MLPs: their sum against the logit": heads.gap,
+        "contribution graph: its sources against the logit": torch.tensor(graph.gap),
+    }
+    return sections, proved
 
 
 def _proofs(frozen: FrozenPass, measured: dict[str, float]) -> str:
     blocks = {f"{part}: the composed map against the model's own": error for part, error in frozen.errors.items()}
     rows = ((name, f"{value:.1e}") for name, value in (blocks | measured).items())
-    return (
-        '<h2>The proofs</h2><div class="tlens"><p class="n">Relative errors, measured on this prompt. Integrated '
-        "gradients is a quadrature and exact only in the limit; everything else holds to rounding.</p>"
-        f"{table(('claim', 'gap'), rows, 'words')}</div>"
-    )
+    proved = table(("claim", "residual"), rows, "words")
+    worst = max(blocks.values(), default=0.0)
+    compared = note(f"On this prompt every part's map gives what the model itself gives, to {worst:.1e} at most.")
+    summary = f"{len(blocks) + len(measured)} measured residuals"
+    return f'<h2>The proofs</h2><div class="tlens">{compared}{folded(summary, proved)}{note(repr(frozen))}</div>'

@@ -1,16 +1,22 @@
 """Everything about a text that a model wrote, as one page."""
 
+from dataclasses import replace
 from html import escape
 from typing import Any
 
 import torch
 
-from tensorlens_tl.drawing.marks import number, visible
-from tensorlens_tl.drawing.page import Picture, table
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl import circuits
+from tensorlens_tl.drawing import cards
+from tensorlens_tl.drawing.marks import note, number, short, visible
+from tensorlens_tl.drawing.page import Picture, folded, table
+from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.generation import FrozenGeneration, check_hops, freeze_generation
 from tensorlens_tl.models import ModelLike, TokenLike
-from tensorlens_tl.results import Attribution
+from tensorlens_tl.report.answer import components_card, tokens_card
+from tensorlens_tl.results import Attribution, Terms
+
+RUNNER_UP = "runner-up"
 
 NAMED = 12
 """Source tokens that a table of the page names."""
@@ -61,13 +67,8 @@ def explain_generation(
     tokens = text.attribute(minus=minus)
     whole = text.attribute(span=span, minus=minus)
     steps = {hop: text.attribute(span=span, minus=minus, hops=hop) for hop in _followed(last, tokens.queries.shape[1])}
-    first, stop = text.generated_ranges()[0]
-    words = text.frozen.str_tokens[0]
-    before = "".join(words[:first])
-    after = "".join(words[first:stop])
     parts = [
-        f"<h1>What made a generated text</h1><p><q>{escape(visible(before))}</q> goes on with "
-        f"<q>{escape(visible(after))}</q>.</p>",
+        _opening(text, tokens, whole, minus),
         "<h2>Each token</h2>",
         tokens.to_html(style=False),
         "<h2>The stretch as a whole</h2>",
@@ -80,14 +81,14 @@ def explain_generation(
             "<h2>By way of generated tokens</h2>",
             "<p>What the stretch took of generated tokens, sent on to what made those: in proportion to absolute "
             "scores, the bias among them. Everything sums to the same total at every hop.</p>",
-            _hops({0: whole} | steps, first),
+            _hops({0: whole} | steps, text.generated_ranges()[0][0]),
             ended.to_html(style=False),
             _largest(ended),
         ]
     parts.append(
         _proofs(text, {"each token": tokens, "the stretch": whole} | {f"{h} hops": s for h, s in steps.items()})
     )
-    title = f"What made a generated text: {visible(after)[:60]}"
+    title = f"What made a generated text: {visible(text.texts[0])[:60]}"
     return Picture(title, "".join(parts))
 
 
@@ -111,9 +112,64 @@ def _hops(steps: dict[Any, Attribution], first: int) -> str:
     return f'<div class="tlens">{hop_table}</div>'
 
 
+def _opening(text: FrozenGeneration, tokens: Attribution, whole: Attribution, minus: TokenLike) -> str:
+    """What was written, and the tokens and components that the explained stretch comes from."""
+    assert whole.total is not None
+    before = "".join(text.frozen.str_tokens[0][: text.generated_ranges()[0][0]])
+    named = [tokens_card(whole, f"The tokens that moved {_stretch(whole)}")]
+    components = stretch_components(text, whole, minus)
+    if components is not None:
+        named.append(components_card(components, f"The components that moved {_stretch(whole)}"))
+    named.append(cards.card("Where each token comes from", _largest_sources(tokens)))
+    return (
+        f"<h1>The text goes on with {escape(short(repr(text.texts[0]), 120))}</h1>"
+        f"<p>after <q>{escape(visible(before))}</q>. Explained here: {escape(whole.target)}, "
+        f"<b>{float(whole.total[0, 0]):+.4g}</b>.</p>{cards.cards(*named)}"
+    )
+
+
+def _stretch(whole: Attribution) -> str:
+    """The stretch that is explained, in quotes."""
+    return repr(short("".join(whole.tokens[0][at] for at in whole.options["asked"][0]), 40))
+
+
+def stretch_components(text: FrozenGeneration, whole: Attribution, minus: TokenLike) -> Terms | None:
+    """Direct effects of heads and MLPs on the tokens of a stretch, summed over them; None where there are none.
+
+    Args:
+        text: one prompt and its continuation.
+        whole: the attribution of the stretch.
+        minus: the token that each is held against; a runner-up is another one for each, and has no components here.
+    """
+    if isinstance(minus, str) and minus == RUNNER_UP:
+        return None
+    positions = whole.options["asked"][0]
+    targets = text.frozen.tokens[0, positions].tolist()
+    queries = [position - 1 for position in positions]
+    try:
+        terms = circuits.logit_attribution(text.frozen, [targets], minus, by="head", query=queries)
+    except TensorLensError:  # logits that are not cap(W_U·x + b_U)
+        return None
+    summed = {name: getattr(terms, name).sum(1, keepdim=True) for name in ("scores", "total", "remainder")}
+    return replace(terms, queries=terms.queries[:, -1:], target=whole.target, **summed)
+
+
+def _largest_sources(tokens: Attribution) -> str:
+    """For each generated token the source of largest score."""
+    rows: list[tuple[str, str, str]] = []
+    for query, position in enumerate(tokens.options["asked"][0][:NAMED]):
+        at = int(tokens.scores[0, query].abs().argmax())
+        score = number(float(tokens.scores[0, query, at]))
+        rows.append((repr(tokens.tokens[0][position]), f"{tokens.tokens[0][at]!r} · {at}", score))
+    left = len(tokens.options["asked"][0]) - len(rows)
+    more = note(f"{left} more tokens below") if left else ""
+    return table(("token", "largest source", "score"), rows) + more
+
+
 def _largest(result: Attribution) -> str:
     rows = [(repr(entry.name), str(entry.position), number(entry.score)) for entry in result.top(NAMED)]
-    return f'<div class="tlens">{table(("source", "position", "score"), rows)}</div>'
+    sources = table(("source", "position", "score"), rows)
+    return f'<div class="tlens">{folded("The largest sources", sources)}</div>'
 
 
 def _proofs(text: FrozenGeneration, results: dict[str, Attribution]) -> str:
@@ -125,4 +181,6 @@ def _proofs(text: FrozenGeneration, results: dict[str, Attribution]) -> str:
         assert result.gap is not None
         measured[f"{name}: Σ scores + bias against the logits"] = float(result.gap.max())
     rows = ((name, f"{value:.1e}") for name, value in measured.items())
-    return f'<h2>The proofs</h2><div class="tlens">{table(("claim", "gap"), rows, "words")}</div>'
+    proved = table(("claim", "residual"), rows, "words")
+    summary = f"{len(measured)} measured residuals, {max(measured.values()):.1e} at most"
+    return f'<h2>The proofs</h2><div class="tlens">{folded(summary, proved)}</div>'

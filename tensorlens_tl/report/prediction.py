@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 from typing import Any
 
+from tensorlens_tl.drawing import cards
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import one_query
 from tensorlens_tl.passes.operator import logit_label, target_ids, token_label
+
+LISTED = 5
+"""How many of the likeliest tokens are listed."""
 
 
 @dataclass(frozen=True)
@@ -17,17 +21,23 @@ class Prediction:
     Attributes:
         query: the position, as a query of the library's functions.
         position: the same, counted over all tokens.
-        best: the likeliest tokens with their probabilities; none for a model that predicts no tokens.
+        chances: the likeliest tokens with their probabilities, and after them what is explained, where it is not
+            among them; none for a model that predicts no tokens.
         target, minus: the token that is explained, and the one that it is compared with.
         label: both in words.
     """
 
     query: int
     position: int
-    best: list[tuple[str, float]]
+    chances: list[cards.Chance]
     target: int | None = None
     minus: int | None = None
     label: str = ""
+
+    @property
+    def best(self) -> list[tuple[str, float]]:
+        """The likeliest tokens with their probabilities; none for a model that predicts no tokens."""
+        return [(chance.name, chance.probability) for chance in self.chances[:LISTED]]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -60,9 +70,7 @@ def predict(
             raise InvalidInputError(f"target: {frozen.view.description} predicts no tokens; leave it out.")
         return Prediction(number, position, [])
     logits = logits[0, 0]
-    chances = logits.double().softmax(-1)
     order = logits.argsort(descending=True).tolist()
-    best = [(token_label(frozen.view, token), float(chances[token])) for token in order[:5]]
     if target is None:
         target = order[0]
         if minus is None:
@@ -70,7 +78,14 @@ def predict(
     ids, others = target_ids(frozen, at, target, minus)
     target_id = int(ids)
     minus_id = None if others is None else int(others)
-    return Prediction(number, position, best, target_id, minus_id, logit_label(frozen.view, target_id, minus_id))
+    roles = {minus_id: "against", target_id: "explained"}
+    probabilities = logits.double().softmax(-1)
+    chances = [
+        cards.Chance(token_label(frozen.view, token), float(probabilities[token]), roles.get(token, ""))
+        for token in dict.fromkeys([*order[:LISTED], target_id, minus_id])
+        if token is not None
+    ]
+    return Prediction(number, position, chances, target_id, minus_id, logit_label(frozen.view, target_id, minus_id))
 
 
 def _default_query(frozen: FrozenPass) -> int:

@@ -138,6 +138,12 @@ def read(
 
     with open(path, "rb"):  # a missing file, a folder or a forbidden one is the system's own error
         pass
+    other = _other_kind(Path(path))
+    if other:
+        raise FileFormatError(
+            f"{path}: {other}, not a readable {kind}. Load what save() wrote with a name that ends in .safetensors, "
+            "or in nothing."
+        )
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata: Mapping[str, str] = file.metadata() or {}
@@ -159,6 +165,37 @@ def read(
     if unknown:
         raise FileFormatError(f"{path}: holds a tensor {unknown[0]!r} that no {kind} has.")
     return tensors, facts
+
+
+BEGINNINGS = {
+    b"%PDF": "a PDF figure",
+    b"\x89PNG": "a PNG figure",
+    b"<?xml": "an SVG figure or another XML file",
+    b"<svg": "an SVG figure",
+    b"<!doctype": "an HTML page",
+    b"PAR1": "a Parquet table, which pandas.read_parquet reads",
+    b"PK\x03\x04": "a ZIP archive, perhaps one of torch.save",
+    b"{": "a JSON file",
+    b"[": "a JSON file, which pandas.read_json reads if it is a table",
+}
+"""What a file is that begins like this; a file of tensors begins with a length, as eight bytes."""
+
+TABLES = {".csv": "a CSV table, which pandas.read_csv reads"}
+"""What a file is whose name ends like this."""
+
+
+def _other_kind(path: Path) -> str:
+    """What kind of file it is, where it is none that holds tensors; an empty text otherwise."""
+    with path.open("rb") as file:
+        beginning = file.read(16)
+    if not beginning:
+        return "an empty file"
+    if beginning[8:9] == b"{":  # the facts of a file of tensors, behind their length
+        return ""
+    for first, what in BEGINNINGS.items():
+        if beginning.lower().startswith(first.lower()):
+            return what
+    return TABLES.get(path.suffix.lower(), "")
 
 
 def _digest(tensors: Mapping[str, Tensor], facts: str) -> str:

@@ -73,11 +73,13 @@ def edge_scores(
     points: str = "midpoint",
     memory: Memory = None,
 ) -> EdgeScores:
-    """What the target loses when each edge carries its corrupted value; see this module's table.
+    """What the target loses when each edge carries its corrupted value.
 
     Args:
         clean, corrupted, target, minus, direction, query: as in `patch_scores`.
-        method: ``"frozen"``, ``"frozen+qk"``, ``"gradient"``, ``"integrated"``, ``"difference"`` or ``"patching"``.
+        method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by averaged gradients),
+            ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"difference"`` (exact between the two
+            runs) or ``"patching"`` (a live run for each edge).
         positions: also each edge at each position where its destination reads, `EdgeScores.by_position`; not with
             ``"patching"``.
         activation: the rule for MLPs, of the frozen methods.

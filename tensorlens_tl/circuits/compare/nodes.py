@@ -89,8 +89,9 @@ def patch_scores(
             one.
         target, minus, direction: as in `FrozenOperator.target`, of the clean prompt.
         by: what a node is.
-        method: ``"frozen"``, ``"frozen+qk"``, ``"gradient"``, ``"integrated"``, ``"difference"`` or ``"patching"``; see
-            this module's table.
+        method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by gradients),
+            ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"difference"`` (exact between the two
+            runs) or ``"patching"`` (a live run for each node).
         positions: also each node at each position, in `Terms.keys`, `[batch, query, node, pos]`. They sum to the
             node's score, except under ``"patching"``, where each is patched by itself.
         query: one position of each prompt, the last by default.

@@ -34,7 +34,7 @@ METRICS = ("query token", "key token", "token pair", "query part", "key part", "
 
 
 def known_attention(model: ModelLike, task: AttentionTask, methods: Names = None, *, seed: int = 0) -> Evaluation:
-    """How high the true sources of each head's query and key are ranked; see this module's table.
+    """How high the true sources of each head's query and key are ranked: 1 / rank of the best-placed true one.
 
     Args:
         model: the model whose attention is known.

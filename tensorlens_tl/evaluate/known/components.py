@@ -59,12 +59,13 @@ def known_components(
     steps: int = 5,
     memory: Memory = None,
 ) -> Evaluation:
-    """AUROC, precision and recall of each method's scores of nodes and edges; see this module's tables.
+    """AUROC, precision and recall of each method's scores of nodes and edges, against what is known to matter.
 
     Args:
         model: the model whose components are known.
         task: what is known, such as ``demo.program("induction").components()``.
-        methods: of this module's table; None is all that the model allows.
+        methods: ``"logit_attribution"``, ``"contribution_graph"``, and those of `circuits.patch_scores`; None is all
+            that the model allows.
         threshold: the share of the largest score from which a node or edge counts as predicted.
         only_correct: leave out pairs of which the model answers one prompt wrongly.
         steps: gradients of ``"integrated"`` and ``"frozen+qk"``.

@@ -84,7 +84,8 @@ def prompt_pairs(task: AnswerTask, change: Change = "source", *, seed: int = 0) 
 
     Args:
         task: `recall` or `induction`.
-        change: ``"source"`` or ``"question"``; see this module's table.
+        change: what the other prompt has another of: ``"source"``, the token that determines the answer, or
+            ``"question"``, the last token.
         seed: of what takes a token's place.
 
     Raises:

@@ -129,7 +129,10 @@ def circuit_faithfulness(
     folder: str | Path | None = None,
     memory: Memory = None,
 ) -> Evaluation:
-    """CPR and CMD of the circuits that each method chooses, and the curves below them; see this module's table.
+    """CPR and CMD of the circuits that each method chooses, and the curves below them.
+
+    `cpr` is the area below f, the share of the behaviour that circuits of growing size have, and `cmd` the area of
+    abs(1 − f), how far circuits are from the model; lower is better.
 
     Args:
         model: a TransformerLens model with pre-LN blocks.

@@ -1,0 +1,80 @@
+"""Parsers whose help ends in an example, and whose errors name the nearest word in place of all of them."""
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+CHOICE = re.compile(
+    r"argument (?P<what>.*?): invalid choice: '?(?P<word>.*?)'? \(choose from (?P<known>.*)\)", re.DOTALL
+)
+"""What argparse says of a word that is none of the choices."""
+
+FEW = 5
+"""Choices that an error lists; of more it names the nearest."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of one command."""
+
+    def __init__(self, *args: Any, example: str = "", **options: Any) -> None:
+        if example:
+            options["epilog"] = f"example:\n  {example}"
+        super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Arguments, and nothing that is left over: this parser knows its options, the one above does not."""
+        parsed, left = super().parse_known_args(args, namespace)
+        if left:
+            self.error(self._left_over(left))
+        return parsed, left
+
+    def format_help(self) -> str:
+        """The help, with a short line of usage: options are listed below it."""
+        if self.usage is None:
+            self.usage = " ".join([self.prog, "[options]", *filter(None, map(_word, self._actions))])
+        return super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2, one line of what is wrong, and where help is."""
+        self.exit(2, f"{self.prog}: {self._explained(message)}\nSee {self.prog} -h.\n")
+
+    def _left_over(self, words: Sequence[str]) -> str:
+        """What is wrong with words that are no arguments of this command."""
+        for word in words:
+            if word.startswith("-"):
+                name = word.partition("=")[0]
+                return f"there is no option {name!r}{nearest(name, self._option_string_actions)}"
+        return f"nothing takes {' '.join(map(repr, words))}. Put a text of several words in quotes"
+
+    def _explained(self, message: str) -> str:
+        """What argparse says, with what helps."""
+        refused = CHOICE.fullmatch(message)
+        if refused is not None:
+            known = re.findall(r"[\w.+-]+", refused["known"])
+            listed = f"; it is one of {', '.join(known)}" if len(known) <= FEW else ""
+            return f"{refused['what']}: there is no {refused['word']!r}{listed or nearest(refused['word'], known)}"
+        if message.endswith("required: text"):
+            return f"{message}. It stands before an option that takes several values, or after --"
+        return message
+
+
+def _word(action: argparse.Action) -> str:
+    """What stands for an argument in a line of usage; nothing for an option that may be left out."""
+    name = str(action.metavar or action.dest)
+    if action.option_strings:
+        return f"{action.option_strings[0]} {name.upper()}" if action.required else ""
+    if action.nargs == argparse.OPTIONAL:
+        return f"[{name}]"
+    if action.nargs == argparse.PARSER:
+        return f"{name} ..."
+    return name
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """A question, where a word is nearly one of the known ones."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    if not near:
+        return ""
+    return f". Did you mean {near[0]!r}?"

@@ -1,0 +1,80 @@
+"""The prompts of a file: a text file's lines, or a column of a table."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tensorlens_tl.commands.options import PROMPTS
+from tensorlens_tl.errors import InvalidInputError
+
+COLUMNS = ("prompt", "text")
+"""The columns of a table that prompts are read from, the first that it has."""
+
+HELP = "a text file, one prompt a line, or a .csv, .jsonl or .parquet file with a column 'prompt' or 'text'"
+"""What ``--prompts`` takes, for its help."""
+
+
+def prompts_of(args: argparse.Namespace, model: Any, *, most: int = PROMPTS, length: int = 48) -> Any:
+    """The prompts of a file, or `most` windows of the text that an embedded model was not trained on.
+
+    Raises:
+        InvalidInputError: no such file, an empty one, a table without prompts, or a model without text.
+    """
+    from tensorlens_tl import demo
+
+    if args.prompts is None:
+        if args.model not in ("demo", "demo:language", "demo:encoder", "demo:whitened"):
+            raise InvalidInputError(
+                f"--prompts: {args.model} has no text of its own here; pass a file, a prompt a line."
+            )
+        return demo.held_out_prompts(model, args.n or most, length)
+    if args.n is not None:
+        raise InvalidInputError("-n: it counts prompts that we make; with --prompts every line of the file is one.")
+    return read_prompts(args.prompts)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a file; empty ones are left out.
+
+    Raises:
+        InvalidInputError: no such file, an empty one, one that is no text, or a table without a column of prompts.
+    """
+    from tensorlens_tl.datasets import FILES
+
+    if not path.is_file():
+        raise InvalidInputError(f"--prompts {path}: no such file.")
+    if path.suffix.lower() in FILES:
+        lines = _column(path)
+    else:
+        try:
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+        except UnicodeDecodeError as error:
+            raise InvalidInputError(f"--prompts {path}: not a text file in UTF-8 ({error}).") from error
+    lines = [line for line in lines if line.strip()]
+    if not lines:
+        raise InvalidInputError(f"--prompts {path}: the file is empty.")
+    return lines
+
+
+def _column(path: Path) -> list[str]:
+    """The column of prompts of a table."""
+    from tensorlens_tl.datasets import file_rows
+
+    try:
+        rows = list(file_rows(path))
+    except InvalidInputError as error:
+        raise InvalidInputError(f"--prompts: {str(error).removeprefix('rows: ')}") from error
+    names = list(rows[0]) if rows else list(COLUMNS)
+    name = next((column for column in COLUMNS if column in names), "")
+    if not name:
+        raise InvalidInputError(
+            f"--prompts {path}: its columns are {', '.join(map(repr, names))}; call the one with the prompts "
+            f"{' or '.join(map(repr, COLUMNS))}."
+        )
+    texts: list[str] = []
+    for number, row in enumerate(rows, 1):
+        text = row.get(name)
+        if not isinstance(text, str):
+            raise InvalidInputError(f"--prompts {path}: {name!r} of row {number} is {text!r}, no text.")
+        texts.append(text)
+    return texts
