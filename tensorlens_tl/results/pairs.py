@@ -287,7 +287,7 @@ class ScoreChange(Result):
             ImportError: matplotlib is not installed.
         """
         lines, sums = self._lines(k, batch)
-        return figure.signed_bars([*lines, *sums], self._title(batch), ax)
+        return figure.signed_bars(lines, self._title(batch), ax, sums=sums)
 
     def show(self, k: int = 10, batch: int = 0) -> None:
         """Display the bars in a notebook; elsewhere print the k largest parts, all others in one line, and the total.
