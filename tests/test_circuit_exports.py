@@ -115,7 +115,7 @@ def test_the_page_needs_no_network_and_shows_every_edge(circuit, tmp_path):
     assert html.count("data-e=") == len(circuit)
     for reads in ("queries", "keys", "values"):
         assert html.count(f'data-reads="{reads}"') == sum(edge[2] == reads for edge in expected(circuit))
-    assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
+    assert "http" not in html
     assert circuit.to_html(7).count("data-e=") == 7
     assert circuit._repr_html_() == circuit.to_html()
 

@@ -1,5 +1,6 @@
 """Heat maps, bars and curves as matplotlib figures, for papers (``tensorlens-tl[plot]``)."""
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ def heat_map(
         queries, keys: labels of rows and columns.
         title: above it.
         ax: draw here; None makes a figure of fitting size.
-        values: write numbers into cells; None does so where they fit.
+        values: write numbers into cells, to a hundredth of the largest's power of ten; None does so where they fit.
         names: what rows and columns are.
     """
     height, width = plane.shape
@@ -66,9 +67,11 @@ def heat_map(
     for side in ax.spines.values():
         side.set_linewidth(0.5)
     if values:
+        decimals = max(0, 2 - math.ceil(math.log10(largest)))
         for row, column in np.ndindex(plane.shape):
-            if plane[row, column]:
-                ax.text(column, row, f"{plane[row, column]:.2g}", ha="center", va="center", fontsize=LABEL - 1)
+            cell = f"{plane[row, column]:.{decimals}f}"
+            if np.isfinite(plane[row, column]) and float(cell):
+                ax.text(column, row, cell, ha="center", va="center", fontsize=LABEL - 1)
     bar = ax.figure.colorbar(image, ax=ax, shrink=0.8 if height > 4 else 1.0, aspect=max(8, min(25, 2 * height)))
     bar.outline.set_linewidth(0.5)
     bar.ax.tick_params(labelsize=LABEL, width=0.5)
@@ -226,10 +229,17 @@ def axes(ax: Axes | None = None, size: tuple[float, float] = (7, 4.5)) -> Axes:
 
 def set_title(ax: Axes, text: str) -> None:
     """A title at the left, on several lines where it is longer than the axes are wide."""
-    inches = ax.get_position().width * ax.figure.get_size_inches()[0]
+    inches = width_of(ax)
+    if len(ax.figure.axes) == 1:  # nothing stands to the right of it
+        inches += (1 - ax.get_position().x1) * ax.figure.bbox.width / ax.figure.dpi
     letters = max(24, int(inches * 72 / (0.55 * (LABEL + 2))))
     lines = textwrap.wrap(plain(text), letters, break_long_words=False) or [""]
     ax.set_title("\n".join(lines), fontsize=LABEL + 2, loc="left")
+
+
+def width_of(ax: Axes) -> float:
+    """Inches from the left end of axes to the right one."""
+    return ax.get_position().width * ax.figure.bbox.width / ax.figure.dpi
 
 
 def _dress(ax: Axes, labels: Mapping[str, str]) -> None:

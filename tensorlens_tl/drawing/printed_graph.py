@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 else:
     Axes = Any  # matplotlib is an extra
 
-PIXELS = 96
-"""Of the picture on a page, to an inch of the figure."""
+ACROSS = 96
+DOWN = 130
+"""Pixels of the picture on a page, to an inch of the figure."""
 
 
 def graph(picture: GraphPicture, title: str, ax: Axes | None = None) -> Axes:
@@ -26,13 +27,13 @@ def graph(picture: GraphPicture, title: str, ax: Axes | None = None) -> Axes:
         ax: draw here; None makes a figure of fitting size.
     """
     x, y, width, height = layout(picture)
-    ax = axes(ax, (max(3.0, width / PIXELS), max(2.0, height / PIXELS)))
+    ax = axes(ax, (max(3.0, width / ACROSS), max(2.0, height / DOWN)))
     _draw_edges(picture, x, y, ax)
     sizes = [15 + 85 * abs(part) for part in picture.sizes]
     colours = [of_sign(part) for part in picture.sizes]
     ax.scatter(x, y, s=sizes, c=colours, zorder=2, edgecolors="white", linewidths=0.5)
     for node, name in enumerate(picture.names):
-        text = ax.annotate(
+        ax.annotate(
             plain(short(name, 14)),
             (x[node], y[node]),
             (0, 6),
@@ -40,12 +41,12 @@ def graph(picture: GraphPicture, title: str, ax: Axes | None = None) -> Axes:
             fontsize=LABEL,
             ha="center",
             zorder=3,
+            bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "boxstyle": "square,pad=0.05"},
         )
-        _lay_on_white(text)
     if picture.placed:
         for position, token in dict(zip(picture.positions, picture.tokens, strict=True)).items():
             column = x[np.array(picture.positions) == position].mean()
-            name = plain(short(visible(token), 12))
+            name = plain(short(visible(token), 10))
             ax.text(column, height, name, ha="center", va="bottom", fontsize=LABEL, color="0.35")
     ax.set_xlim(0, width)
     ax.set_ylim(height + 4, 0)
@@ -83,10 +84,3 @@ def _dash(dash: str, factor: float) -> Any:
     if not dash:
         return "solid"
     return (0, [0.75 * float(length) * factor for length in dash.split()])
-
-
-def _lay_on_white(text: Any) -> None:
-    """A white edge around letters, so that no line runs through them."""
-    from matplotlib.patheffects import withStroke
-
-    text.set_path_effects([withStroke(linewidth=2, foreground="white")])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensorlens_tl.drawing.figure import LABEL, axes, plain, scale, set_title
+from tensorlens_tl.drawing.figure import LABEL, axes, plain, scale, set_title, width_of
 from tensorlens_tl.drawing.marks import visible
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ def text(
         first: the token that begins a line after a rule, as the first generated one does.
     """
     names = [visible(token) for token in tokens]
-    inches = WIDTH if ax is None else ax.get_position().width * ax.figure.get_size_inches()[0]
+    inches = WIDTH
+    if ax is not None:
+        inches = width_of(ax)
     letters = max(12, int(inches / LETTER))
     starts = _starts(tokens, names, letters, first)
     lines = 1 + max((line for line, _ in starts), default=0)

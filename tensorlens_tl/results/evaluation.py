@@ -270,12 +270,12 @@ class Evaluation(Result):
                 values = self.curves[list(self.metrics).index(metric), self.methods.index(method)]
                 low, high = bootstrap_interval(values.T)
                 lines[method] = (values.nanmean(0).numpy(), low.numpy(), high.numpy())
-            labels = {"xlabel": self.axis_name, "ylabel": metric, "title": metric + arrow}
+            labels = {"xlabel": self.axis_name, "title": metric + arrow}
             return figure.curves(self.axis.numpy(), lines, labels, ax, legend=legend)
         frame = self.table(metric)
         frame = frame.where(np.isfinite(frame))
         bars = {method: [float(frame.loc[method, (metric, end)]) for end in _ENDS] for method in methods}
-        return figure.bars(bars, {"xlabel": metric, "title": metric + arrow}, ax)
+        return figure.bars(bars, {"title": metric + arrow}, ax)
 
     def to_html(self, *, style: bool = True) -> str:
         """Curves and intervals, a part for each metric, the first one open; with what a page needs once.

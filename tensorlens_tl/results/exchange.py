@@ -141,8 +141,9 @@ def page_state(clicked: str) -> dict[str, Any]:
 
 def circuit_tracer(graph: Graph, slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
     """A graph as circuit-tracer writes one; see `ContributionGraph.to_circuit_tracer`."""
-    if scan is None:
-        scan = graph.provenance.get("model", "custom")
+    model = scan
+    if model is None:
+        model = str(graph.provenance.get("model", "custom"))
     nodes = _nodes(graph)
     tokens = _tokens(graph)
     logit = nodes[-1]["node_id"]
@@ -164,7 +165,7 @@ def circuit_tracer(graph: Graph, slug: str, scan: str | None, threshold: float) 
     return {
         "metadata": metadata(
             slug,
-            scan,
+            model,
             tokens,
             threshold,
             f"{graph.target} = {graph.total:.6g}: exact contributions of {what}",

@@ -129,7 +129,7 @@ def check_file(path: str | os.PathLike[str], kind: type[Result] = Result) -> Non
         )
 
 
-SAME_BYTES = {"svg.hashsalt": "tensorlens", "pdf.fonttype": 42}
+SAME_BYTES: Any = {"svg.hashsalt": "tensorlens", "pdf.fonttype": 42}
 """Settings of matplotlib: the same figure gives the same file, and text of a PDF stays text."""
 NO_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 

@@ -298,7 +298,7 @@
     copy.querySelectorAll("*").forEach((element) => {
       for (const { name } of [...element.attributes]) if (/^(aria-|data-|role$|tabindex$|class$)/.test(name)) element.removeAttribute(name);
     });
-    set(copy, { xmlns: "http://www.w3.org/2000/svg", viewBox: `0 0 ${width} ${height}` });
+    set(copy, { viewBox: `0 0 ${width} ${height}` });
     ["class", "aria-label", "role"].forEach((name) => copy.removeAttribute(name));
     const style = document.createElementNS(copy.namespaceURI, "style");
     style.textContent = "svg{color:black;background:white}text{font:11px sans-serif;fill:black;paint-order:stroke;stroke:white;stroke-width:3px;stroke-linejoin:round}";
