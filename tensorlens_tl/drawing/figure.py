@@ -72,7 +72,8 @@ def heat_map(
             cell = f"{plane[row, column]:.{decimals}f}"
             if np.isfinite(plane[row, column]) and float(cell):
                 ax.text(column, row, cell, ha="center", va="center", fontsize=LABEL - 1)
-    bar = ax.figure.colorbar(image, ax=ax, shrink=0.8 if height > 4 else 1.0, aspect=max(8, min(25, 2 * height)))
+    beside = ax.inset_axes((1 + 0.4 / width, 0, 0.45 / width, 1))  # as high as the map, and half a cell wide
+    bar = ax.figure.colorbar(image, cax=beside)
     bar.outline.set_linewidth(0.5)
     bar.ax.tick_params(labelsize=LABEL, width=0.5)
     return ax
