@@ -131,6 +131,8 @@ def check_file(path: str | os.PathLike[str], kind: type[Result] = Result) -> Non
 
 SAME_BYTES: Any = {"svg.hashsalt": "tensorlens", "pdf.fonttype": 42}
 """Settings of matplotlib: the same figure gives the same file, and text of a PDF stays text."""
+DOTS = 200
+"""Of a PNG, to the inch."""
 NO_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
@@ -158,9 +160,8 @@ def _figure(suffix: str) -> Callable[[Result], bytes]:
         first = axes[0] if isinstance(axes, list) else axes
         file = io.BytesIO()
         with rc_context(SAME_BYTES):
-            first.figure.savefig(
-                file, format=suffix.removeprefix("."), bbox_inches="tight", metadata=NO_DATE.get(suffix)
-            )
+            options = {"bbox_inches": "tight", "metadata": NO_DATE.get(suffix), "dpi": DOTS}
+            first.figure.savefig(file, format=suffix.removeprefix("."), **options)
         pyplot.close(first.figure)
         return file.getvalue()
 
