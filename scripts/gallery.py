@@ -1,6 +1,5 @@
 """Draws the figures of `docs/gallery.md` into `docs/_static/gallery`, by running the page's code there."""
 
-import contextlib
 import os
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ from xml.etree import ElementTree
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "gallery.md"
 PICTURES = DOCS / "_static" / "gallery"
-SETTINGS = {"svg.hashsalt": "tensorlens", "svg.fonttype": "none"}
+SETTINGS: Any = {"svg.hashsalt": "tensorlens", "svg.fonttype": "none"}
 """Of matplotlib: the same figure gives the same file, and letters are the reader's own, which makes files small."""
 
 
@@ -43,8 +42,13 @@ def run(code: str, names: dict[str, Any], folder: Path) -> None:
 
     matplotlib.use("Agg")
     os.environ["SOURCE_DATE_EPOCH"] = "0"  # no date in a file
-    with contextlib.chdir(folder), matplotlib.rc_context(SETTINGS):
-        exec(compile(code, PAGE.name, "exec"), names)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        with matplotlib.rc_context(SETTINGS):
+            exec(compile(code, PAGE.name, "exec"), names)
+    finally:
+        os.chdir(before)
     pyplot.close("all")
 
 

@@ -609,7 +609,7 @@ def test_what_is_shown_is_saved_as_svg_and_png(opened, tmp_path, scheme):
 
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_circuit_is_a_page_whose_edges_are_told_apart(opened, pages, width, scheme):
+def test_a_circuit_is_a_page_whose_edges_are_readings(opened, pages, width, scheme):
     browser = opened("circuit", width, scheme)
     circuit = pages[3]
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width

@@ -49,7 +49,7 @@ def heat_map(
         queries, keys: labels of rows and columns.
         title: above it.
         ax: draw here; None makes a figure of fitting size.
-        values: write numbers into cells, to a hundredth of the largest's power of ten; None does so where they fit.
+        values: write numbers into cells, to the third digit of the largest; None does so where they fit.
         names: what rows and columns are.
     """
     height, width = plane.shape
@@ -67,7 +67,7 @@ def heat_map(
     for side in ax.spines.values():
         side.set_linewidth(0.5)
     if values:
-        decimals = max(0, 2 - math.ceil(math.log10(largest)))
+        decimals = max(0, 2 - math.floor(math.log10(largest)))
         for row, column in np.ndindex(plane.shape):
             cell = f"{plane[row, column]:.{decimals}f}"
             if np.isfinite(plane[row, column]) and float(cell):

@@ -78,7 +78,7 @@ class GraphPicture:
         return [*shares, 1.0]
 
     @property
-    def told_apart(self) -> list[str]:
+    def readings(self) -> list[str]:
         """The kinds of reading whose edges have lines of their own, where there are several."""
         kinds = set(self.reads) - {""}
         return [kind for kind in READS if kind in kinds and kinds != {"values"}]
@@ -227,7 +227,7 @@ def _mark(picture: GraphPicture, node: int, x: float, y: float, fed: Sequence[in
 
 def _input(picture: GraphPicture, edge: int) -> str:
     text = f"{picture.called(picture.sources[edge])} {number(picture.strengths[edge])}"
-    if len(picture.told_apart) > 1 and picture.reads[edge]:
+    if len(picture.readings) > 1 and picture.reads[edge]:
         text += f" ({picture.reads[edge]})"
     return text
 
@@ -235,7 +235,7 @@ def _input(picture: GraphPicture, edge: int) -> str:
 def _key(picture: GraphPicture) -> str:
     """What the lines of edges mean, above the picture, where they differ."""
     parts = list[str]()
-    for number_of, kind in enumerate(picture.told_apart):
+    for number_of, kind in enumerate(picture.readings):
         x = MARGIN / 2 + KEY_WIDTH * number_of
         parts.append(
             f'<path d="M{x:.0f} 10H{x + 28:.0f}" stroke="currentColor" stroke-width="2" fill="none" '
@@ -281,7 +281,7 @@ def layout(picture: GraphPicture) -> tuple[np.ndarray, np.ndarray, float, float]
         for number_in_cell, node in enumerate(nodes, start=1):
             x[node] = left + width * number_in_cell / (len(nodes) + 1)
             y[node] = height - MARGIN - ROW_HEIGHT * used[level]
-    kinds = len(picture.told_apart)
+    kinds = len(picture.readings)
     if kinds:  # room for what their lines mean
         y += KEY_HEIGHT
         height += KEY_HEIGHT

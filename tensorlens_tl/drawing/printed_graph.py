@@ -70,10 +70,10 @@ def _draw_edges(picture: GraphPicture, x: np.ndarray, y: np.ndarray, ax: Axes) -
         style = {"edgecolor": of_sign(part), "facecolor": "none", "alpha": 0.7, "linewidth": width}
         patch = PathPatch(path, zorder=1, linestyle=_dash(line.dash, 1 / width), capstyle="butt", **style)
         ax.add_patch(patch)
-    if picture.told_apart:
+    if picture.readings:
         marks = [
             Line2D([], [], color="0.3", linewidth=1.2, linestyle=_dash(READS[kind].dash, 0.6), label=kind)
-            for kind in picture.told_apart
+            for kind in picture.readings
         ]
         style = {"fontsize": LABEL, "frameon": False, "handlelength": 3, "borderaxespad": 0}
         ax.legend(handles=marks, loc="upper left", ncols=len(marks), **style)

@@ -147,8 +147,8 @@ class ScoreAttribution(Result):
             ImportError: matplotlib is not installed.
         """
         labels, values = self._square(batch)
-        rows = _last(values.any(1))  # what stands behind the query, or the key, gives nothing
-        columns = _last(values.any(0))
+        rows = _last(np.asarray(values.any(1)))  # what stands behind the query, or the key, gives nothing
+        columns = _last(np.asarray(values.any(0)))
         names = ("source in the query", "source in the key")
         drawn = values[:rows, :columns]
         return figure.heat_map(drawn, labels[:rows], labels[:columns], self._title(batch), ax, names=names)

@@ -12,7 +12,7 @@ import re
 from math import isfinite, isnan
 from typing import TYPE_CHECKING, Any
 
-from tensorlens_tl.drawing.graphs import GraphPicture
+from tensorlens_tl.drawing import graphs
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
 from tensorlens_tl.results.edges.names import ARROW, TARGET, node_read_at, place
@@ -81,14 +81,14 @@ def networkx_graph(circuit: Circuit) -> "networkx.MultiDiGraph":
     return graph
 
 
-def picture(circuit: Circuit, most: int) -> GraphPicture:
+def picture(circuit: Circuit, most: int) -> graphs.GraphPicture:
     """A circuit's nodes by layer, with the edges of largest absolute score, of which there are at most so many."""
     every = sorted(edges_of(circuit), key=lambda edge: -abs(edge[2]) if not isnan(edge[2]) else 0.0)
     edges = every[:most]
     used = {TARGET}.union(*({source, node_read_at(destination)} for source, destination, _ in edges))
     names = [name for name in nodes_of(circuit) if name in used]
     number = {name: row for row, name in enumerate(names)}
-    return GraphPicture(
+    return graphs.GraphPicture(
         names=names,
         kinds=[kind_of(name) for name in names],
         tokens=[""] * len(names),
