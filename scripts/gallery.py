@@ -26,6 +26,7 @@ def pictures(page: Path = PAGE) -> list[str]:
 def texts(picture: Path) -> list[str]:
     """Everything that is written in a picture, in its order, but for numbers: processors round them differently."""
     every = (element.text or "" for element in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text"))
+    every = (re.sub(r"gap \S+", "gap", text) for text in every)
     return [text for text in every if not re.fullmatch(r"[+\-−\d.e]*", text)]
 
 

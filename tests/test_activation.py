@@ -93,6 +93,6 @@ def test_rules_differ_for_gated_mlps_only(model_named):
             assert torch.allclose(frozen.operator(activation=rule).in_out().scores, ratio_scores) is same
 
 
-def test_softmax_activations_are_readings():
+def test_softmax_activations_are_told_apart():
     assert is_elementwise(torch.relu, torch.float32, "cpu")
     assert not is_elementwise(lambda x: x * torch.softmax(x, -1), torch.float32, "cpu")

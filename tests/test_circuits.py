@@ -134,7 +134,7 @@ def test_one_head_is_worth_what_the_frozen_model_loses_without_it(frozen, name):
     assert hooks_left(frozen.model) == 0
 
 
-def test_the_embedding_is_readings_where_positions_are_added(frozen, name):
+def test_the_embedding_is_told_apart_where_positions_are_added(frozen, name):
     parts = circuits.stream.embeddings.embedding_parts(frozen)
     learned = {"bridge/gpt2", "bridge/opt", "hooked/ln", "bridge/bert", "encoder/bert", "bridge/native"}
     assert ("pos_embed" in parts) or name not in learned

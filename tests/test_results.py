@@ -141,13 +141,13 @@ def test_a_file_is_what_its_name_says(name, tmp_path):
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_figure_is_drawn_where_it_is_told(name):
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    _, axes = matplotlib.pyplot.subplots()
+    pytest.importorskip("matplotlib").use("Agg")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    _, axes = pyplot.subplots()
     assert result(name).plot(ax=axes) is axes
     axes.figure.canvas.draw()
     assert axes.has_data() or axes.patches
-    matplotlib.pyplot.close(axes.figure)
+    pyplot.close(axes.figure)
 
 
 def test_colours_begin_at_zero_where_no_score_is_negative():
@@ -172,6 +172,35 @@ def test_one_query_is_drawn_as_its_text():
     assert scale == pytest.approx((0, float(rollout.scores[1, -1].max())))
     strongest = max(range(len(axes.patches)), key=lambda number: -sum(axes.patches[number].get_facecolor()[:3]))
     assert strongest == int(rollout.scores[1, -1].argmax())
+
+
+def test_an_image_is_drawn_as_its_patches():
+    pytest.importorskip("matplotlib").use("Agg")
+    images, digits = tlens.demo.digit_images()
+    scored = tlens.attribute(tlens.load_demo_model("digits"), images[:1], target=int(digits[0]))
+    cells = scored.plot().images[0].get_array()
+    patches = [number for number, token in enumerate(scored.tokens[0]) if token.startswith(" patch ")]
+    assert cells.shape == (len(patches) ** 0.5,) * 2
+    assert cells.flatten().tolist() == pytest.approx(scored.scores[0, 0, patches].tolist())
+
+
+def test_generated_tokens_are_the_rows_and_the_marks():
+    """Of two prompts of different length, the padded one too."""
+    pytest.importorskip("matplotlib").use("Agg")
+    prompts = ["If the file is not found, a", "Return the"]
+    wrote = tlens.generation.freeze_generation(tlens.load_demo_model(), prompts, max_new_tokens=4)
+    scored = wrote.attribute()
+    for prompt in range(2):
+        start, end = scored.options["generated"][prompt]
+        tokens = scored.tokens[prompt][start:end]
+        rows = [label.get_text() for label in scored.plot(prompt).get_yticklabels()]
+        assert rows == tokens
+        axes = scored.plot(prompt, query=1)
+        (underline,) = [line for line in axes.lines if line.get_linewidth() == 1]
+        first = int(scored.mask[prompt].int().argmax())
+        box = axes.patches[start + 1 - first]
+        assert list(underline.get_xdata()) == [box.get_x(), box.get_x() + box.get_width()]
+        assert repr(tokens[1]) in axes.get_title(loc="left").replace("\n", " ")
 
 
 def test_long_text_is_wrapped_and_breaks_where_it_does():

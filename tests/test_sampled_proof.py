@@ -144,7 +144,7 @@ def test_other_values_are_refused(model_named, verify):
         tlens.freeze(model_named(GPT2), [3, 4], verify=verify)
 
 
-def test_a_layout_that_was_readings_once_is_not_kept_for_other_weights():
+def test_a_layout_that_was_told_apart_once_is_not_kept_for_other_weights():
     model = tiny_model(GPT2)
     tlens.freeze(model, long_tokens(), verify="sample")
     with torch.no_grad():

@@ -149,7 +149,8 @@ class Shown(Result):
     ) -> Any:
         """One prompt as a matplotlib figure (install ``tensorlens-tl[plot]``); returns the axes.
 
-        One query is drawn as coloured text, several as a heat map; of generated text its rows are the generated tokens.
+        One query is drawn as coloured text, or over an image as a map of its patches; several as a heat map, of which
+        generated tokens are the rows.
 
         Args:
             batch: the prompt.
@@ -175,6 +176,13 @@ class Shown(Result):
             if self._is_generated():
                 names = ("generated token", "source token")
             return figure.heat_map(plane, labels, tokens, self.describe(), ax, values, names)
+        if self.image is not None and _patches(tokens)[0]:
+            patches, height, width = _patches(tokens)
+            square = plane[0][patches].reshape(height, width)
+            labels = [str(number) for number in range(max(height, width))]
+            names = ("row of patches", "column of patches")
+            title = self._strip_title(batch, rows[0])
+            return figure.heat_map(square, labels[:height], labels[:width], title, ax, values, names)
         columns = {position: column for column, position in enumerate(keys)}
         marked = [columns[position] for position in self._explained(batch, rows[0])]
         first = None
@@ -192,7 +200,7 @@ class Shown(Result):
         positions = list(self.options["asked"][batch])
         if self.queries.shape[1] == 1:
             return positions
-        return [positions[row]]
+        return [dict(zip(self._shown(batch)[1], positions, strict=False))[row]]
 
     def _strip_title(self, batch: int, row: int) -> str:
         notes = [self.describe()]
@@ -279,11 +287,9 @@ class Shown(Result):
     def _image_html(self, batch: int, scores: np.ndarray, tokens: list[str]) -> str:
         """One query's scores over the image, beside those of tokens that are no patch."""
         assert self.image is not None
-        patches = [number for number, token in enumerate(tokens) if token.startswith(PATCH)]
+        patches, rows, columns = _patches(tokens)
         if not patches:
             return ""
-        corner = tokens[patches[-1]].removeprefix(PATCH).split(",")
-        rows, columns = (int(number) + 1 for number in corner)
         others = {token.strip(): float(scores[n]) for n, token in enumerate(tokens) if n not in patches}
         return images.patch_scores(
             array(self.image[batch]),
@@ -307,6 +313,15 @@ class Shown(Result):
             if layers.shape[-1] == self.mask.shape[1]:
                 stacks.append(("layer", layers))
         return stacks
+
+
+def _patches(tokens: Sequence[str]) -> tuple[list[int], int, int]:
+    """Which tokens are patches of an image, and the rows and columns that they make."""
+    patches = [number for number, token in enumerate(tokens) if token.startswith(PATCH)]
+    if not patches:
+        return [], 0, 0
+    row, column = tokens[patches[-1]].removeprefix(PATCH).split(",")
+    return patches, int(row) + 1, int(column) + 1
 
 
 def array(tensor: Tensor) -> np.ndarray:
