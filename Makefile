@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons fuzz lint types docs picture bench evaluation compression whitening census support changed package clean
+.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons fuzz lint types docs picture bench evaluation compression whitening census support changed gallery package clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -82,6 +82,10 @@ support: .venv/.ready .venv-tl4/.ready
 changed: .venv/.ready .venv-tl4/.ready
 	.venv/bin/python benchmarks/changed.py
 	.venv-tl4/bin/python benchmarks/changed.py
+
+# the figures of docs/gallery.md, by the code of that page
+gallery: .venv/.ready
+	.venv/bin/python -m scripts.gallery
 
 # what users would install, in an environment of its own, away from the checkout
 package: .venv/.ready

@@ -1,7 +1,12 @@
 """The report in a real browser: from disk, network off, by pointer and by keyboard, on wide and narrow screens."""
 
+import itertools
 import os
+import re
 import shutil
+import struct
+import time
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -76,7 +81,10 @@ def pages(tmp_path_factory):
     paths["maps"].write_text(page("maps", maps), encoding="utf-8")
     paths["graphs"].write_text(page("graphs", two), encoding="utf-8")
     paths["graph"] = graph.export(folder / "graph.html", most=5000)
-    return {name: path.as_uri() for name, path in paths.items()}, results, small
+    corrupted = tlens.freeze(model, f"Return {NASTY} the name of the")
+    circuit = circuits.edge_scores(frozen, corrupted, " first", method="difference").circuit(40)
+    paths["circuit"] = circuit.export(folder / "circuit.html")
+    return {name: path.as_uri() for name, path in paths.items()}, results, small, circuit
 
 
 @pytest.fixture
@@ -120,7 +128,7 @@ def find(browser, css):
     return browser.find_element("css selector", css)
 
 
-@pytest.mark.parametrize("name", ["report", "maps", "evaluation", "images", "graphs", "graph", "generated"])
+@pytest.mark.parametrize("name", ["report", "maps", "evaluation", "images", "graphs", "graph", "circuit", "generated"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_sticks_out_and_nothing_is_logged(opened, name, width, scheme):
@@ -406,6 +414,10 @@ def lines_of(browser, title):
     return {name.split(" “")[0].replace(" at ", " "): float(value) for name, value in found}
 
 
+SLIDE = """const slider = document.querySelector('.least'); slider.value = arguments[0];
+    slider.dispatchEvent(new Event('input', {bubbles: true}))"""
+
+
 def mark_of(browser, name, at):
     return find(browser, f'.circuit .t[data-name="{name}"][data-at="{at}"]')
 
@@ -447,9 +459,7 @@ def test_small_edges_of_a_graph_are_hidden_except_between_pinned_nodes(opened, b
     opened("graphs")
     every = edges_of(browser)
     assert len(every) == len(pages[2].edges)
-    slide = """const slider = document.querySelector('.least'); slider.value = arguments[0];
-        slider.dispatchEvent(new Event('input', {bubbles: true}))"""
-    browser.execute_script(slide, 50)
+    browser.execute_script(SLIDE, 50)
     largest = max(abs(weight) for *_, weight in every)
     large = [edge for edge in every if abs(edge[2]) >= largest / 4]
     assert edges_of(browser) == large
@@ -458,12 +468,14 @@ def test_small_edges_of_a_graph_are_hidden_except_between_pinned_nodes(opened, b
     assert "25 percent" in find(browser, ".least").get_attribute("aria-valuetext")
     assert len(edges_of(browser, 1)) == len(every)
     small = min((edge for edge in every if edge not in large), key=lambda edge: abs(edge[2]))
+    browser.execute_script(SLIDE, 0)
     for end in small[:2]:
         mark = mark_of(browser, *end.split(" "))
         browser.execute_script("arguments[0].focus()", mark)
         webdriver.ActionChains(browser).send_keys("p").perform()
         assert "pinned" in mark.get_attribute("class")
-    assert small in edges_of(browser)
+    browser.execute_script(SLIDE, 50)
+    assert edges_of(browser) == [edge for edge in every if edge in large or edge == small]
     listed = [button.text for button in browser.find_elements("css selector", ".side .n button")]
     assert [text.split(" “")[0].replace(" at ", " ") for text in listed] == small[:2]
 
@@ -540,3 +552,149 @@ def test_a_graph_needs_no_script_to_be_read(opened, browser):
         assert find(browser, ".circuit .t title").get_attribute("textContent")
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+
+
+# ------------------------------------------------------------------ what is shown is laid out, grouped and saved
+
+DRAWN = """const svg = document.querySelector('.circuit svg'), box = e => e.getBBox();
+    return [...svg.querySelectorAll('.t:not([hidden])')].map(mark => {
+        const [circle, text] = [mark.querySelector('circle, rect'), mark.querySelector('text')].map(box);
+        return [`${mark.dataset.name} ${mark.dataset.at}`, circle.x + circle.width / 2, circle.y + circle.height / 2,
+            [text.x, text.y, text.x + text.width, text.y + text.height]] })"""
+
+
+def size_of(browser):
+    box = "document.querySelector('.circuit svg').viewBox.baseVal"
+    return browser.execute_script(f"return [{box}.width, {box}.height]")
+
+
+def test_the_script_draws_what_python_drew(opened, browser):
+    """A page with and without scripts shows each node at the same place."""
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    opened("graph")
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+    before = [browser.execute_script(DRAWN), size_of(browser)]
+    opened("graph")
+    after = [browser.execute_script(DRAWN), size_of(browser)]
+    assert before[1] == pytest.approx(after[1], abs=1)
+    assert [name for name, *_ in before[0]] == [name for name, *_ in after[0]]
+    places = [np.array([mark[1:3] for mark in drawn]) for drawn, _ in (before, after)]
+    assert np.abs(places[0] - places[1]).max() <= 1
+
+
+def test_without_a_script_only_nodes_with_edges_are_drawn(pages):
+    """`most` leaves the largest edges; nodes that only smaller ones reached would stand about alone."""
+    frozen = tlens.freeze(tlens.load_demo_model(), "If the file is not found, a FileNotFoundError is")
+    html = circuits.contribution_graph(frozen, " raised", threshold=0.005).to_html(120)
+    used = {int(number) for ends in re.findall(r'data-e="(\d+) (\d+) ', html) for number in ends}
+    assert html.count('<g class="t"') == len(used)
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_idle_nodes_go_and_the_rest_is_laid_out_again(opened, width):
+    browser = opened("graph", width)
+    wide, high = size_of(browser)
+    every = len(browser.execute_script(DRAWN))
+    browser.execute_script(SLIDE, 60)
+    drawn = browser.execute_script(DRAWN)
+    ends = {end for edge in edges_of(browser) for end in edge[:2]}
+    assert {name for name, *_ in drawn} == ends | {drawn[-1][0]}
+    assert drawn[-1][0].startswith("target")
+    assert 1 < len(drawn) < every / 4
+    narrow, low = size_of(browser)
+    assert narrow < wide / 2
+    assert low <= high
+    labels = [box for *_, box in drawn]
+    for one, two in itertools.combinations(labels, 2):  # no name lies over another, none is cut
+        apart = one[2] <= two[0] + 1 or two[2] <= one[0] + 1 or one[3] <= two[1] + 1 or two[3] <= one[1] + 1
+        assert apart
+    assert min(box[0] for box in labels) >= 0
+    assert max(box[2] for box in labels) <= narrow
+    browser.execute_script(SLIDE, 0)
+    assert size_of(browser) == [wide, high]
+    assert len(browser.execute_script(DRAWN)) == every
+
+
+@pytest.mark.parametrize("by", ["layer", "place"])
+def test_layers_become_one_node_each(opened, browser, pages, by):
+    opened("graphs")
+    small = pages[2]
+    every = edges_of(browser)
+    choose = """const box = document.querySelector('.by'); box.value = arguments[0];
+        box.dispatchEvent(new Event('input', {bubbles: true}))"""
+    browser.execute_script(choose, by)
+    used = small.nodes.loc[sorted(set(small.edges["source"]) | set(small.edges["target"]))]
+    inner = used[used["kind"] != "target"]
+    keys = inner["layer"].where((inner["layer"] >= 0) | (inner["kind"] != "bias"), 99).astype(str)
+    if by == "place":
+        keys = keys + " " + inner["pos"].astype(str)
+    shown = browser.execute_script(DRAWN)
+    assert len(shown) == 1 + keys.nunique()
+    click(browser, mark_of(browser, "target", small.nodes.iloc[-1]["pos"]).find_element("css selector", "circle"))
+    group_of = dict(zip(inner.index, keys, strict=True))
+    into = small.edges[small.edges["target"] == len(small.nodes) - 1]
+    sums = into.groupby(into["source"].map(group_of))["weight"].sum()
+    inputs = """return [...document.querySelector('.side table').rows].filter(row => row.querySelector('button'))
+        .map(row => Number(row.cells[1].textContent))"""
+    lines = browser.execute_script(inputs)
+    assert sorted(lines) == pytest.approx(sorted(sums), rel=1e-3)
+    browser.execute_script(choose, "")
+    assert edges_of(browser) == every
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_is_shown_is_saved_as_svg_and_png(opened, tmp_path, scheme):
+    browser = opened("graphs", scheme=scheme)
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    browser.execute_script(SLIDE, 50)
+    names = {name.split(" ")[0] for name, *_ in browser.execute_script(DRAWN)}
+    width, height = size_of(browser)
+    for kind in ("svg", "png"):
+        find(browser, f".circuit .{kind}").click()
+    for _ in range(100):
+        files = {path.suffix: path for path in tmp_path.iterdir()}
+        if set(files) == {".svg", ".png"} and all(path.stat().st_size for path in files.values()):
+            break
+        time.sleep(0.1)
+    svg = ElementTree.parse(files[".svg"]).getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    assert names <= {text.text for text in svg.iter(f"{space}text")}
+    assert len(list(svg.iter(f"{space}circle"))) == len(browser.execute_script(DRAWN))
+    assert len(list(svg.iter(f"{space}path"))) == len(edges_of(browser))
+    assert not [name for element in svg.iter() for name in element.attrib if name.startswith(("data-", "aria-"))]
+    assert "var(" not in files[".svg"].read_text(encoding="utf-8")
+    data = files[".png"].read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert struct.unpack(">II", data[16:24]) == pytest.approx((3 * width, 3 * height), abs=2)
+    browser.get(files[".svg"].as_uri())
+    assert browser.execute_script("return document.documentElement.tagName") == "svg"
+    assert browser.get_log("browser") == []
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_circuit_is_a_page_whose_edges_are_readings(opened, pages, width, scheme):
+    browser = opened("circuit", width, scheme)
+    circuit = pages[3]
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    paths = """return [...document.querySelectorAll('.circuit path[data-reads]')].map(path =>
+        [path.dataset.reads, getComputedStyle(path).strokeDasharray, path.getAttribute('d')])"""
+    drawn = browser.execute_script(paths)
+    assert len(drawn) == len(circuit)
+    dashes = {reads: {dash for other, dash, _ in drawn if other == reads} for reads in ("queries", "keys", "values")}
+    assert all(len(dash) == 1 for dash in dashes.values())
+    assert len(set.union(*dashes.values())) == 3
+    assert len({way for *_, way in drawn}) == len(drawn)  # none lies over another
+    assert browser.execute_script("return document.querySelector('.circuit .key').textContent") == "valuesquerieskeys"
+    head = next(edge.split(" → ")[1].split(".")[0] for edge in circuit.edges if edge.endswith(".k"))
+    click(browser, find(browser, f'.circuit .t[data-name="{head}"]').find_element("css selector", "circle"))
+    table = """return [...document.querySelector('.side table').rows].slice(1).map(row =>
+        [...row.cells].map(cell => cell.textContent))"""
+    frame = circuit.to_dataframe()
+    frame = frame[frame["destination"].str.startswith(head + ".")]
+    words = {"q": "queries", "k": "keys", "v": "values"}
+    expected = {f"{row.source} {words[row.destination[-1]]}": row.score for row in frame.itertuples()}
+    assert {name: float(value) for name, value in browser.execute_script(table)} == {
+        name: pytest.approx(score, rel=1e-3) for name, score in expected.items()
+    }
+    assert browser.get_log("browser") == []

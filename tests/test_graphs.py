@@ -281,7 +281,8 @@ def test_circuit_tracers_own_class_reads_the_file(made, tmp_path):
 def test_features_and_errors_are_written_as_circuit_tracers_own(made, tmp_path):
     """They come from dictionaries; the formats know them already."""
     nodes = made.nodes.copy()
-    first, second = nodes.index[nodes["kind"] == "neuron"][:2]
+    drawn = nodes.index.isin(made.edges["source"]) & (nodes["kind"] == "neuron")
+    first, second = nodes.index[drawn][:2]
     nodes.loc[first, ["name", "kind", "layer", "part"]] = ["L1.F9", "feature", 1, 9]
     nodes.loc[second, ["name", "kind", "layer"]] = ["L1.error", "error", 1]
     graph = type(made)(nodes, made.edges, *(getattr(made, name) for name in made.FACTS), n_layers=4)

@@ -1,9 +1,11 @@
 """Every class of results has the same six members, and a file is what its name says."""
 
+import dataclasses
 import json
 import re
 from functools import cache
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -12,8 +14,9 @@ from test_features import Dictionary
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, evaluate
-from tensorlens_tl.drawing import page
+from tensorlens_tl.drawing import figure, page
 from tensorlens_tl.results import RESULT_ENDINGS, Result
+from tensorlens_tl.results.entry import shown_target
 from tensorlens_tl.testing import tiny_model
 
 NAME = "bridge/gpt2"
@@ -138,30 +141,204 @@ def test_a_file_is_what_its_name_says(name, tmp_path):
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_figure_is_drawn_where_it_is_told(name):
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    _, axes = matplotlib.pyplot.subplots()
+    pytest.importorskip("matplotlib").use("Agg")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    _, axes = pyplot.subplots()
     assert result(name).plot(ax=axes) is axes
     axes.figure.canvas.draw()
     assert axes.has_data() or axes.patches
-    matplotlib.pyplot.close(axes.figure)
+    pyplot.close(axes.figure)
 
 
 def test_colours_begin_at_zero_where_no_score_is_negative():
     pytest.importorskip("matplotlib").use("Agg")
-    rollout = tlens.attribute(frozen(), method="rollout").plot()
-    signed = tlens.attribute(frozen(), 5).plot()
+    rollout = tlens.attribute(frozen(), method="rollout", query="all").plot()
+    signed = tlens.attribute(frozen(), 5, query="all").plot()
     assert rollout.images[0].norm.vmin == 0
     assert signed.images[0].norm.vmin == -signed.images[0].norm.vmax
+
+
+def test_one_query_is_drawn_as_its_text():
+    """Every token in its place, the query underlined, the colours' scale from zero where no score is negative."""
+    pytest.importorskip("matplotlib").use("Agg")
+    rollout = tlens.attribute(frozen(), method="rollout")
+    axes = rollout.plot(1, query=-1)
+    assert [text.get_text() for text in axes.texts] == rollout.tokens[1]
+    assert len(axes.patches) == len(rollout.tokens[1])
+    (line,) = axes.lines
+    last = axes.patches[int(rollout.queries[1, -1])]
+    assert list(line.get_xdata()) == [last.get_x(), last.get_x() + last.get_width()]
+    scale = axes.figure.axes[1].get_xlim()
+    assert scale == pytest.approx((0, float(rollout.scores[1, -1].max())))
+    strongest = max(range(len(axes.patches)), key=lambda number: -sum(axes.patches[number].get_facecolor()[:3]))
+    assert strongest == int(rollout.scores[1, -1].argmax())
+
+
+def test_an_image_is_drawn_as_its_patches():
+    pytest.importorskip("matplotlib").use("Agg")
+    images, digits = tlens.demo.digit_images()
+    scored = tlens.attribute(tlens.load_demo_model("digits"), images[:1], target=int(digits[0]))
+    cells = scored.plot().images[0].get_array()
+    patches = [number for number, token in enumerate(scored.tokens[0]) if token.startswith(" patch ")]
+    assert cells.shape == (len(patches) ** 0.5,) * 2
+    assert cells.flatten().tolist() == pytest.approx(scored.scores[0, 0, patches].tolist())
+
+
+def test_generated_tokens_are_the_rows_and_the_marks():
+    """Of two prompts of different length, the padded one too."""
+    pytest.importorskip("matplotlib").use("Agg")
+    prompts = ["If the file is not found, a", "Return the"]
+    wrote = tlens.generation.freeze_generation(tlens.load_demo_model(), prompts, max_new_tokens=4)
+    scored = wrote.attribute()
+    for prompt in range(2):
+        start, end = scored.options["generated"][prompt]
+        tokens = scored.tokens[prompt][start:end]
+        rows = [label.get_text() for label in scored.plot(prompt).get_yticklabels()]
+        assert rows == tokens
+        axes = scored.plot(prompt, query=1)
+        (underline,) = [line for line in axes.lines if line.get_linewidth() == 1]
+        first = int(scored.mask[prompt].int().argmax())
+        box = axes.patches[start + 1 - first]
+        assert list(underline.get_xdata()) == [box.get_x(), box.get_x() + box.get_width()]
+        assert repr(tokens[1]) in axes.get_title(loc="left").replace("\n", " ")
+
+
+def test_long_text_is_wrapped_and_breaks_where_it_does():
+    pytest.importorskip("matplotlib").use("Agg")
+    from tensorlens_tl.drawing import printed_text
+
+    tokens = ["one", " two\n", "three", *["ab" * 20] * 4, "ａ" * 3, "$_x"]
+    axes = printed_text.text(tokens, np.linspace(-1, 1, len(tokens)), "t", marked=[1, 2], first=8)
+    boxes = [(box.get_y(), box.get_x(), box.get_width()) for box in axes.patches]
+    assert boxes[2][0] > boxes[1][0]
+    assert boxes[2][1] == 0
+    assert boxes[7][2] == 6  # wide letters
+    assert boxes[8][1] == 0
+    assert boxes[8][0] > boxes[7][0]
+    assert max(start + width for _, start, width in boxes) <= axes.get_xlim()[1]
+    axes.figure.canvas.draw()
 
 
 def test_the_figure_of_terms_holds_their_sum():
     """The bars are the k largest parts and the others; the last is the total."""
     pytest.importorskip("matplotlib").use("Agg")
     terms = result("Terms")
-    widths = [bar.get_width() for bar in terms.plot(5).patches][::-1]
+    widths = [bar.get_width() for bar in terms.plot(5, batch=0).patches][::-1]
     assert sum(widths[:-1]) == pytest.approx(float(terms.total[0, 0]), abs=1e-9)
     assert widths[-1] == pytest.approx(float(terms.total[0, 0]))
+
+
+def spans(axes):
+    """Low and high end of every interval, the first bar's first."""
+    (segments,) = [lines.get_segments() for lines in axes.collections]
+    return [tuple(segment[:, 0]) for segment in segments][::-1]
+
+
+@pytest.mark.parametrize("name", ["Terms", "EdgeScores"])
+def test_a_mean_over_prompts_has_its_intervals(name):
+    pytest.importorskip("matplotlib").use("Agg")
+    several = result(name)
+    axes = several.plot(3)
+    assert "mean of 2 prompts: logit of" in axes.get_title(loc="left").replace("\n", " ")
+    widths = [bar.get_width() for bar in axes.patches][::-1]
+    labels = [label.get_text() for label in axes.get_yticklabels()][::-1]
+    for label, width, span in list(zip(labels, widths, spans(axes), strict=True))[:3]:
+        values = several[label].flatten()
+        low, high = evaluate.bootstrap_interval(values)
+        assert width == pytest.approx(float(values.mean()))
+        assert span == pytest.approx((float(low), float(high)))
+        assert span[0] <= width <= span[1]
+    if name == "Terms":
+        assert labels[3:] == ["all others", "total"]
+        assert sum(widths[:4]) == pytest.approx(widths[4])
+        assert widths[4] == pytest.approx(float(several.total.mean()))
+    assert not several.plot(3, batch=1).collections
+
+
+def test_heads_are_a_matrix():
+    pytest.importorskip("matplotlib").use("Agg")
+    terms = result("Terms")
+    one, mean = terms.plot_heads(batch=0), terms.plot_heads()
+    columns = [label.get_text() for label in one.get_xticklabels()]
+    for axes, of in ((one, lambda name: terms[name][0, 0]), (mean, lambda name: terms[name].mean())):
+        cells = axes.images[0].get_array()
+        for layer, head in ((0, 1), (1, 0)):
+            assert cells[layer, columns.index(f"H{head}")] == pytest.approx(float(of(f"L{layer}H{head}")))
+        assert cells[1, columns.index("MLP")] == pytest.approx(float(of("MLP1")))
+    with pytest.raises(tlens.InvalidInputError, match="no term is a head"):
+        dataclasses.replace(terms, names=[f"F{number}" for number in range(len(terms))]).plot_heads()
+
+
+def test_an_evaluation_has_a_panel_for_every_metric(tmp_path):
+    pytest.importorskip("matplotlib").use("Agg")
+    evaluated = result("Evaluation")
+    panels = evaluated.plot()
+    assert len(panels) == len(evaluated.metrics) > 1
+    colours = []
+    for metric, axes in zip(evaluated.metrics, panels, strict=True):
+        assert axes.get_title(loc="left").removesuffix(" ↑") == metric
+        lines = {line.get_label(): line for line in axes.lines}
+        for row, method in enumerate(evaluated.methods):
+            means = evaluated.curves[list(evaluated.metrics).index(metric), row].nanmean(0)
+            assert list(lines[method].get_ydata()) == pytest.approx(means.tolist())
+        colours.append({name: line.get_color() for name, line in lines.items()})
+    assert all(colour == colours[0] for colour in colours)
+    (legend,) = panels[0].figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == set(evaluated.methods)
+    bars = evaluate.Evaluation("agreement", evaluated.values, evaluated.metrics, evaluated.methods, evaluated.units)
+    every = bars.plot()
+    assert [axes.get_title(loc="left").removesuffix(" ↑") for axes in every] == list(evaluated.metrics)
+    best = str(bars.table().index[0])
+    assert [every[0].get_yticklabels()[-1].get_text()] == [best]
+    assert every[1].patches[-1].get_width() == pytest.approx(bars.mean(list(bars.metrics)[1], best))
+    assert bars.plot(list(bars.metrics)[1]).get_title(loc="left").startswith(list(bars.metrics)[1])
+
+
+def test_titles_of_batches_name_no_ids():
+    pytest.importorskip("matplotlib").use("Agg")
+    answers, others = torch.arange(5, 7), torch.arange(7, 9)
+    terms = circuits.logit_attribution(frozen(), answers, others)
+    assert terms.target == "logit of [5, 6] − [7, 8]"
+    assert terms.plot().get_title(loc="left") == "mean of 2 prompts: logit of answer − other"
+    assert terms.heading == "What adds to logit of each answer − other"
+    assert tlens.attribute(frozen(), answers, minus=others).describe().startswith("tensorlens: logit of each answer")
+
+
+@pytest.mark.parametrize("target", ["logit of '[', ' ,'", "logit of '[1, 2]'", "logit of ' a'", "a direction", ""])
+def test_titles_leave_other_targets_as_they_are(target):
+    assert shown_target(target) == target
+
+
+def test_colour_blind_readers_tell_signs_apart():
+    """Orange and blue as Machado, Oliveira and Fernandes (2009) simulate three kinds of colour blindness."""
+    matrices = {
+        "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+        "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+        "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+    }
+
+    def seen(rgb, matrix):
+        linear = np.where(np.array(rgb) <= 0.04045, np.array(rgb) / 12.92, ((np.array(rgb) + 0.055) / 1.055) ** 2.4)
+        return (np.array(matrix) @ linear).clip(0, 1)
+
+    def lab(linear):
+        xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ linear
+        f = np.cbrt(xyz / [0.9505, 1.0, 1.089])
+        return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+    for matrix in matrices.values():
+        blue, orange = (lab(seen(figure.of_sign(sign), matrix)) for sign in (1, -1))
+        assert np.linalg.norm(blue - orange) > 30  # 2.3 is just noticeable
+    greys = [lab(seen(figure.scale(np.array([-1.0, 1.0]))[0](at)[:3], np.eye(3)))[0] for at in np.linspace(0, 1, 9)]
+    assert greys[:5] == sorted(greys[:5])
+    assert greys[4:] == sorted(greys[4:])[::-1]
+
+
+@pytest.mark.parametrize("ending", [".svg", ".pdf", ".png"])
+def test_the_same_figure_is_the_same_file(ending, tmp_path):
+    pytest.importorskip("matplotlib").use("Agg")
+    first, second = (result("Terms").save(tmp_path / f"{name}{ending}").read_bytes() for name in "ab")
+    assert first == second
 
 
 def test_a_page_that_cannot_be_drawn_leaves_the_old_file(tmp_path, monkeypatch):

@@ -21,10 +21,16 @@ NAMED = 12
 
 def head_grid(cells: Mapping[tuple[int, str], float], label: str) -> str:
     """Values of heads and MLPs as a grid: a row per layer, a column per head (``"H3"``), and the MLP (``"MLP"``)."""
+    layers, columns, values = head_cells(cells)
+    return matrix([f"L{layer}" for layer in layers], columns, values, label=label, corner="layer ↓ part →")
+
+
+def head_cells(cells: Mapping[tuple[int, str], float]) -> tuple[list[int], list[str], np.ndarray]:
+    """Layers, columns and values `[layer, column]` of such a grid; zero where a layer lacks a column."""
     columns = sorted({column for _, column in cells}, key=lambda name: (name == "MLP", int(name.strip("HMLP") or 0)))
     layers = sorted({layer for layer, _ in cells})
     values = np.array([[cells.get((layer, column), 0.0) for column in columns] for layer in layers])
-    return matrix([f"L{layer}" for layer in layers], columns, values, label=label, corner="layer ↓ part →")
+    return layers, columns, values
 
 
 def matrix(

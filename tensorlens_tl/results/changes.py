@@ -16,7 +16,15 @@ from tensorlens_tl.algebra.numerics import maybe, relative_gap
 from tensorlens_tl.drawing import figure, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.entry import Entry, check_batch, query_row, shown_query, some_numbers, with_style
+from tensorlens_tl.results.entry import (
+    Entry,
+    check_batch,
+    query_row,
+    shown_query,
+    shown_target,
+    some_numbers,
+    with_style,
+)
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.statistics import bootstrap_interval
 from tensorlens_tl.results.terms import Terms
@@ -329,7 +337,7 @@ class ChangeRoutes(Result):
     @property
     def heading(self) -> str:
         """The title of its page."""
-        return f"How the {self.target} passes each layer"
+        return f"How the {shown_target(self.target)} passes each layer"
 
     def plot(self, query: int | str = -1, batch: int = 0, *, ax: Any = None) -> Any:
         """A matplotlib heat map, a row per layer and a column per route (install ``tensorlens-tl[plot]``).

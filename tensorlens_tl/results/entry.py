@@ -1,5 +1,6 @@
 """One line of a result: what every `top()` returns; and which line of its query axis a result is asked for."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,12 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.drawing import page
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.inputs import find_real
+
+_TOKEN = r"""(?:-?\d+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+LIST_OF_TOKENS = rf"(?<![^ ])\[{_TOKEN}(?:, {_TOKEN})+\]$"
+"""Several tokens at the end of a target or of what is subtracted from it, as Python writes a list."""
+
+MINUS = " − "
 
 
 class Entry(NamedTuple):
@@ -106,6 +113,25 @@ def shown_query(queries: Int[Tensor, "batch query"], tokens: Sequence[Sequence[s
     if count > 1:
         parts.append(f"query {position} {tokens[batch][position]!r}, one of {count}")
     return ", ".join(parts)
+
+
+def shown_target(target: str) -> str:
+    """A target as a title names it: lists of tokens, one for each prompt, by what they are.
+
+    >>> from tensorlens_tl.results.entry import shown_target
+    >>> shown_target("logit of [5, 12, 7] − [1, 2, 3]"), shown_target("logit of ' a' − [1, 2]")
+    ('logit of each answer − other', "logit of ' a' − each other")
+    """
+    first, minus, second = target.partition(MINUS)
+    if re.search(LIST_OF_TOKENS, first):
+        first = re.sub(LIST_OF_TOKENS, "each answer", first)
+        return first + minus + re.sub(LIST_OF_TOKENS, "other", second)
+    return first + minus + re.sub(LIST_OF_TOKENS, "each other", second)
+
+
+def mean_title(target: str, prompts: int) -> str:
+    """The title of a mean over prompts, as in ``"mean of 32 prompts: logit of answer − other"``."""
+    return f"mean of {prompts} prompts: {shown_target(target).replace('each ', '')}"
 
 
 def with_style(panel: str, style: bool) -> str:

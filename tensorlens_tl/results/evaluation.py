@@ -225,28 +225,57 @@ class Evaluation(Result):
         terminal.show_table(title, headings, rows, left=("method",), caption=caption)
 
     def plot(self, metric: str | None = None, methods: list[str] | None = None, *, ax: Any = None) -> Any:
-        """Mean curves with intervals, or bars where there are none (install ``tensorlens-tl[plot]``); returns the axes.
+        """Mean curves with 95 % bootstrap intervals, or bars where there are none (``tensorlens-tl[plot]``).
+
+        The best few methods by the first metric have colours and dashes of their own, in every panel the same; others
+        are thin and grey.
+
+        Args:
+            metric: one metric; None draws a panel for each, or, with `ax`, the first.
+            methods: some of the methods, in this order; None draws all, the best by the first metric first.
+            ax: draw here; None makes a figure of fitting size.
+
+        Returns:
+            The axes; of several panels a list of them, in the order of `metrics`.
 
         Raises:
             InvalidInputError: no such metric or method.
             ImportError: matplotlib is not installed.
         """
-        frame = self.table(metric)
-        metric = metric or next(iter(self.metrics))
-        chosen = [str(method) for method in frame.index]
+        chosen = [str(method) for method in self.table(metric).index]
         if methods is not None:
             chosen = self.only(*methods).methods
+        if metric is None and ax is None and len(self.metrics) > 1:
+            return self._plot_panels(chosen)
+        return self._plot_metric(metric or next(iter(self.metrics)), chosen, ax)
+
+    def _plot_panels(self, methods: list[str]) -> list[Any]:
+        """A panel for each metric; lines are named once, bars at the left of each row."""
+        has_curves = self.curves is not None
+        size = (2.6, 2.4)
+        if not has_curves:
+            size = (2.6, 0.9 + figure.ROW * len(methods))
+        every = figure.panels(len(self.metrics), size, shared=not has_curves)
+        for metric, ax in zip(self.metrics, every, strict=True):
+            self._plot_metric(metric, methods, ax, legend=False)
+        if has_curves:
+            figure.legend_beside(every[0])
+        return every
+
+    def _plot_metric(self, metric: str, methods: list[str], ax: Any, *, legend: bool = True) -> Any:
+        arrow = {True: " ↑", False: " ↓", None: ""}[self.metrics[metric]]
         if self.curves is not None and self.axis is not None:
             lines = {}
-            for method in chosen:
+            for method in methods:
                 values = self.curves[list(self.metrics).index(metric), self.methods.index(method)]
                 low, high = bootstrap_interval(values.T)
                 lines[method] = (values.nanmean(0).numpy(), low.numpy(), high.numpy())
-            labels = {"xlabel": self.axis_name, "ylabel": metric, "title": self.kind}
-            return figure.curves(self.axis.numpy(), lines, labels, ax)
+            labels = {"xlabel": self.axis_name, "title": metric + arrow}
+            return figure.curves(self.axis.numpy(), lines, labels, ax, legend=legend)
+        frame = self.table(metric)
         frame = frame.where(np.isfinite(frame))
-        bars = {method: [float(frame.loc[method, (metric, end)]) for end in _ENDS] for method in chosen}
-        return figure.bars(bars, {"xlabel": metric, "title": self.kind}, ax)
+        bars = {method: [float(frame.loc[method, (metric, end)]) for end in _ENDS] for method in methods}
+        return figure.bars(bars, {"title": metric + arrow}, ax)
 
     def to_html(self, *, style: bool = True) -> str:
         """Curves and intervals, a part for each metric, the first one open; with what a page needs once.

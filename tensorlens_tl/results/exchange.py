@@ -20,8 +20,10 @@ library wrote the file and how exactly the sums hold.
 import ast
 import io
 import json
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from tensorlens_tl.drawing.marks import visible
 from tensorlens_tl.errors import InvalidInputError
 
 Graph = Any
-"""A `ContributionGraph`, whose module imports this one."""
+"""A `ContributionGraph` or a `Circuit`, whose modules import this one."""
 
 FORMATS = ("html", "json", "circuit-tracer", "graphml", "csv")
 """What a graph is written as; ``json`` is networkx' node-link form."""
@@ -66,12 +68,82 @@ def format_of(path: Path, name: str | None) -> str:
     return name or SUFFIXES[path.suffix]
 
 
-def circuit_tracer(graph: Graph, slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
-    """A graph as circuit-tracer writes one; see `ContributionGraph.to_circuit_tracer`."""
+def write(graph: Graph, path: str | os.PathLike[str], format: str | None, options: Mapping[str, Any]) -> Path:
+    """Write a graph for others to read; see `ContributionGraph.export`.
+
+    Raises:
+        InvalidInputError: no such format or folder, or a file that cannot be written.
+    """
+    path = Path(path)
+    chosen = format_of(path, format)
+    if path.is_dir():
+        raise InvalidInputError(f"export: cannot write {path}, that is a folder.")
+    if not path.parent.is_dir():
+        raise InvalidInputError(f"export: cannot write {path}, there is no folder {path.parent}.")
+    content = WRITERS[chosen](graph, options)  # before an older file is emptied
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise InvalidInputError(f"export: cannot write {path}: {error.strerror}.") from error
+    return path
+
+
+def checked_most(most: int) -> int:
+    """How many edges a picture may show.
+
+    Raises:
+        InvalidInputError: below 1, or no whole number.
+    """
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise InvalidInputError(f"most={most!r}: the number of edges to show, at least 1.")
+    return most
+
+
+def check_names(slug: str, node_threshold: Any) -> None:
+    """Refuse what circuit-tracer's files cannot be called, or cannot show.
+
+    Raises:
+        InvalidInputError: no slug, or a threshold outside [0, 1].
+    """
+    if not slug:
+        raise InvalidInputError("slug: empty; it names the graph and its file.")
+    number = not isinstance(node_threshold, bool) and isinstance(node_threshold, (int, float))
+    if not number or not 0 <= node_threshold <= 1:
+        raise InvalidInputError(f"node_threshold={node_threshold!r}: a share of all nodes' size, from 0 to 1.")
+
+
+def metadata(
+    slug: str, scan: str, tokens: list[str], threshold: float, description: str, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What circuit-tracer's files say of the whole graph."""
     import tensorlens_tl
 
-    if scan is None:
-        scan = graph.provenance.get("model", "custom")
+    return {
+        "slug": slug,
+        "scan": scan,
+        "transcoder_list": [],
+        "prompt_tokens": tokens,
+        "prompt": "".join(tokens),
+        "node_threshold": threshold,
+        "schema_version": 1,
+        "info": {
+            "description": description,
+            "generator": {"name": "tensorlens_tl", "version": tensorlens_tl.__version__},
+        },
+        "generation_settings": dict(settings),
+    }
+
+
+def page_state(clicked: str) -> dict[str, Any]:
+    """How circuit-tracer's page begins: nothing pinned, one node chosen."""
+    return {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": clicked, "sg_pos": ""}
+
+
+def circuit_tracer(graph: Graph, slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
+    """A graph as circuit-tracer writes one; see `ContributionGraph.to_circuit_tracer`."""
+    model = scan
+    if model is None:
+        model = str(graph.provenance.get("model", "custom"))
     nodes = _nodes(graph)
     tokens = _tokens(graph)
     logit = nodes[-1]["node_id"]
@@ -83,7 +155,7 @@ def circuit_tracer(graph: Graph, slug: str, scan: str | None, threshold: float) 
     if graph.constant:
         position = nodes[-1]["ctx_idx"]
         number = -2 - len(nodes)  # none of the others has it
-        constant = _node("b_U", "bias", str(graph.n_layers), position, number, graph.constant, tokens[position])
+        constant = node_of("b_U", "bias", str(graph.n_layers), position, number, graph.constant, tokens[position])
         nodes.insert(-1, constant)
         links.append({"source": constant["node_id"], "target": logit, "weight": graph.constant, "reads": ""})
     _note_influence(nodes)
@@ -91,19 +163,13 @@ def circuit_tracer(graph: Graph, slug: str, scan: str | None, threshold: float) 
     if graph.target.startswith("change of"):
         what = "the difference of two runs"
     return {
-        "metadata": {
-            "slug": slug,
-            "scan": scan,
-            "transcoder_list": [],
-            "prompt_tokens": tokens,
-            "prompt": "".join(tokens),
-            "node_threshold": threshold,
-            "schema_version": 1,
-            "info": {
-                "description": f"{graph.target} = {graph.total:.6g}: exact contributions of {what}",
-                "generator": {"name": "tensorlens_tl", "version": tensorlens_tl.__version__},
-            },
-            "generation_settings": {
+        "metadata": metadata(
+            slug,
+            model,
+            tokens,
+            threshold,
+            f"{graph.target} = {graph.total:.6g}: exact contributions of {what}",
+            {
                 "target": graph.target,
                 "total": graph.total,
                 "constant": graph.constant,
@@ -111,8 +177,8 @@ def circuit_tracer(graph: Graph, slug: str, scan: str | None, threshold: float) 
                 "completeness": graph.completeness,
                 **graph.provenance,
             },
-        },
-        "qParams": {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": logit, "sg_pos": ""},
+        ),
+        "qParams": page_state(logit),
         "nodes": nodes,
         "links": links,
     }
@@ -142,7 +208,7 @@ def _nodes(graph: Graph) -> list[dict[str, Any]]:
         type_ = FEATURE_TYPES[kind]
         if kind == "embedding" and name != "embed" and not name.endswith(" input"):
             type_ = "other embedding"  # its page names every ``embedding`` by the token alone
-        node = _node(name, type_, level, pos, number, weight, token, bias)
+        node = node_of(name, type_, level, pos, number, weight, token, bias)
         if type_ == "embedding":
             vocabulary = pos
             if len(graph.token_ids):
@@ -173,9 +239,10 @@ def _level(graph: Graph, kind: str, layer: int) -> str:
     return str(layer)
 
 
-def _node(
+def node_of(
     name: str, feature_type: str, layer: str, pos: int, number: int, weight: float, token: str, bias: float = 0.0
 ) -> dict[str, Any]:
+    """A node in circuit-tracer's fields."""
     return {
         "node_id": f"{name}_{pos}",
         "feature": number,
@@ -204,7 +271,7 @@ def _logit(graph: Graph, pos: int, bias: float) -> dict[str, Any]:
     token = graph.target.removeprefix("logit of ")
     with suppress(ValueError, SyntaxError):  # a single token stands there as Python writes it
         token = str(ast.literal_eval(token))
-    return _node("target", "logit", layer, pos, number, graph.total, "", bias) | {
+    return node_of("target", "logit", layer, pos, number, graph.total, "", bias) | {
         "node_id": f"{layer}_{number}_{pos}",
         "jsNodeId": f"L_{number}-{pos}",
         "token_prob": chance,
@@ -226,20 +293,29 @@ def _note_influence(nodes: list[dict[str, Any]]) -> None:
 def _as_html(graph: Graph, options: Mapping[str, Any]) -> bytes:
     from tensorlens_tl.drawing.page import page
 
-    title = f"How the {graph.target} comes about"
-    return page(title, graph.to_html(**{"most": graph.PAGE_EDGES, **options}, style=False)).encode()
+    return page(graph.heading, graph.to_html(**{"most": graph.PAGE_EDGES, **options}, style=False)).encode()
 
 
 def _as_json(graph: Graph, options: Mapping[str, Any]) -> bytes:
     digraph = graph.to_networkx(**options)
     linked = {
         "directed": True,
-        "multigraph": False,
+        "multigraph": digraph.is_multigraph(),
         "graph": digraph.graph,
         "nodes": [{"id": number, **node} for number, node in digraph.nodes(data=True)],
-        "links": [{"source": source, "target": target, **edge} for source, target, edge in digraph.edges(data=True)],
+        "links": [
+            {"source": source, "target": target, **{name: null_for_nan(value) for name, value in edge.items()}}
+            for source, target, edge in digraph.edges(data=True)
+        ],
     }
     return _json_bytes(linked)
+
+
+def null_for_nan(value: Any) -> Any:
+    """None, which JSON has, for a number that is none, which it has not."""
+    if isinstance(value, float) and isnan(value):
+        return None
+    return value
 
 
 def _as_graphml(graph: Graph, options: Mapping[str, Any]) -> bytes:
@@ -247,10 +323,13 @@ def _as_graphml(graph: Graph, options: Mapping[str, Any]) -> bytes:
 
     digraph = graph.to_networkx(**options)
     file = io.BytesIO()
-    for _, node in digraph.nodes(data=True):  # XML has no control characters
-        node["token"] = visible(node["token"])
-    digraph.graph["target"] = visible(digraph.graph["target"])
-    networkx.write_graphml(digraph, file)
+    for values in (digraph.graph, *(node for _, node in digraph.nodes(data=True))):
+        for name in {"token", "target"} & set(values):
+            values[name] = visible(values[name])  # XML has no control characters
+    edge_id = None
+    if digraph.is_multigraph():
+        edge_id = "name"
+    networkx.write_graphml(digraph, file, edge_id_from_attribute=edge_id)
     return file.getvalue()
 
 

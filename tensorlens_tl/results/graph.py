@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorlens_tl.drawing import figure, graphs, page, terminal
+from tensorlens_tl.drawing import graphs, page, printed_graph, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
@@ -251,14 +251,7 @@ class ContributionGraph(Result):
         Raises:
             InvalidInputError: no slug, or a threshold outside [0, 1].
         """
-        if not slug:
-            raise InvalidInputError("slug: empty; it names the graph and its file.")
-        if (
-            isinstance(node_threshold, bool)
-            or not isinstance(node_threshold, (int, float))
-            or not 0 <= node_threshold <= 1
-        ):
-            raise InvalidInputError(f"node_threshold={node_threshold!r}: a share of all nodes' size, from 0 to 1.")
+        exchange.check_names(slug, node_threshold)
         return exchange.circuit_tracer(self, slug, scan, float(node_threshold))
 
     def export(self, path: str | os.PathLike[str], format: str | None = None, **options: Any) -> Path:
@@ -273,18 +266,7 @@ class ContributionGraph(Result):
         Raises:
             InvalidInputError: no such format or folder.
         """
-        path = Path(path)
-        chosen = exchange.format_of(path, format)
-        if path.is_dir():
-            raise InvalidInputError(f"export: cannot write {path}, that is a folder.")
-        if not path.parent.is_dir():
-            raise InvalidInputError(f"export: cannot write {path}, there is no folder {path.parent}.")
-        content = exchange.WRITERS[chosen](self, options)  # before an older file is emptied
-        try:
-            path.write_bytes(content)
-        except OSError as error:
-            raise InvalidInputError(f"export: cannot write {path}: {error.strerror}.") from error
-        return path
+        return exchange.write(self, path, format, options)
 
     def to_html(self, most: int = SHOWN_EDGES, *, title: str = "", style: bool = True) -> str:
         """Positions side by side, layers upwards, the target on top; pruned until at most `most` edges are left.
@@ -295,7 +277,7 @@ class ContributionGraph(Result):
         Raises:
             InvalidInputError: most below 1.
         """
-        small = self._small(_checked_most(most))
+        small = self._small(exchange.checked_most(most))._connected()
         caption = f"{len(small.edges)} of {len(self.edges)} edges between {len(small.nodes)} of {len(self.nodes)} nodes"
         caption += f", which carry {small.completeness:.0%} of what enters the nodes shown"
         notes = f"{caption} · the graph with every edge sums to the logit to {self.gap:.1e}"
@@ -318,7 +300,7 @@ class ContributionGraph(Result):
             InvalidInputError: most below 1.
             ImportError: matplotlib is not installed.
         """
-        return figure.graph(self._small(_checked_most(most))._connected()._picture(), self.heading, ax)
+        return printed_graph.graph(self._small(exchange.checked_most(most))._connected()._picture(), self.heading, ax)
 
     def _connected(self) -> "ContributionGraph":
         """The nodes that have edges, and the target."""
@@ -344,6 +326,7 @@ class ContributionGraph(Result):
             sources=edges["source"].to_numpy(int).tolist(),
             targets=edges["target"].to_numpy(int).tolist(),
             strengths=edges["weight"].tolist(),
+            reads=self.reads,
         )
 
     def _small(self, most: int) -> "ContributionGraph":
@@ -396,12 +379,6 @@ class ContributionGraph(Result):
         values = {name: facts[name] for name in cls.FACTS}
         values |= {name: facts[name] for name in cls.LATER_FACTS if name in facts}
         return cls(pd.DataFrame(nodes, columns=order), pd.DataFrame(edges), **values)
-
-
-def _checked_most(most: int) -> int:
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise InvalidInputError(f"most={most!r}: the number of edges to show, at least 1.")
-    return most
 
 
 def _exchanged(format: str, graph: ContributionGraph) -> bytes:

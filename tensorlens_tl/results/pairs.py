@@ -147,8 +147,11 @@ class ScoreAttribution(Result):
             ImportError: matplotlib is not installed.
         """
         labels, values = self._square(batch)
+        rows = _last(np.asarray(values.any(1)))  # what stands behind the query, or the key, gives nothing
+        columns = _last(np.asarray(values.any(0)))
         names = ("source in the query", "source in the key")
-        return figure.heat_map(values, labels, labels, self._title(batch), ax, names=names)
+        drawn = values[:rows, :columns]
+        return figure.heat_map(drawn, labels[:rows], labels[:columns], self._title(batch), ax, names=names)
 
     def show(self, k: int = 10, batch: int = 0) -> None:
         """Display the matrix in a notebook; elsewhere print the k largest pairs and what they leave out.
@@ -163,6 +166,11 @@ class ScoreAttribution(Result):
         sums = self._sums(batch)
         rows, below = ([(name, number(score)) for name, score in part] for part in (lines, sums))
         terminal.show_table(self._title(batch), ("query source × key source", "score"), rows, below)
+
+
+def _last(used: np.ndarray) -> int:
+    """How many there are up to the last one that is used; all where none is."""
+    return int(max(np.flatnonzero(used), default=len(used) - 1)) + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,7 +295,7 @@ class ScoreChange(Result):
             ImportError: matplotlib is not installed.
         """
         lines, sums = self._lines(k, batch)
-        return figure.signed_bars([*lines, *sums], self._title(batch), ax)
+        return figure.signed_bars(lines, self._title(batch), ax, sums=sums)
 
     def show(self, k: int = 10, batch: int = 0) -> None:
         """Display the bars in a notebook; elsewhere print the k largest parts, all others in one line, and the total.

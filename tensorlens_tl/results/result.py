@@ -43,7 +43,7 @@ class Result(Stored, ABC):
 
     @abstractmethod
     def plot(self, *, ax: Any = None) -> Any:
-        """A matplotlib figure for print (install ``tensorlens-tl[plot]``); returns the axes.
+        """A matplotlib figure for print (install ``tensorlens-tl[plot]``); returns the axes, of several panels a list.
 
         Args:
             ax: draw here; None makes a figure of fitting size.
@@ -129,6 +129,13 @@ def check_file(path: str | os.PathLike[str], kind: type[Result] = Result) -> Non
         )
 
 
+SAME_BYTES: Any = {"svg.hashsalt": "tensorlens", "pdf.fonttype": 42}
+"""Settings of matplotlib: the same figure gives the same file, and text of a PDF stays text."""
+DOTS = 200
+"""Of a PNG, to the inch."""
+NO_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+
+
 def _page(result: Result) -> bytes:
     return page.page(result.heading, result.to_html(style=False)).encode()
 
@@ -147,12 +154,15 @@ def _parquet(result: Result) -> bytes:
 
 def _figure(suffix: str) -> Callable[[Result], bytes]:
     def drawn(result: Result) -> bytes:
-        from matplotlib import pyplot
+        from matplotlib import pyplot, rc_context
 
-        figure = result.plot().figure
+        axes = result.plot()
+        first = axes[0] if isinstance(axes, list) else axes
         file = io.BytesIO()
-        figure.savefig(file, format=suffix.removeprefix("."), bbox_inches="tight")
-        pyplot.close(figure)
+        with rc_context(SAME_BYTES):
+            options = {"bbox_inches": "tight", "metadata": NO_DATE.get(suffix), "dpi": DOTS}
+            first.figure.savefig(file, format=suffix.removeprefix("."), **options)
+        pyplot.close(first.figure)
         return file.getvalue()
 
     return drawn

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -18,19 +19,26 @@ from tensorlens_tl.results.entry import (
     Entry,
     check_batch,
     largest,
+    mean_title,
     query_row,
     shown_query,
+    shown_target,
     some_numbers,
     with_others,
     with_style,
 )
 from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.statistics import bootstrap_interval
 
 if TYPE_CHECKING:
     import pandas as pd
 
 BESIDE = 6
 """How many terms stand below a grid of heads that has no place for them."""
+
+
+NOISE = 1e-6
+"""What share of the largest total is rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,13 +226,13 @@ class Terms(Result):
 
         The largest of the other terms stand below: the embedding, the unembedding, norms and biases.
         """
-        scores = self.scores[batch, self.query_row(query, batch)].tolist()
-        by_name = list(zip(self.names, scores, strict=True))
-        cells = {cell: score for name, score in by_name if (cell := _cell(name)) is not None}
-        others = [(name, score) for name, score in by_name if _cell(name) is None and score]
+        scores = self.scores[batch, self.query_row(query, batch)]
+        cells = self._cells(scores)
         if not cells:
             return ""
-        heading = title or f"Heads and MLPs on {self.target}"
+        heading = title or f"Heads and MLPs on {shown_target(self.target)}"
+        by_name = zip(self.names, scores.tolist(), strict=True)
+        others = [(name, score) for name, score in by_name if _cell(name) is None and score]
         others.sort(key=lambda term: -abs(term[1]))
         beside = ", ".join(f"{name} {number(score)}" for name, score in others[:BESIDE])
         notes = f"beside them: {beside}" if beside else ""
@@ -233,22 +241,89 @@ class Terms(Result):
     @property
     def heading(self) -> str:
         """The title of its page."""
-        return f"What adds to {self.target}"
+        return f"What adds to {shown_target(self.target)}"
 
-    def plot(self, k: int = 15, query: int | str = -1, batch: int = 0, *, ax: Any = None) -> Any:
+    def plot(self, k: int = 15, query: int | str = -1, batch: int | None = None, *, ax: Any = None) -> Any:
         """The k largest parts of one query as matplotlib bars (install ``tensorlens-tl[plot]``); returns the axes.
 
         Args:
-            k, query, batch: as in `top`.
+            k, query: as in `top`.
+            batch: one prompt; None for the only one, or for the mean over several with its 95 % bootstrap intervals.
             ax: draw here; None makes a figure of fitting size.
 
         Raises:
             InvalidInputError: k below 1, or no such query or prompt.
             ImportError: matplotlib is not installed.
         """
-        which, lines, sums = self._lines(k, query, batch)
-        title = " · ".join(filter(None, [self.target, which]))
-        return figure.signed_bars([*lines, *sums], title, ax)
+        if batch is None and len(self.tokens) > 1:
+            return self._plot_mean(k, query, ax)
+        which, lines, sums = self._lines(k, query, batch or 0)
+        title = " · ".join(filter(None, [shown_target(self.target), which]))
+        return figure.signed_bars(lines, title, ax, sums=sums)
+
+    def _plot_mean(self, k: int, query: int | str, ax: Any) -> Any:
+        """The k parts of largest mean, all others in one line, and the total, each with its interval."""
+        scores, total = self._over_prompts(query)
+        entries = largest(scores.mean(0), self.names, k)
+        chosen = [self.names.index(entry.name) for entry in entries]
+        columns = [scores[:, chosen]]
+        names = [entry.name for entry in entries]
+        if self.additive:
+            left = total - scores[:, chosen].sum(1)
+            if len(names) < len(self) or bool(left.abs().max() > NOISE * total.abs().max()):
+                names.append("all others")
+                columns.append(left[:, None])
+            columns.append(total[:, None])
+        values = torch.cat(columns, dim=1)
+        means = values.mean(0).tolist()
+        low, high = bootstrap_interval(values.mT)
+        sums = [("total", mean) for mean in means[len(names) :]]
+        intervals = list(zip(low.tolist(), high.tolist(), strict=True))
+        title = mean_title(self.target, len(values))
+        lines = list(zip(names, means[: len(names)], strict=True))
+        return figure.signed_bars(lines, title, ax, sums=sums, intervals=intervals)
+
+    def _over_prompts(self, query: int | str) -> tuple[Float[Tensor, "prompt term"], Float[Tensor, "prompt"]]:
+        """Scores and totals of one query of every prompt."""
+        rows = [self.query_row(query, prompt) for prompt in range(len(self.tokens))]
+        scores = torch.stack([self.scores[prompt, row] for prompt, row in enumerate(rows)])
+        total = torch.stack([self.total[prompt, row] for prompt, row in enumerate(rows)])
+        return scores.detach().double().cpu(), total.detach().double().cpu()
+
+    def plot_heads(self, query: int | str = -1, batch: int | None = None, *, ax: Any = None) -> Any:
+        """Heads and MLPs as a matplotlib heat map, a row per layer (``tensorlens-tl[plot]``); returns the axes.
+
+        Args:
+            query: as in `top`.
+            batch: one prompt; None for the only one, or for the mean over several.
+            ax: draw here; None makes a figure of fitting size.
+
+        Raises:
+            InvalidInputError: no term is a head or an MLP, or no such query or prompt.
+            ImportError: matplotlib is not installed.
+
+        >>> tlens.circuits.logit_attribution(frozen, " value", by="head").plot_heads()
+        <Axes: ...>
+        """
+        title = shown_target(self.target)
+        if batch is None and len(self.tokens) > 1:
+            title = mean_title(self.target, len(self.tokens))
+            scores = self._over_prompts(query)[0].mean(0)
+        else:
+            scores = self.scores[batch or 0, self.query_row(query, batch or 0)]
+        cells = self._cells(scores)
+        if not cells:
+            raise InvalidInputError("plot_heads: no term is a head or an MLP; logit_attribution(by='head') has them.")
+        layers, columns, values = matrix.head_cells(cells)
+        missing = np.array([[(layer, column) not in cells for column in columns] for layer in layers])
+        rows = [f"layer {layer}" for layer in layers]
+        drawn = np.where(missing, np.nan, values)
+        return figure.heat_map(drawn, rows, columns, title, ax, names=("", ""))
+
+    def _cells(self, scores: Float[Tensor, "term"]) -> dict[tuple[int, str], float]:
+        """The scores of heads and MLPs by layer and column."""
+        named = {_cell(name): score for name, score in zip(self.names, scores.tolist(), strict=True)}
+        return {cell: score for cell, score in named.items() if cell is not None}
 
     def show(self, k: int = 10, query: int | str = -1, batch: int = 0) -> None:
         """Display the bars in a notebook; elsewhere print the k largest parts, all others in one line, and the total.
@@ -259,7 +334,7 @@ class Terms(Result):
         if page.display_in_notebook(lambda: self.to_html(k, query, batch)):
             return
         which, lines, sums = self._lines(k, query, batch)
-        title = " · ".join(filter(None, [self.target, which]))
+        title = " · ".join(filter(None, [shown_target(self.target), which]))
         rows, below = ([(name, number(score)) for name, score in part] for part in (lines, sums))
         terminal.show_table(title, ("part", "score"), rows, below, left=("part",))
 

@@ -9,9 +9,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl.drawing import figure, generated, heat_maps, images, page, terminal
+from tensorlens_tl.drawing import figure, generated, heat_maps, images, page, printed_text, terminal
 from tensorlens_tl.drawing.marks import number
-from tensorlens_tl.results.entry import Entry, check_batch, query_row, shown_query, with_others, with_style
+from tensorlens_tl.results.entry import (
+    Entry,
+    check_batch,
+    query_row,
+    shown_query,
+    shown_target,
+    with_others,
+    with_style,
+)
 from tensorlens_tl.results.result import Result
 
 AXES = ("batch", "query", "key")
@@ -57,7 +65,7 @@ class Shown(Result):
 
     def describe(self) -> str:
         """What the scores are, in one line."""
-        notes = [": ".join(filter(None, [self.method, self.target]))]
+        notes = [": ".join(filter(None, [self.method, shown_target(self.target)]))]
         if self.additive and self.gap is not None:
             notes.append(f"gap {float(self.gap.max()):.1e}")
         return " · ".join(notes)
@@ -136,22 +144,72 @@ class Shown(Result):
         title = " · ".join(filter(None, [self.describe(), which]))
         terminal.show_table(title, headings, rows, sums, left=("token", "side"))
 
-    def plot(self, batch: int = 0, *, ax: Any = None, values: bool | None = None) -> Any:
-        """A matplotlib heat map of one prompt (install ``tensorlens-tl[plot]``); returns the axes.
+    def plot(
+        self, batch: int = 0, *, query: int | str | None = None, ax: Any = None, values: bool | None = None
+    ) -> Any:
+        """One prompt as a matplotlib figure (install ``tensorlens-tl[plot]``); returns the axes.
+
+        One query is drawn as coloured text, or over an image as a map of its patches; several as a heat map, of which
+        generated tokens are the rows.
 
         Args:
             batch: the prompt.
+            query: one of the held queries, as in `top`; None for all of them.
             ax: draw here; None makes a figure of fitting size.
-            values: write numbers into the cells; None does so where they fit.
+            values: write numbers into the cells of a heat map; None does so where they fit.
 
         Raises:
-            InvalidInputError: no such prompt.
+            InvalidInputError: no such prompt or query.
             ImportError: matplotlib is not installed.
+
+        >>> tlens.attribute(frozen, " value").plot()
+        <Axes: ...>
         """
         keys, rows = self._shown(batch)
+        if query is not None:
+            rows = [query_row(self.queries, self.mask, self.tokens, query, batch)]
         plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
-        queries = [self.tokens[batch][int(self.queries[batch, row])] for row in rows]
-        return figure.heat_map(plane, queries, list(keys.values()), self.describe(), ax, values)
+        tokens = list(keys.values())
+        if len(rows) > 1:
+            labels = [self.tokens[batch][self._explained(batch, row)[-1]] for row in rows]
+            names = ("query", "source token")
+            if self._is_generated():
+                names = ("generated token", "source token")
+            return figure.heat_map(plane, labels, tokens, self.describe(), ax, values, names)
+        if self.image is not None and _patches(tokens)[0]:
+            patches, height, width = _patches(tokens)
+            square = plane[0][patches].reshape(height, width)
+            labels = [str(number) for number in range(max(height, width))]
+            names = ("row of patches", "column of patches")
+            title = self._strip_title(batch, rows[0])
+            return figure.heat_map(square, labels[:height], labels[:width], title, ax, values, names)
+        columns = {position: column for column, position in enumerate(keys)}
+        marked = [columns[position] for position in self._explained(batch, rows[0])]
+        first = None
+        if self._is_generated():
+            first = columns[self.options["generated"][batch][0]]
+        return printed_text.text(tokens, plane[0], self._strip_title(batch, rows[0]), ax, marked=marked, first=first)
+
+    def _is_generated(self) -> bool:
+        return set(OF_GENERATED) <= set(self.options)
+
+    def _explained(self, batch: int, row: int) -> list[int]:
+        """The positions of the tokens that a row of scores is about: the query, or what was generated."""
+        if not self._is_generated():
+            return [int(self.queries[batch, row])]
+        positions = list(self.options["asked"][batch])
+        if self.queries.shape[1] == 1:
+            return positions
+        return [dict(zip(self._shown(batch)[1], positions, strict=False))[row]]
+
+    def _strip_title(self, batch: int, row: int) -> str:
+        notes = [self.describe()]
+        if self._is_generated():
+            text = "".join(self.tokens[batch][position] for position in self._explained(batch, row))
+            notes.append(f"of {text!r}")
+        if len(self.tokens) > 1:
+            notes.append(f"prompt {batch % len(self.tokens)} of {len(self.tokens)}")
+        return " · ".join(notes)
 
     # ------------------------------------------------------------------ arrays
 
@@ -163,7 +221,7 @@ class Shown(Result):
         return keys, [row for row, position in enumerate(self.queries[batch].tolist()) if mask[position]]
 
     def _prompt_html(self, batch: int) -> str:
-        if set(OF_GENERATED) <= set(self.options):
+        if self._is_generated():
             return self._generated_html(batch)
         keys, rows = self._shown(batch)
         positions = self.queries[batch].tolist()
@@ -229,11 +287,9 @@ class Shown(Result):
     def _image_html(self, batch: int, scores: np.ndarray, tokens: list[str]) -> str:
         """One query's scores over the image, beside those of tokens that are no patch."""
         assert self.image is not None
-        patches = [number for number, token in enumerate(tokens) if token.startswith(PATCH)]
+        patches, rows, columns = _patches(tokens)
         if not patches:
             return ""
-        corner = tokens[patches[-1]].removeprefix(PATCH).split(",")
-        rows, columns = (int(number) + 1 for number in corner)
         others = {token.strip(): float(scores[n]) for n, token in enumerate(tokens) if n not in patches}
         return images.patch_scores(
             array(self.image[batch]),
@@ -257,6 +313,15 @@ class Shown(Result):
             if layers.shape[-1] == self.mask.shape[1]:
                 stacks.append(("layer", layers))
         return stacks
+
+
+def _patches(tokens: Sequence[str]) -> tuple[list[int], int, int]:
+    """Which tokens are patches of an image, and the rows and columns that they make."""
+    patches = [number for number, token in enumerate(tokens) if token.startswith(PATCH)]
+    if not patches:
+        return [], 0, 0
+    row, column = tokens[patches[-1]].removeprefix(PATCH).split(",")
+    return patches, int(row) + 1, int(column) + 1
 
 
 def array(tensor: Tensor) -> np.ndarray:

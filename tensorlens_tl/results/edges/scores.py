@@ -14,8 +14,9 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.edges.choosing import edge_order, pruned
 from tensorlens_tl.results.edges.circuit import Circuit
 from tensorlens_tl.results.edges.names import ARROW, check_shape
-from tensorlens_tl.results.entry import Entry, check_batch, with_style
+from tensorlens_tl.results.entry import Entry, check_batch, mean_title, shown_target, with_style
 from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.statistics import bootstrap_interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -134,11 +135,11 @@ class EdgeScores(Result):
     @property
     def heading(self) -> str:
         """The title of its page."""
-        return f"Edges that act on {self.target}"
+        return f"Edges that act on {shown_target(self.target)}"
 
     def _lines(self, k: int, batch: int | None) -> tuple[str, list[tuple[str, float]]]:
         """What is shown, in words, and the k largest edges."""
-        notes = [self.target, self.method]
+        notes = [shown_target(self.target), self.method]
         if batch is not None:
             notes.append(f"prompt {batch}")
         elif len(self.scores) > 1:
@@ -154,7 +155,8 @@ class EdgeScores(Result):
         """The k edges of largest absolute score as matplotlib bars (``tensorlens-tl[plot]``); returns the axes.
 
         Args:
-            k, batch: as in `top`.
+            k: how many.
+            batch: one prompt, or (None) the mean over prompts, with 95 % bootstrap intervals where there are several.
             ax: draw here; None makes a figure of fitting size.
 
         Raises:
@@ -162,7 +164,12 @@ class EdgeScores(Result):
             ImportError: matplotlib is not installed.
         """
         title, lines = self._lines(k, batch)
-        return figure.signed_bars(lines, title, ax)
+        intervals: list[tuple[float, float]] = []
+        if batch is None and len(self.scores) > 1:
+            low, high = bootstrap_interval(torch.stack([self[name] for name, _ in lines]).double().cpu())
+            intervals = list(zip(low.tolist(), high.tolist(), strict=True))
+            title = f"{mean_title(self.target, len(self.scores))} · {self.method}"
+        return figure.signed_bars(lines, title, ax, intervals=intervals)
 
     def show(self, k: int = 10, batch: int | None = None) -> None:
         """Display the k edges of largest absolute score as bars in a notebook; print them elsewhere.
