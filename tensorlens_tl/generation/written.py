@@ -13,7 +13,7 @@ from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.generation.hops import Hops, check_hops, sent_on
 from tensorlens_tl.generation.writing import Continuation, Count, Text, refuse_non_causal, texts_of
-from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike, check_rule
+from tensorlens_tl.models import NEXT, RUNNER_UP, ModelLike, ModelView, TokenLike, check_rule
 from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, difference, freeze
 from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find, memory_batches, one_per_prompt, taken
 from tensorlens_tl.passes.operator import Collapse
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     """A stretch of generated text: ``"all"``, a text, a number, a slice, ``(start, stop)``; None for every token."""
 else:
     Span = Any  # `_bounds` says what is wrong with it
-
-RUNNER_UP = "runner-up"
-"""As `minus=`: at each position the token of largest logit besides the one that is there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +92,8 @@ class FrozenGeneration:
         if span is None and minus is None:
             collapse = self.links(bias=bias, activation=activation, memory=memory)
         else:
-            others = self._runners_up(queries) if _is_runner_up(minus) else minus
             collapse = self.frozen.operator(activation=activation).target(
-                NEXT, others, query=queries, bias=bias, summed=span is not None, memory=memory
+                NEXT, minus, query=queries, bias=bias, summed=span is not None, memory=memory
             )
         scores, constant = _scores_and_bias(collapse)
         if hops != 0:
@@ -230,17 +226,6 @@ class FrozenGeneration:
                 f", 0 to {len(positions) - 1}.",
             )
         return within
-
-    def _runners_up(self, queries: Int[Tensor, "batch query"]) -> Int[Tensor, "batch query"]:
-        """The token of largest logit besides the next one, at each query."""
-        run = self.frozen
-        if isinstance(run, Difference):
-            run = run.a
-        logits = run.logits(queries)
-        assert logits is not None  # `refuse_non_causal`
-        after = (queries + 1).clamp_max(self.frozen.tokens.shape[1] - 1)
-        next_tokens = torch.take_along_dim(self.frozen.tokens, after, dim=1)
-        return logits.scatter(-1, next_tokens[..., None].to(logits.device), -torch.inf).argmax(-1)
 
     def _label(self, queries: Int[Tensor, "batch query"], span: Span, minus: TokenLike, hops: Hops) -> str:
         """What the scores are of, in words."""
