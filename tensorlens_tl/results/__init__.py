@@ -13,6 +13,7 @@ from tensorlens_tl.results.joining import (
     joined_changes as joined_changes,
 )
 from tensorlens_tl.results.pairs import ScoreAttribution, ScoreChange
+from tensorlens_tl.results.queries import one_query as one_query
 from tensorlens_tl.results.result import RESULT_ENDINGS as RESULT_ENDINGS, Result
 from tensorlens_tl.results.terms import Paths, Terms
 from tensorlens_tl.results.views import array as array
