@@ -18,7 +18,7 @@ from tensorlens_tl.models import NEXT, RUNNER_UP, ModelLike, ModelView, TokenLik
 from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, difference, freeze
 from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find, memory_batches, one_per_prompt, taken
 from tensorlens_tl.passes.operator import Collapse
-from tensorlens_tl.results import Attribution, joined
+from tensorlens_tl.results import EACH_GENERATED, Attribution, joined
 
 if TYPE_CHECKING:
     Span = str | int | slice | tuple[int, int] | Sequence[int] | None
@@ -255,7 +255,7 @@ class FrozenGeneration:
         """What the scores are of, in words."""
         unit, against = _unit(minus)
         if span is None:
-            label = f"{unit}{against} of each generated token"
+            label = f"{unit}{against} of {EACH_GENERATED}"
         else:
             tokens = [self.frozen.str_tokens[0][position] for position in self._token_positions(queries)[0]]
             label = f"sum of the {unit}s{against} of {_counted(len(tokens), 'generated token')}"

@@ -22,7 +22,7 @@ from tensorlens_tl.passes.inputs import (
 from tensorlens_tl.registry.entries import Method
 from tensorlens_tl.registry.options import PER_PROMPT, split_options
 from tensorlens_tl.registry.registering import get_method, list_methods
-from tensorlens_tl.results import Attribution, joined, one_query
+from tensorlens_tl.results import MEAN_QUERY, Attribution, joined, one_query
 
 MEAN = "mean"
 """As `query=`: the mean over every query of a prompt. The word of a prompt is ``" mean"``, with its space."""
@@ -144,7 +144,7 @@ def _answered(method: Method, frozen: FrozenPass | Difference, options: Mapping[
         return _computed(method, frozen, options)
     every = _with_prediction(frozen, options.get("target"))
     result = one_query(_computed(method, frozen, {**options, "query": every}), mean=True)
-    what = " of the ".join(["mean over the queries", *filter(None, [result.target])])
+    what = " of the ".join([MEAN_QUERY, *filter(None, [result.target])])
     return replace(result, target=what, options=result.options | {"query": MEAN})
 
 

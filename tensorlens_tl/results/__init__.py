@@ -6,9 +6,14 @@ from tensorlens_tl.results.edges import ARROW as ARROW, CHOICES as CHOICES, TARG
 from tensorlens_tl.results.entry import Entry, check_batch as check_batch, largest as largest
 from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
 from tensorlens_tl.results.feature_edges import FeatureEdges
+from tensorlens_tl.results.frames import (
+    COLUMNS,
+    EACH_GENERATED as EACH_GENERATED,
+    MEAN_QUERY as MEAN_QUERY,
+    SEVERAL_TARGETS as SEVERAL_TARGETS,
+)
 from tensorlens_tl.results.graph import ContributionGraph
 from tensorlens_tl.results.joining import (
-    SEVERAL_TARGETS as SEVERAL_TARGETS,
     joined as joined,
     joined_changes as joined_changes,
 )
@@ -19,6 +24,7 @@ from tensorlens_tl.results.terms import Paths, Terms
 from tensorlens_tl.results.views import array as array
 
 __all__ = [
+    "COLUMNS",
     "Attribution",
     "ChangeRoutes",
     "Circuit",
