@@ -13,6 +13,7 @@ from tensorlens_tl.results.frames import (
     SEVERAL_TARGETS as SEVERAL_TARGETS,
 )
 from tensorlens_tl.results.graph import ContributionGraph
+from tensorlens_tl.results.heads import HeadScores, joined_heads as joined_heads
 from tensorlens_tl.results.joining import (
     joined as joined,
     joined_changes as joined_changes,
@@ -34,6 +35,7 @@ __all__ = [
     "Entry",
     "Evaluation",
     "FeatureEdges",
+    "HeadScores",
     "ModelChange",
     "Paths",
     "Result",
