@@ -330,6 +330,7 @@ LEFT_OUT = {
     "passes.check_explained": "a check",
     "layerwise.refuse_whitened": "a check",
     "layerwise.select_query": "an index",
+    "evaluate.text_": "reads texts; what it gives is asked",
     "evaluate.few_shot_prompts": "writes prompts",
     "evaluate.relation_decoding": "needs a tokenizer and text; frozen.operator and its block maps are asked",
     "evaluate.reproduce": "runs other evaluations, which are asked",
