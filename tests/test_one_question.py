@@ -5,6 +5,7 @@ import torch
 from conftest import close, some_tokens
 
 import tensorlens_tl as tlens
+from tensorlens_tl import evaluate, results
 from tensorlens_tl.errors import InvalidInputError, RegistryError
 from tensorlens_tl.generation import freeze_generation
 from tensorlens_tl.testing import tiny_model
@@ -107,3 +108,89 @@ def test_an_additive_method_sums_over_a_span(model):
 def test_what_a_method_cannot_say_is_refused_before_work(options, error, message, model):
     with pytest.raises(error, match=message):
         tlens.attribute_generation(model, [[3, 4]], max_new_tokens=2, **options)
+
+
+# ------------------------------------------------------------------ evaluations of the token that was explained
+
+METHODS = ["tensorlens target", "relp", "mean attention", "random"]
+
+
+def test_methods_are_tested_on_the_token_that_is_named(model):
+    """One replacement of one token, by hand."""
+    tokens = some_tokens(batch=3, pos=6)
+    options = {"fractions": (0, 0.2), "replacement": 3}
+    result = evaluate.perturbation(model, tokens, METHODS, target=[5, 6, 7], minus=[9, 9, 9], **options)
+    every = evaluate.perturbation(model, tokens, METHODS, target=[5, 6, 7], **options)
+    for row, target in enumerate((5, 6, 7)):
+        whole = model(tokens[row : row + 1]).detach()[0, -1]
+        for method, name in enumerate(METHODS):
+            if name in ("mean attention", "random"):
+                continue
+            registered = {"tensorlens target": "tensorlens"}.get(name, name)
+            for answer, minus in ((result, 9), (every, None)):
+                scores = tlens.attribute(model, tokens[row], target, method=registered, minus=minus).scores[0, 0]
+                changed = tokens[row : row + 1].clone()
+                changed[0, scores.argmax()] = 3
+                fall = whole - model(changed).detach()[0, -1]
+                expected = fall[target] - (0 if minus is None else fall[minus])
+                assert answer.curves[2, method, row, 1] == pytest.approx(float(expected), abs=1e-9)
+    assert result.settings["target"].startswith("logit of")
+
+
+def test_the_prediction_is_what_is_explained_where_none_is_named(model):
+    tokens = some_tokens(batch=3, pos=6)
+    predicted = model(tokens).detach()[:, -1].argmax(-1).tolist()
+    options = {"fractions": (0, 0.5), "replacement": 3}
+    assert torch.equal(
+        evaluate.perturbation(model, tokens, METHODS, **options).curves,
+        evaluate.perturbation(model, tokens, METHODS, target=predicted, **options).curves,
+    )
+    logits = model(tokens).detach()[:, -1]
+    second = logits.topk(2).indices[:, 1].tolist()
+    assert torch.equal(
+        evaluate.perturbation(model, tokens, METHODS, minus="runner-up", **options).curves,
+        evaluate.perturbation(model, tokens, METHODS, target=predicted, minus=second, **options).curves,
+    )
+
+
+def test_a_data_set_has_a_target_in_a_column(model, tmp_path):
+    tokens = some_tokens(batch=5, pos=6).tolist()
+    rows = [{"text": row, "answer": 5 + number} for number, row in enumerate(tokens)]
+    options = {"fractions": (0, 0.5), "replacement": 3}
+    run = evaluate.perturbation_dataset(
+        model, rows, tmp_path / "run", METHODS, columns={"target": "answer"}, minus="runner-up",
+        tokens_per_batch=12, progress=False, **options,
+    )  # fmt: skip
+    whole = evaluate.perturbation(
+        model, torch.tensor(tokens), METHODS, target=[5, 6, 7, 8, 9], minus="runner-up", **options
+    )
+    assert close(run.evaluation().curves, whole.curves)
+    assert run.evaluation().settings["target"] == results.SEVERAL_TARGETS
+    for refused, message in (
+        ({"target": [5, 6]}, "columns= names"),
+        ({"columns": {"direction": "answer"}}, "not one of"),
+        ({"columns": {"target": "answer"}, "target": 5}, "in a column and an option"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            evaluate.perturbation_dataset(model, rows, tmp_path / "no", METHODS, **refused, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": 5, "minus": 5}, "same token"),
+        ({"target": [5, 6, 7]}, "3 tokens for 2 prompts"),
+        ({"target": 5, "query": "mean", "metrics": ["hs_mse"]}, "single prediction"),
+        ({"minus": "runner-up", "metrics": ["hs_mse"]}, "needs target="),
+        ({"target": 5, "minus": "runner-up", "metrics": ["hs_mse"]}, "measure 'aopc'"),
+        ({"target": 5, "minus": 6, "methods": ["one token"]}, "'one token' explains a token's logit"),
+    ],
+)
+def test_tokens_that_cannot_be_tested_are_refused(options, message, model, clean_registry):
+    @tlens.register_method("one token")
+    def one_token(frozen, *, target=None, query=-1):
+        return tlens.attribute(frozen, target, method="relp", query=query)
+
+    options = {"methods": ["tensorlens in_out"], "fractions": (0, 0.5), "replacement": 3} | options
+    with pytest.raises(InvalidInputError, match=message):
+        evaluate.perturbation(model, some_tokens(batch=2, pos=6), **options)
