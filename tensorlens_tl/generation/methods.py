@@ -70,8 +70,8 @@ def scored_by(
         method: a name that `check_method` passed.
         queries: one before each token.
         options: of the method.
-        span: one query for all of them. A method that explains a prediction is linear in it, so the scores are summed;
-            one that explains none is averaged.
+        span: one query for all of them. Scores of a method that explains a prediction are summed, as the targets of a
+            span are; those of one that explains none are averaged.
         memory: see `attribute`.
     """
     explains = get_method(method).explains_prediction(options)

@@ -289,7 +289,7 @@ class Attribution(Shown):
     def __sub__(self, other: "Attribution") -> "Attribution":
         """Scores minus another's, of the same prompt, queries and weight processing; also of another model.
 
-        Provenance holds what both have in common once, and both facts, as ``"first − second"``, where they differ.
+        Provenance is that of the first; what differs in the other stands beside it, as ``"second model"``.
         Where both are additive, `gap` is measured anew: how far the differences are from summing to the difference of
         the totals.
 
@@ -320,9 +320,9 @@ class Attribution(Shown):
         scores, bias, total = (differences[part] for part in ("scores", "bias", "total"))
         if additive and scores is not None and bias is not None and total is not None:
             gap = relative_gap(scores, bias, total)
-        target = self.target
-        if target != other.target or self.provenance == other.provenance:
-            target = f"{self.target} − {other.target}"
+        target = f"{self.target} − {other.target}"
+        if self.target == other.target and self.provenance != other.provenance:
+            target = f"change of the {self.target or 'scores'}"
         return replace(
             self,
             **differences,
@@ -345,13 +345,8 @@ class Attribution(Shown):
 
 
 def _both(first: dict[str, str], second: dict[str, str]) -> dict[str, str]:
-    """What two results depend on: equal facts once, others of the first and of the second."""
-    facts = dict[str, str]()
-    for name in dict.fromkeys([*first, *second]):
-        left = first.get(name, "none")
-        right = second.get(name, "none")
-        facts[name] = left if left == right else f"{left} − {right}"
-    return facts
+    """What two results depend on: the facts of the first, and those of the second that are others."""
+    return first | {f"second {name}": value for name, value in second.items() if first.get(name) != value}
 
 
 def _word_texts(tokens: list[str], words: list[int], count: int) -> list[str]:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tensorlens_tl.passes.operator import EACH_NEXT
 from tensorlens_tl.results.views import AXES, OF_GENERATED, Shown
 
 if TYPE_CHECKING:
@@ -53,9 +54,6 @@ COLUMNS: Mapping[str, str] = {
 
 SEVERAL_TARGETS = "a target of its own for each prompt"
 """What is explained, where that differs."""
-
-EACH_NEXT = "each query's next token"
-"""What is explained with `NEXT` as the target."""
 
 EACH_GENERATED = "each generated token"
 """What is explained of generated text, a query for each token."""

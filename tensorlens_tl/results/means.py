@@ -1,20 +1,51 @@
 """Terms of two results one less the other, and the mean of terms over prompts."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.statistics import bootstrap_interval
 
-if TYPE_CHECKING:
-    from tensorlens_tl.results.terms import Terms
+
+class _Parts(Protocol):
+    """What is read of terms; see `Terms` for each of them."""
+
+    @property
+    def names(self) -> list[str]: ...
+
+    @property
+    def scores(self) -> Float[Tensor, "batch query term"]: ...
+
+    @property
+    def total(self) -> Float[Tensor, "batch query"]: ...
+
+    @property
+    def remainder(self) -> Float[Tensor, "batch query"] | None: ...
+
+    @property
+    def keys(self) -> Float[Tensor, "batch query term key"] | None: ...
+
+    @property
+    def queries(self) -> Int[Tensor, "batch query"]: ...
+
+    @property
+    def mask(self) -> Bool[Tensor, "batch pos"]: ...
+
+    @property
+    def tokens(self) -> list[list[str]]: ...
+
+    @property
+    def target(self) -> str: ...
+
+    @property
+    def soft_cap(self) -> float | None: ...
 
 
-def less(first: "Terms", second: "Terms") -> dict[str, Any]:
+def less(first: _Parts, second: _Parts) -> dict[str, Any]:
     """The fields of a result's terms less those of another; a part that one of them lacks is zero there.
 
     Raises:
@@ -56,7 +87,7 @@ def less(first: "Terms", second: "Terms") -> dict[str, Any]:
     }
 
 
-def mean_over_prompts(terms: "Terms", level: float) -> dict[str, Any]:
+def mean_over_prompts(terms: _Parts, level: float) -> dict[str, Any]:
     """The fields of the mean over prompts, as of one prompt, with an interval for each part.
 
     Raises:
@@ -103,7 +134,7 @@ def intervals(
     return low[None], high[None]
 
 
-def _aligned(terms: "Terms", names: Sequence[str]) -> Float[Tensor, "batch query term"]:
+def _aligned(terms: _Parts, names: Sequence[str]) -> Float[Tensor, "batch query term"]:
     """Scores of these names, zero of those that the terms lack."""
     columns = {name: column for column, name in enumerate(names)}
     scores = terms.scores.new_zeros(*terms.scores.shape[:2], len(names))
@@ -111,6 +142,6 @@ def _aligned(terms: "Terms", names: Sequence[str]) -> Float[Tensor, "batch query
     return scores
 
 
-def _lengths(terms: "Terms") -> list[int]:
+def _lengths(terms: _Parts) -> list[int]:
     """How many tokens each prompt has."""
     return terms.mask.sum(1).tolist()

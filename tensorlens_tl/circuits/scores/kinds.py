@@ -66,7 +66,7 @@ def duplicate_token_scores(
         UnsupportedModelError: as for `previous_token_scores`.
 
     >>> tlens.circuits.duplicate_token_scores(frozen).counts
-    tensor([2])
+    tensor([1])
     """
     return _scores(model, prompts, _duplicates, "to earlier occurrences of the token", memory, freezing)
 

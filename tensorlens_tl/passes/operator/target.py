@@ -14,6 +14,9 @@ from tensorlens_tl.models import NEXT, RUNNER_UP, ModelView, TokenLike
 from tensorlens_tl.passes.inputs import Prompt, query_positions
 from tensorlens_tl.passes.linearisation import Linearisation, check_linearisation
 
+EACH_NEXT = "each query's next token"
+"""What is explained with `NEXT` as the target, in words."""
+
 RUNNER_UP_ID = -1
 """Stands for the runner-up among the ids of `minus`, until the logits are known."""
 
@@ -143,7 +146,7 @@ def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None) -> 
 
     def named(token: object) -> str:
         if token is NEXT:
-            return "each query's next token"
+            return EACH_NEXT
         if isinstance(token, str) and token == RUNNER_UP:
             return "the runner-up"
         if isinstance(token, int):
