@@ -190,9 +190,11 @@ def test_merge_ignores_padding():
 
 def test_to_dataframe(every):
     frame = every.to_dataframe()
-    assert list(frame.columns) == ["batch", "query", "key", "query_token", "key_token", "score"]
-    assert len(frame) == 2 * 6 * 6
-    row = frame[(frame.batch == 1) & (frame["query"] == 4) & (frame.key == 2)].iloc[0]
+    assert list(frame.columns) == [
+        "batch", "query", "key", "query_token", "key_token", "kind", "generated", "target", "score",
+    ]  # fmt: skip
+    assert frame["kind"].value_counts().to_dict() == {"token": 2 * 6 * 6, "bias": 12, "total": 12}
+    row = frame[(frame.kind == "token") & (frame.batch == 1) & (frame["query"] == 4) & (frame.key == 2)].iloc[0]
     assert row.score == float(every.scores[1, 4, 2])
     assert row.key_token == every.tokens[1][2]
 

@@ -337,7 +337,7 @@ def test_results_say_which_side_a_token_is_on(bart, tmp_path, capsys):
     assert result.sides == [["encoder"] * 6 + ["decoder"] * 4] * 2
     frame = result.to_dataframe()
     assert isinstance(frame, pd.DataFrame)
-    assert frame["key_side"].tolist() == result.sides[0] * 2
+    assert frame.loc[frame["kind"] == "token", "key_side"].tolist() == result.sides[0] * 2
     assert set(frame["query_side"]) == {"decoder"}
     loaded = tlens.Attribution.load(result.save(tmp_path / "result"))
     assert loaded.sides == result.sides

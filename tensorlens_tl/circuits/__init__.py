@@ -3,6 +3,8 @@
 | question | function |
 | --- | --- |
 | what does a head read and write, by its weights | `ov`, `qk`, `full_ov`, `full_qk`, `svd_tokens` |
+| which heads look back one token, or at what followed a repeated one | `previous_token_scores`, `induction_scores` |
+| which heads look at an earlier occurrence of a token | `duplicate_token_scores` |
 | does it copy | `copying_scores`, `ov_eigenvalues` |
 | which heads read from which | `composition_scores`, `virtual_head` |
 | what wrote this logit directly | `logit_attribution` |
@@ -30,7 +32,12 @@ from tensorlens_tl.circuits.dictionary_features import (
 )
 from tensorlens_tl.circuits.effects import HeadMap, head_map, logit_attribution, paths, top_paths, total_effects
 from tensorlens_tl.circuits.graph import contribution_graph
-from tensorlens_tl.circuits.scores import qk_attribution
+from tensorlens_tl.circuits.scores import (
+    duplicate_token_scores,
+    induction_scores,
+    previous_token_scores,
+    qk_attribution,
+)
 from tensorlens_tl.circuits.size import (
     Directions,
     ErrorBound,
@@ -61,6 +68,7 @@ from tensorlens_tl.results import (
     ContributionGraph,
     EdgeScores,
     FeatureEdges,
+    HeadScores,
     ModelChange,
     Paths,
     ScoreAttribution,
@@ -79,6 +87,7 @@ __all__ = [
     "Features",
     "FrozenErrorBound",
     "HeadMap",
+    "HeadScores",
     "ModelChange",
     "Paths",
     "ScoreAttribution",
@@ -89,6 +98,7 @@ __all__ = [
     "composition_scores",
     "contribution_graph",
     "copying_scores",
+    "duplicate_token_scores",
     "edge_scores",
     "error_bound",
     "feature_attribution",
@@ -99,12 +109,14 @@ __all__ = [
     "full_ov",
     "full_qk",
     "head_map",
+    "induction_scores",
     "logit_attribution",
     "norm_bound",
     "ov",
     "ov_eigenvalues",
     "patch_scores",
     "paths",
+    "previous_token_scores",
     "qk",
     "qk_attribution",
     "routes",

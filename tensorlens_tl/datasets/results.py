@@ -11,6 +11,7 @@ from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.datasets import summing
 from tensorlens_tl.datasets.circuit_terms import unpacked_terms
 from tensorlens_tl.datasets.folder import Folder
+from tensorlens_tl.datasets.long_rows import long_rows
 from tensorlens_tl.datasets.packing import facts_in, unpacked
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import Attribution, Evaluation, Terms
@@ -104,10 +105,46 @@ class DatasetResults:
             for index, name in enumerate(table["id"].to_pylist())
         }
 
-    def to_dataframe(self, columns: Sequence[str] | None = None) -> "pd.DataFrame":
-        """All rows in the data set's order, a line each; `columns` names those to read."""
+    def frames(self) -> "Iterator[pd.DataFrame]":
+        """The long tables of the rows that did not fail, one shard after another, in the order of the shards.
+
+        Columns: `id` and `row` of the data set, then those of the result's own `to_dataframe` besides `batch`. Of
+        ``keep="top:N"`` a line of the kind ``"rest"`` is the sum of what was not stored, so that lines still sum.
+
+        Raises:
+            FileFormatError: a shard is damaged.
+        """
+        import pandas as pd
+
+        for table in self.tables():
+            rows = (row for row in table.to_pylist() if row["error"] is None)
+            frames = [long_rows(row, self._result(row, table)) for row in rows]
+            if frames:
+                yield pd.concat(frames, ignore_index=True)
+
+    def to_dataframe(self, columns: Sequence[str] | None = None, *, long: bool = False) -> "pd.DataFrame":
+        """All rows in the data set's order, a line each; `columns` names those to read.
+
+        Args:
+            columns: which; None is all of them.
+            long: one line per row, query and source instead, as `frames` gives them shard by shard.
+
+        Raises:
+            InvalidInputError: no row is done yet.
+            FileFormatError: a shard is damaged.
+        """
+        import pandas as pd
         import pyarrow as pa
 
+        if long:
+            frames = [*self.frames()]
+            if not frames:
+                raise InvalidInputError(f"{self.path}: no row is done yet, or all failed.")
+            frame = pd.concat(frames, ignore_index=True)
+            frame = frame.sort_values("row", kind="stable", ignore_index=True)
+            if columns is None:
+                return frame
+            return frame.reindex(columns=list(columns))
         tables = list(self.tables(columns))
         if not tables:
             raise InvalidInputError(f"{self.path}: no row is done yet.")

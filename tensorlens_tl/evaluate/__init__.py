@@ -32,6 +32,8 @@ from tensorlens_tl.evaluate.known import (
     patching_agreement,
     prompt_pairs,
     recall,
+    text_answers,
+    text_pairs,
 )
 from tensorlens_tl.evaluate.over_rows import perturbation_dataset
 from tensorlens_tl.evaluate.paper import (
@@ -106,4 +108,6 @@ __all__ = [
     "shipped_relations",
     "spearman",
     "stability",
+    "text_answers",
+    "text_pairs",
 ]

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import plain
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.datasets import (
     UNKNOWN_ID,
@@ -35,12 +36,13 @@ from tensorlens_tl.evaluate.arguments import (
     PerturbationQuery,
     ReplacementName,
 )
-from tensorlens_tl.evaluate.perturbation import FRACTIONS, METRICS, PerturbationTest
+from tensorlens_tl.evaluate.perturbation import FRACTIONS, METRICS, PerturbationTest, explained_in_words
 from tensorlens_tl.evaluate.scorers import Scorer, usable
-from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.models import ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import freeze
 from tensorlens_tl.passes.inputs import Prompt, prepare
 from tensorlens_tl.passes.replacement import Replacement, vocabulary_mean
+from tensorlens_tl.results import SEVERAL_TARGETS
 
 
 def perturbation_dataset(
@@ -49,6 +51,9 @@ def perturbation_dataset(
     out: str | os.PathLike[str],
     methods: Methods = None,
     *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    columns: Mapping[str, str] | None = None,
     query: PerturbationQuery = "last",
     fractions: Fractions = FRACTIONS,
     replacement: ReplacementName = None,
@@ -81,6 +86,8 @@ def perturbation_dataset(
         rows, out, text, id, tokens_per_batch, truncate, resume, progress, prepend_bos: see `tlens.attribute_dataset`.
         methods, query, fractions, metrics, order, absolute, hidden, seed, memory: see `perturbation`. Functions among
             the methods are known by their names alone when a run is resumed.
+        target, minus: see `perturbation`; the same of every row.
+        columns: the columns that hold each row's own `target` or `minus`: ``{"target": "answer"}``.
         replacement: see `perturbation`; ``"mean"`` is the token embedding's mean over all rows.
         engine, load_model, num_actors, num_gpus: see `tlens.attribute_dataset`.
 
@@ -91,10 +98,14 @@ def perturbation_dataset(
         OSError: a shard cannot be written; those before it are whole.
     """
     test = PerturbationTest(methods, query, fractions, metrics, order, absolute, hidden, seed, memory)
-    reading = Reading(text, id, None, truncate, prepend_bos)
+    explained = {name: value for name, value in (("target", target), ("minus", minus)) if value is not None}
+    _check_columns(columns or {}, explained)
+    named = explained | dict.fromkeys(columns or {}, "")
+    test.check_explained(named.get("target"), named.get("minus"))
+    reading = Reading(text, id, columns, truncate, prepend_bos)
     run = RunOptions(out, reading, tokens_per_batch, resume, progress, engine, load_model, num_actors, num_gpus)
     view, prompts = read_prompts(model, rows, run.reading)
-    work = _work(view, prompts, test, replacement, skip=methods is None)
+    work = _work(view, prompts, test, replacement, explained, tuple(columns or ()), skip=methods is None)
     return run_work(view, prompts, work, run)
 
 
@@ -106,6 +117,7 @@ class _Perturbing(Work):
         test: what is measured, by which methods.
         replacement: what tokens are replaced by, the same in all rows.
         skipped: methods that do not fit the model.
+        explained: the tokens that all rows are asked about, if any are named.
         described: what an Evaluation says besides its numbers.
         options: all of this, as a manifest holds it.
     """
@@ -114,6 +126,7 @@ class _Perturbing(Work):
     replacement: Replacement
     scorers: list[Scorer]
     skipped: dict[str, str]
+    explained: dict[str, Any]
     described: dict[str, Any]
     options: Mapping[str, Any]
 
@@ -131,7 +144,7 @@ class _Perturbing(Work):
         view = ModelView(model)
         prompt = prepare(view, list(tokens))
         self.test.query_of(view, prompt)
-        runs = self.test.runs(view, prompt, self.replacement)
+        runs = self.test.runs(view, prompt, self.replacement, **self.explained | dict(per_row))
         return prompt, self.test.curves(runs, self.scorers, progress=False)
 
     def packed(self, result: tuple[Prompt, Tensor]) -> list[Record]:
@@ -152,7 +165,33 @@ class _Perturbing(Work):
         return about | self.described
 
 
-def _work(view: ModelView, rows: Rows, test: PerturbationTest, replacement: ReplacementName, skip: bool) -> Work:
+def _check_columns(columns: Mapping[str, str], explained: Mapping[str, Any]) -> None:
+    """Refuse tokens of rows that cannot be told apart from those of all rows.
+
+    Raises:
+        InvalidInputError: an unknown column, one that is also an option, or a list of tokens.
+    """
+    unknown = sorted(set(columns) - {"target", "minus"})
+    if unknown:
+        raise InvalidInputError(f"columns: {unknown[0]!r} is not one of target, minus.")
+    both = sorted(set(columns) & set(explained))
+    if both:
+        raise InvalidInputError(f"columns: {both[0]!r} is in a column and an option as well; leave one out.")
+    for name, value in explained.items():
+        if not isinstance(plain(value), str | int):
+            raise InvalidInputError(f"{name}={value!r}: pass one token for every row; columns= names a column of them.")
+
+
+def _work(
+    view: ModelView,
+    rows: Rows,
+    test: PerturbationTest,
+    replacement: ReplacementName,
+    explained: dict[str, Any],
+    columns: Sequence[str],
+    *,
+    skip: bool,
+) -> Work:
     """The test of these rows: methods that fit the model, and what tokens are replaced by."""
     prompts = [ids for row, ids in enumerate(rows.tokens) if row not in rows.errors]
     if not prompts:
@@ -177,8 +216,12 @@ def _work(view: ModelView, rows: Rows, test: PerturbationTest, replacement: Repl
         "metrics": test.names,
         **{name: getattr(test, name) for name in ("order", "absolute", "hidden", "seed")},
     }
-    described = test.described(view, by, scorers, len(prompts))
-    return _Perturbing(test, by, scorers, skipped, described, options)
+    options |= explained
+    words = explained_in_words(view, explained.get("target"), explained.get("minus"))
+    if columns:
+        words = SEVERAL_TARGETS
+    described = test.described(view, by, scorers, len(prompts), words)
+    return _Perturbing(test, by, scorers, skipped, explained, described, options)
 
 
 def _name(method: str | MethodFunction) -> str:

@@ -38,9 +38,10 @@ from tensorlens_tl.evaluate.arguments import (
 )
 from tensorlens_tl.evaluate.perturbed_runs import PREDICTED, PerturbedRuns
 from tensorlens_tl.evaluate.scorers import MEAN_TOLERANCE, Scorer, random_scores, scorers_of, usable
-from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.models import ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import freeze
 from tensorlens_tl.passes.inputs import InputLike, Prompt, prepare, query_positions
+from tensorlens_tl.passes.operator import logit_label
 from tensorlens_tl.passes.replacement import Replacement
 from tensorlens_tl.results import Evaluation, area
 
@@ -59,6 +60,8 @@ def perturbation(
     prompts: InputLike,
     methods: Methods = None,
     *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
     query: PerturbationQuery = "last",
     fractions: Fractions = FRACTIONS,
     replacement: ReplacementName = None,
@@ -78,7 +81,10 @@ def perturbation(
         prompts: strings, or token ids `[prompt, pos]`; of a model of images or sound, what it reads (see
             `tlens.freeze`): its patches are replaced, or a sound's frames.
         methods: see `tensorlens_tl.evaluate.scorers`; None is all that fit the model, and a random order. Methods that
-            you name must fit the model.
+            you name must fit the model. A method without a target ranks tokens in one order for every target.
+        target, minus: the token that methods explain and metrics measure, and one that it is held against (also
+            ``"runner-up"``); one for each prompt, or one for all. None is what the model predicts for the whole prompt.
+            With `minus`, `logit` and `aopc` are falls of the difference of both logits, or probabilities.
         query: ``"last"``, ``"cls"`` (the first token), a position counted over real tokens, or ``"mean"``: scores and
             final hidden states averaged over all positions (metric `hs_mse` alone; norms of T are then estimated, to
             `MEAN_TOLERANCE`).
@@ -113,11 +119,12 @@ def perturbation(
     torch.Size([3, 2, 1, 3])
     """
     test = PerturbationTest(methods, query, fractions, metrics, order, absolute, hidden, seed, memory)
+    test.check_explained(target, minus)
     view = ModelView(model)
     view.refuse_encoder_decoder("perturbation")
     prompt = prepare(view, prompts, attention_mask=attention_mask, prepend_bos=prepend_bos)
     position = test.query_of(view, prompt)
-    runs = test.runs(view, prompt, Replacement.of(view, prompt, replacement))
+    runs = test.runs(view, prompt, Replacement.of(view, prompt, replacement), target, minus)
     first = freeze(model, **prompt.again(slice(0, 1)))
     scorers, skipped = usable(test.scorers, first, position, skip=methods is None)
     curves = test.curves(runs, scorers)
@@ -128,7 +135,7 @@ def perturbation(
         curves=curves,
         axis=axis,
         skipped=skipped,
-        **test.described(view, runs.replacement, scorers, len(prompt.tokens)),
+        **test.described(view, runs.replacement, scorers, len(prompt.tokens), explained_in_words(view, target, minus)),
     )
 
 
@@ -192,11 +199,30 @@ class PerturbationTest:
         _counts(perturbable(view, prompt), self.steps)
         return query
 
-    def runs(self, view: ModelView, prompt: Prompt, replacement: Replacement) -> PerturbedRuns:
+    def check_explained(self, target: TokenLike, minus: TokenLike) -> None:
+        """Refuse tokens that this test cannot be about.
+
+        Raises:
+            InvalidInputError: a mean over queries, or a method that holds no token against another.
+        """
+        if self.query == "mean" and (target is not None or minus is not None):
+            raise InvalidInputError("query='mean' has no single prediction; leave target= and minus= out.")
+        if minus is not None:
+            for scorer in self.scorers:
+                scorer.check_minus()
+
+    def runs(
+        self,
+        view: ModelView,
+        prompt: Prompt,
+        replacement: Replacement,
+        target: TokenLike = None,
+        minus: TokenLike = None,
+    ) -> PerturbedRuns:
         """The live model on some prompts, checked by `query_of`."""
         query = _query(self.query, prompt)
         of_output = self.hidden == "output"
-        return PerturbedRuns(view, prompt, query, replacement, self.names, of_output, self.working_bytes)
+        return PerturbedRuns(view, prompt, query, replacement, self.names, of_output, self.working_bytes, target, minus)
 
     def curves(
         self, runs: PerturbedRuns, scorers: Sequence[Scorer], progress: bool = True
@@ -214,7 +240,7 @@ class PerturbationTest:
             frozen = freeze(runs.model, **prompt.again(part))
             ties = ties_of(frozen).cpu()  # those of a prompt do not depend on its batch
             for number, scorer in enumerate(scorers):
-                scores = scorer(frozen, runs.query).cpu()
+                scores = scorer(frozen, runs.query, runs.explained(part)).cpu()
                 if self.absolute:
                     scores = scores.abs()
                 ranks = rank(scores, allowed[part], self.order, ties)
@@ -223,9 +249,9 @@ class PerturbationTest:
         return curves
 
     def described(
-        self, view: ModelView, replacement: Replacement, scorers: Sequence[Scorer], prompts: int
+        self, view: ModelView, replacement: Replacement, scorers: Sequence[Scorer], prompts: int, target: str = ""
     ) -> dict[str, Any]:
-        """What an Evaluation says besides the numbers."""
+        """What an Evaluation says besides the numbers; `target` is what is explained, where that is named."""
         settings = {
             **view.provenance(),
             "prompts": prompts,
@@ -238,6 +264,8 @@ class PerturbationTest:
             "biases": "methods without 'biases' in their label leave the model's biases out of the scores, as the "
             "paper",
         }
+        if target:
+            settings["target"] = target
         if self.query == "mean" and any(scorer.estimates_norms for scorer in scorers):
             settings["norms"] = f"estimated by random rows to a relative standard error of {MEAN_TOLERANCE:g}"
         return {
@@ -247,6 +275,15 @@ class PerturbationTest:
             "axis_name": "share of tokens replaced",
             "settings": settings,
         }
+
+
+def explained_in_words(view: ModelView, target: TokenLike, minus: TokenLike) -> str:
+    """What methods explain and metrics measure, where a token is named."""
+    if target is None and minus is None:
+        return ""
+    if target is None:
+        return "logit of " + " − ".join(("the prediction", logit_label(view, minus).removeprefix("logit of ")))
+    return logit_label(view, target, minus)
 
 
 def rank(

@@ -8,11 +8,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import relative_error
-from tensorlens_tl.errors import FrozenModelError
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError
+from tensorlens_tl.evaluate.scorers import Explained
 from tensorlens_tl.hooks import capture, foreign_hooks, logit_hooks, logits_at, model_points
-from tensorlens_tl.models import ModelView
+from tensorlens_tl.models import ModelView, TokenLike
 from tensorlens_tl.passes import TOLERANCE
 from tensorlens_tl.passes.inputs import Prompt, query_positions
+from tensorlens_tl.passes.operator import RUNNER_UP_ID, token_ids
 from tensorlens_tl.passes.replacement import Replacement, inputs_of
 
 PREDICTED = ("aopc", "aopc_abs", "logit")
@@ -35,6 +37,8 @@ class PerturbedRuns:
         metrics: Sequence[str],
         of_output: bool,
         memory: int,
+        target: TokenLike = None,
+        minus: TokenLike = None,
     ) -> None:
         self.model = view.model
         self.prompt = prompt
@@ -53,6 +57,45 @@ class PerturbedRuns:
         self.tolerance = TOLERANCE.get(next(view.model.parameters()).dtype, 1e-4)
         self._whole: list[Tensor] = []  # hidden states of whole prompts, and logits where they are read, once known
         self._whole = self._measure(torch.arange(len(prompt.tokens)), torch.zeros_like(prompt.mask).cpu())
+        self._tokens = self._tokens_of(view, target, minus)
+        self._is_named = target is not None or minus is not None
+
+    def _tokens_of(
+        self, view: ModelView, target: TokenLike, minus: TokenLike
+    ) -> tuple[Int[Tensor, "prompt"] | None, Int[Tensor, "prompt"] | None]:
+        """The token that each prompt is measured by, and the one that it is held against.
+
+        Raises:
+            InvalidInputError: no such token, both the same, or no logits to take them from.
+        """
+        prompts = len(self.prompt.tokens)
+        ids = None
+        if target is not None:
+            ids = token_ids(view, target, prompts)[:, 0]
+        elif self.predicts:
+            ids = self._whole[1].argmax(-1)
+        if minus is None:
+            return ids, None
+        if ids is None:
+            raise InvalidInputError("perturbation: minus= needs target=, or a metric of the prediction.")
+        others = token_ids(view, minus, prompts, "minus")[:, 0]
+        if bool((others == RUNNER_UP_ID).any()):
+            if not self.predicts:
+                raise InvalidInputError("minus='runner-up': measure 'aopc' or 'logit' as well, or name a token.")
+            second = self._whole[1].scatter(1, ids[:, None], -torch.inf).argmax(-1)
+            others = torch.where(others == RUNNER_UP_ID, second, others)
+        if bool((ids == others).any()):
+            raise InvalidInputError(
+                f"perturbation: target and minus of prompt {int((ids == others).nonzero()[0])} are the same token."
+            )
+        return ids, others
+
+    def explained(self, part: slice) -> Explained | None:
+        """The tokens that methods explain of some prompts; None where they are those that the model predicts."""
+        ids, others = self._tokens
+        if not self._is_named or ids is None:
+            return None
+        return Explained(ids[part].tolist(), None if others is None else others[part].tolist())
 
     def _rows_at_once(self, view: ModelView, memory: int) -> int:
         """How many perturbed prompts are run together."""
@@ -72,7 +115,8 @@ class PerturbedRuns:
         index = torch.arange(part.start, part.start + prompts).repeat_interleave(steps)
         after = self._measure(index, replaced.flatten(0, 1))
         before = [whole[index] for whole in self._whole]
-        damages = [_damage(metric, before, after) for metric in self.metrics]
+        tokens = [None if ids is None else ids[index] for ids in self._tokens]
+        damages = [_damage(metric, before, after, *tokens) for metric in self.metrics]
         return torch.stack(damages).unflatten(1, (prompts, steps))
 
     def _measure(self, index: Int[Tensor, "row"], replaced: Bool[Tensor, "row pos"]) -> list[Float[Tensor, "row d"]]:
@@ -120,17 +164,33 @@ class PerturbedRuns:
         return [output.double().cpu() for output in outputs]
 
 
-def _damage(metric: str, before: list[Tensor], after: list[Tensor]) -> Float[Tensor, "row"]:
-    """One metric, from hidden states and logits of whole prompts and of perturbed ones."""
+def _damage(
+    metric: str,
+    before: list[Tensor],
+    after: list[Tensor],
+    ids: Int[Tensor, "row"] | None,
+    others: Int[Tensor, "row"] | None,
+) -> Float[Tensor, "row"]:
+    """One metric, from hidden states and logits of whole prompts and of perturbed ones.
+
+    Args:
+        metric: its name.
+        before, after: of whole prompts and of perturbed ones.
+        ids: the tokens that metrics of a prediction are about.
+        others: tokens whose numbers are subtracted, or None.
+    """
     if metric == "hs_mse":
         return (after[0] - before[0]).square().mean(-1)
     whole = before[1]
     perturbed = after[1]
-    token = whole.argmax(-1, keepdim=True)
+    assert ids is not None
     if metric != "logit":
         whole = whole.softmax(-1)
         perturbed = perturbed.softmax(-1)
-    fall = (whole.gather(1, token) - perturbed.gather(1, token))[:, 0]
+    changes = whole - perturbed
+    fall = changes.gather(1, ids[:, None])[:, 0]
+    if others is not None:
+        fall = fall - changes.gather(1, others[:, None])[:, 0]
     if metric == "aopc_abs":
         return fall.abs()
     return fall

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -77,6 +77,18 @@ STANDARD: dict[str, tuple[str, dict[str, Any]]] = {
 them and with; its eight baselines (mean and rollout of four layer maps); and the other methods of the field."""
 
 
+class Explained(NamedTuple):
+    """The tokens that some prompts are explained by, instead of what the model predicts.
+
+    Attributes:
+        target: the id of each prompt's token.
+        minus: of the token that it is held against; None where there is none.
+    """
+
+    target: list[int]
+    minus: list[int] | None
+
+
 MEAN_TOLERANCE = 0.05
 """To which relative standard error a mean over all queries takes each norm of T; one query's is exact."""
 
@@ -103,8 +115,25 @@ class Scorer:
         norm = self.method == "tensorlens" and self.options.get("collapse") == "norm"
         return norm and not {"probes", "tol"} & set(self.options)
 
-    def result(self, frozen: FrozenPass, query: int | Literal["all"] = -1) -> Any:
+    def check_minus(self) -> None:
+        """Refuse a method that explains a token and cannot hold it against another.
+
+        Raises:
+            InvalidInputError: it is one, without an option `minus`.
+        """
+        if isinstance(self.method, str) and self.needs_target and not get_method(self.method).takes("minus"):
+            raise InvalidInputError(
+                f"minus: method {self.label!r} explains a token's logit and no difference of two. Leave it out, or "
+                "leave minus= out."
+            )
+
+    def result(self, frozen: FrozenPass, query: int | Literal["all"] = -1, explained: Explained | None = None) -> Any:
         """What the method itself returns: an Attribution, or the output of a function.
+
+        Args:
+            frozen: the pass.
+            query: see `tensorlens_tl.passes.inputs.query_positions`.
+            explained: the tokens that stand for `PREDICTED`; None is what the model predicts.
 
         Raises:
             InvalidInputError: the method's error, with the label in front.
@@ -118,7 +147,11 @@ class Scorer:
                     f"{self.label}: it explains a prediction, and a target needs one query; with query='mean' use "
                     "methods or options without a target, such as 'tensorlens in_out'."
                 )
-            predicted = predictions(frozen, query)[0].tolist()
+            if explained is None:
+                explained = Explained(predictions(frozen, query)[0].tolist(), None)
+            if explained.minus is not None:
+                options.setdefault("minus", explained.minus)
+            predicted = explained.target
             options |= {name: predicted for name, value in options.items() if value is PREDICTED}
         if query == "all" and self.estimates_norms:  # exactly, d_model rows are pulled for every query
             options["tol"] = MEAN_TOLERANCE
@@ -129,14 +162,16 @@ class Scorer:
         except InvalidInputError as error:
             raise InvalidInputError(f"{self.label}: ", *error.args) from error
 
-    def __call__(self, frozen: FrozenPass, query: int | Literal["all"] = -1) -> Float[Tensor, "batch pos"]:
+    def __call__(
+        self, frozen: FrozenPass, query: int | Literal["all"] = -1, explained: Explained | None = None
+    ) -> Float[Tensor, "batch pos"]:
         """Scores of source tokens for one query, or averaged over all of them where it is "all".
 
         Raises:
             InvalidInputError: the method's error, with the label in front; also scores of another shape.
             UnsupportedModelError: the method does not fit this model.
         """
-        scores = self.result(frozen, query)
+        scores = self.result(frozen, query, explained)
         if isinstance(scores, Attribution):
             scores = _one_query(scores, frozen, query)
         expected = tuple(frozen.mask.shape)

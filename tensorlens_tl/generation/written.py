@@ -1,7 +1,7 @@
 """A frozen text of prompt and continuation, and what made its generated tokens; the difference of two such texts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,21 +12,19 @@ from tensorlens_tl._arguments import whole_number, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.generation.hops import Hops, check_hops, sent_on
+from tensorlens_tl.generation.methods import METHOD, check_method, given, scored_by
 from tensorlens_tl.generation.writing import Continuation, Count, Text, refuse_non_causal, texts_of
-from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike, check_rule
+from tensorlens_tl.models import NEXT, RUNNER_UP, ModelLike, ModelView, TokenLike, check_rule
 from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, difference, freeze
 from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find, memory_batches, one_per_prompt, taken
 from tensorlens_tl.passes.operator import Collapse
-from tensorlens_tl.results import Attribution, joined
+from tensorlens_tl.results import EACH_GENERATED, Attribution, joined
 
 if TYPE_CHECKING:
     Span = str | int | slice | tuple[int, int] | Sequence[int] | None
     """A stretch of generated text: ``"all"``, a text, a number, a slice, ``(start, stop)``; None for every token."""
 else:
     Span = Any  # `_bounds` says what is wrong with it
-
-RUNNER_UP = "runner-up"
-"""As `minus=`: at each position the token of largest logit besides the one that is there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,11 +70,13 @@ class FrozenGeneration:
         bias: str = "apart",
         activation: str = "ratio",
         memory: Memory = None,
+        method: str = METHOD,
+        **options: Any,
     ) -> Attribution:
         """What made the generated tokens, one query for each, or a stretch of them together.
 
         Args:
-            span, hops, minus, bias, activation, memory: as for `attribute_generation`.
+            span, hops, minus, bias, activation, memory, method, options: as for `attribute_generation`.
 
         Returns:
             Scores `[batch, query, key]`, additive with their bias; see `attribute_generation`.
@@ -90,14 +90,17 @@ class FrozenGeneration:
         True
         """
         check_hops(hops)
+        check_method(method, options, hops, minus, bias, activation)
         queries = self._queries(self.positions if span is None else self._span(span))
+        if method != METHOD:
+            settings = options | given(minus=minus, bias=bias, activation=activation)
+            return self._by_method(method, queries, span, minus, settings, memory)
         shown = queries if span is None else self._last(queries)
         if span is None and minus is None:
             collapse = self.links(bias=bias, activation=activation, memory=memory)
         else:
-            others = self._runners_up(queries) if _is_runner_up(minus) else minus
             collapse = self.frozen.operator(activation=activation).target(
-                NEXT, others, query=queries, bias=bias, summed=span is not None, memory=memory
+                NEXT, minus, query=queries, bias=bias, summed=span is not None, memory=memory
             )
         scores, constant = _scores_and_bias(collapse)
         if hops != 0:
@@ -118,6 +121,23 @@ class FrozenGeneration:
             options={name: value for name, value in options.items() if value is not None}
             | {"generated": self.generated_ranges(), "asked": self._token_positions(queries)},
         )
+
+    def _by_method(
+        self,
+        method: str,
+        queries: Int[Tensor, "batch query"],
+        span: Span,
+        minus: TokenLike,
+        settings: dict[str, Any],
+        memory: Memory,
+    ) -> Attribution:
+        """What another method says of the tokens that queries predict."""
+        result = scored_by(self.frozen, method, queries, settings, span=span is not None, memory=memory)
+        target = result.target
+        if target:
+            target = self._label(queries, span, minus, 0)
+        generated = {"generated": self.generated_ranges(), "asked": self._token_positions(queries)}
+        return replace(result, target=target, options=settings | given(span=span) | generated)
 
     def difference(self, other: "FrozenGeneration") -> "FrozenGeneration":
         """What another text, or the same text in another run, makes otherwise: to ask as of one text.
@@ -231,22 +251,11 @@ class FrozenGeneration:
             )
         return within
 
-    def _runners_up(self, queries: Int[Tensor, "batch query"]) -> Int[Tensor, "batch query"]:
-        """The token of largest logit besides the next one, at each query."""
-        run = self.frozen
-        if isinstance(run, Difference):
-            run = run.a
-        logits = run.logits(queries)
-        assert logits is not None  # `refuse_non_causal`
-        after = (queries + 1).clamp_max(self.frozen.tokens.shape[1] - 1)
-        next_tokens = torch.take_along_dim(self.frozen.tokens, after, dim=1)
-        return logits.scatter(-1, next_tokens[..., None].to(logits.device), -torch.inf).argmax(-1)
-
     def _label(self, queries: Int[Tensor, "batch query"], span: Span, minus: TokenLike, hops: Hops) -> str:
         """What the scores are of, in words."""
         unit, against = _unit(minus)
         if span is None:
-            label = f"{unit}{against} of each generated token"
+            label = f"{unit}{against} of {EACH_GENERATED}"
         else:
             tokens = [self.frozen.str_tokens[0][position] for position in self._token_positions(queries)[0]]
             label = f"sum of the {unit}s{against} of {_counted(len(tokens), 'generated token')}"
@@ -394,6 +403,8 @@ def attribute_generation(
     store: Store = "model",
     verify: Verify = True,
     memory: Memory = None,
+    method: str = METHOD,
+    **options: Any,
 ) -> Attribution:
     """What made the text that a model writes after a prompt: scores of the prompt and of earlier generated tokens.
 
@@ -428,12 +439,18 @@ def attribute_generation(
         padding_side: ``"left"`` or ``"right"`` (the default), where texts differ in length.
         store, verify: as for `freeze`.
         memory: what may be allocated at once, as ``"512MB"`` or bytes; it bounds how many prompts run together.
+        method: any of `list_methods()`, for the same tokens: one query for each, or of a span the sum of their scores.
+            A method that explains no prediction (attention, say) has one map for every target; its rows are averaged
+            over a span.
+        options: of another method than the default.
 
     Returns:
-        Scores `[batch, query, key]`, additive with their bias to each target.
+        Scores `[batch, query, key]`, additive with their bias to each target where the method is.
 
     Raises:
-        InvalidInputError: both or neither of `max_new_tokens` and `continuation`; a continuation that is empty, that
+        RegistryError: no such method.
+        InvalidInputError: an option that the method does not take, or hops of another than the default;
+            both or neither of `max_new_tokens` and `continuation`; a continuation that is empty, that
             changes the prompt's tokens, or not one per prompt; nothing written; a text beyond the context; a span that
             is empty, outside the generated text or not in it; no such number of hops.
         UnsupportedModelError: not a causal language model, and what `freeze` refuses.
@@ -446,7 +463,9 @@ def attribute_generation(
     texts = texts_of(
         view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos
     )  # fmt: skip
+    check_method(method, options, hops, minus, bias, activation)
     settings: dict[str, Any] = {"span": span, "hops": hops, "bias": bias, "activation": activation, "memory": memory}
+    settings |= {"method": method, **options}
     batches = memory_batches(view, [len(ids) for ids, _ in texts], memory)
     if len(batches) == 1:
         return _frozen(model, texts, padding_side, store, verify).attribute(minus=minus, **settings)
@@ -459,10 +478,10 @@ def attribute_generation(
             parts.append(frozen.attribute(minus=batch_minus, **settings))
         except InvalidInputError as error:
             raise error.with_prompts(dict(enumerate(map(PromptNumber, batch)))) from error
-    options: dict[str, Any] = {name: _by_prompt(parts, batches, name) for name in ("generated", "asked")}
+    explained: dict[str, Any] = {name: _by_prompt(parts, batches, name) for name in ("generated", "asked")}
     if others is not None:
-        options["minus"] = minus
-    return joined(parts, batches, options)
+        explained["minus"] = minus
+    return joined(parts, batches, explained)
 
 
 def _by_prompt(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], name: str) -> list[list[int]]:

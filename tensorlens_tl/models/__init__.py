@@ -36,6 +36,7 @@ from tensorlens_tl.models.layouts import (
 from tensorlens_tl.models.patches import PatchWeights as PatchWeights
 from tensorlens_tl.models.protocol import (
     NEXT,
+    RUNNER_UP,
     Direction as Direction,
     HeadChoice as HeadChoice,
     HookedModel,
@@ -53,6 +54,7 @@ __all__ = [
     "LAYOUTS",
     "NEXT",
     "RULES",
+    "RUNNER_UP",
     "BlockView",
     "Coefficients",
     "HookedModel",

@@ -58,6 +58,9 @@ class Relative(Enum):
 NEXT = Relative.NEXT
 """As a target: every query asks for its own next token, the one that follows it in the prompt."""
 
+RUNNER_UP = "runner-up"
+"""As `minus=`: at each query the token of largest logit besides the target."""
+
 if TYPE_CHECKING:
     ModelLike = HookedModel
     """A model, as a user passes it."""

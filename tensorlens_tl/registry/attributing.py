@@ -1,12 +1,17 @@
 """`attribute`: any registered method on a model, or on a frozen pass."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, RegistryError
 from tensorlens_tl.hooks import lock_of
-from tensorlens_tl.models import ModelLike, ModelView, TokenLike
+from tensorlens_tl.models import NEXT, ModelLike, ModelView, Query, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, freeze
 from tensorlens_tl.passes.inputs import (
     check_slice,
@@ -17,7 +22,10 @@ from tensorlens_tl.passes.inputs import (
 from tensorlens_tl.registry.entries import Method
 from tensorlens_tl.registry.options import PER_PROMPT, split_options
 from tensorlens_tl.registry.registering import get_method, list_methods
-from tensorlens_tl.results import Attribution, joined
+from tensorlens_tl.results import MEAN_QUERY, Attribution, joined, one_query
+
+MEAN = "mean"
+"""As `query=`: the mean over every query of a prompt. The word of a prompt is ``" mean"``, with its space."""
 
 DEFAULT = "tensorlens"
 DEFAULT_OF_DIFFERENCES = "difference"
@@ -49,7 +57,8 @@ def attribute(
         options: the method's options (``help(tlens.get_method(name).function)`` describes them; the default method
             takes `collapse`, `query`, `minus`, `direction`, `layers`, `heads`, `mlp`, `activation`,
             `probes`); options of `freeze` (`attention_mask`, `prepend_bos`, `verify` …) are passed to
-            it.
+            it. ``query="mean"`` explains the mean over every query (with `NEXT` as the target, every query that a
+            token follows), for the work of ``query="all"``; its total is the mean of the model's own numbers.
 
     Returns:
         The scores, `[batch, query, key]` unless the method says otherwise, with tokens, positions and provenance.
@@ -129,7 +138,37 @@ def _chosen(model: ModelLike | FrozenPass | Difference, name: str | None) -> Met
 
 
 def _answered(method: Method, frozen: FrozenPass | Difference, options: Mapping[str, Any]) -> Attribution:
-    """A method's answer; no other thread gives the model other weights before it is there."""
+    """A method's answer, to each query or to their mean."""
+    query = options.get("query")
+    if not isinstance(query, str) or query != MEAN:
+        return _computed(method, frozen, options)
+    every = _with_prediction(frozen, options.get("target"))
+    result = one_query(_computed(method, frozen, {**options, "query": every}), mean=True)
+    what = " of the ".join([MEAN_QUERY, *filter(None, [result.target])])
+    return replace(result, target=what, options=result.options | {"query": MEAN})
+
+
+def _with_prediction(frozen: FrozenPass | Difference, target: TokenLike) -> Query:
+    """Every query, or for `NEXT` those that a token follows; padding where a prompt has fewer."""
+    if target is not NEXT:
+        return "all"
+    rows = [row.nonzero()[:-1, 0] for row in frozen.mask]
+    most = max(map(len, rows))
+    if any(len(row) == 0 for row in rows):
+        raise InvalidInputError(
+            "query='mean': a prompt of one token, which none follows, has no query for target=NEXT; name a token."
+        )
+    padding = (~frozen.mask).long().argmax(1)
+    return torch.stack([_filled(row, most, place) for row, place in zip(rows, padding, strict=True)])
+
+
+def _filled(row: Int[Tensor, "query"], length: int, place: Int[Tensor, ""]) -> Int[Tensor, "length"]:
+    """Positions of a prompt, and a place of padding for each that it lacks."""
+    return torch.cat([row, place.expand(length - len(row))])
+
+
+def _computed(method: Method, frozen: FrozenPass | Difference, options: Mapping[str, Any]) -> Attribution:
+    """The result of a method; no other thread gives the model other weights before it is computed."""
     with lock_of(frozen.view.model):
         frozen.check_fresh()
         return _checked(method.name, method.function(frozen, **options))

@@ -6,18 +6,26 @@ from tensorlens_tl.results.edges import ARROW as ARROW, CHOICES as CHOICES, TARG
 from tensorlens_tl.results.entry import Entry, check_batch as check_batch, largest as largest
 from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
 from tensorlens_tl.results.feature_edges import FeatureEdges
-from tensorlens_tl.results.graph import ContributionGraph
-from tensorlens_tl.results.joining import (
+from tensorlens_tl.results.frames import (
+    COLUMNS,
+    EACH_GENERATED as EACH_GENERATED,
+    MEAN_QUERY as MEAN_QUERY,
     SEVERAL_TARGETS as SEVERAL_TARGETS,
+)
+from tensorlens_tl.results.graph import ContributionGraph
+from tensorlens_tl.results.heads import HeadScores, joined_heads as joined_heads
+from tensorlens_tl.results.joining import (
     joined as joined,
     joined_changes as joined_changes,
 )
 from tensorlens_tl.results.pairs import ScoreAttribution, ScoreChange
+from tensorlens_tl.results.queries import one_query as one_query
 from tensorlens_tl.results.result import RESULT_ENDINGS as RESULT_ENDINGS, Result
 from tensorlens_tl.results.terms import Paths, Terms
 from tensorlens_tl.results.views import array as array
 
 __all__ = [
+    "COLUMNS",
     "Attribution",
     "ChangeRoutes",
     "Circuit",
@@ -27,6 +35,7 @@ __all__ = [
     "Entry",
     "Evaluation",
     "FeatureEdges",
+    "HeadScores",
     "ModelChange",
     "Paths",
     "Result",

@@ -14,6 +14,7 @@ from tensorlens_tl.models import Query
 from tensorlens_tl.passes import Difference, FrozenPass
 from tensorlens_tl.passes.inputs import find_real, query_positions, without_mark, word_ids, word_starts
 from tensorlens_tl.results.entry import Entry, largest, query_row
+from tensorlens_tl.results.frames import long_frame
 from tensorlens_tl.results.views import AXES, OF_GENERATED, Shown
 
 if TYPE_CHECKING:
@@ -268,34 +269,29 @@ class Attribution(Shown):
         return fields
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per score of real tokens: the axes, the two tokens, of an encoder–decoder their sides, the score.
+        """A long table: one line per prompt, query and source token, and one for each query's bias and total.
 
-        >>> len(tlens.attribute(frozen, " value").to_dataframe())
-        7
+        Columns (`COLUMNS` says what each one is): the axes, ``query_token`` (of a stretch of generated text the whole
+        stretch), ``key_token``, of an encoder–decoder the sides of both, ``kind``, ``generated``, ``target`` and
+        ``score``. Lines of the kinds ``"token"`` and ``"bias"`` sum to the line of the kind ``"total"`` where the
+        result is additive.
+
+        >>> frame = tlens.attribute(frozen, " value").to_dataframe()
+        >>> frame["kind"].value_counts().to_dict()
+        {'token': 7, 'bias': 1, 'total': 1}
         """
-        import pandas as pd
-
-        index = torch.cartesian_prod(*(torch.arange(size) for size in self.scores.shape)).reshape(-1, self.scores.ndim)
-        frame = pd.DataFrame({name: index[:, axis].numpy() for axis, name in enumerate(self.axes)})
-        rows = frame["batch"].to_numpy()
-        keys = frame["key"].to_numpy()
-        frame["query"] = self.queries.cpu().numpy()[rows, frame["query"].to_numpy()]
-        frame["query_token"] = [self.tokens[b][q] for b, q in zip(rows, frame["query"], strict=True)]
-        frame["key_token"] = [self.tokens[b][k] for b, k in zip(rows, keys, strict=True)]
-        if self.sides is not None:
-            frame["query_side"] = [self.sides[b][q] for b, q in zip(rows, frame["query"], strict=True)]
-            frame["key_side"] = [self.sides[b][k] for b, k in zip(rows, keys, strict=True)]
-        frame["score"] = self.scores.detach().double().cpu().reshape(-1).numpy()
-        mask = self.mask.cpu().numpy()
-        real = mask[rows, keys] & mask[rows, frame["query"].to_numpy()]
-        return frame.loc[real].reset_index(drop=True)
+        return long_frame(self)
 
     @classmethod
     def _unpacked(cls, tensors: dict[str, Tensor], facts: dict[str, Any]) -> "Attribution":
         return super()._unpacked(tensors, {"sides": None} | facts | {"axes": tuple(facts["axes"])})
 
     def __sub__(self, other: "Attribution") -> "Attribution":
-        """Scores minus another's, of the same prompt, queries and weight processing.
+        """Scores minus another's, of the same prompt, queries and weight processing; also of another model.
+
+        Provenance is that of the first; what differs in the other stands beside it, as ``"second model"``.
+        Where both are additive, `gap` is measured anew: how far the differences are from summing to the difference of
+        the totals.
 
         Only logit differences are invariant to folding and centring, so mixed processing is refused.
         """
@@ -320,14 +316,22 @@ class Attribution(Shown):
         method = self.method
         if method != other.method:
             method = f"{self.method} − {other.method}"
+        gap = None
+        scores, bias, total = (differences[part] for part in ("scores", "bias", "total"))
+        if additive and scores is not None and bias is not None and total is not None:
+            gap = relative_gap(scores, bias, total)
+        target = f"{self.target} − {other.target}"
+        if self.target == other.target and self.provenance != other.provenance:
+            target = f"change of the {self.target or 'scores'}"
         return replace(
             self,
             **differences,
-            gap=None,
+            gap=gap,
             stderr=None,
             additive=additive,
-            target=f"{self.target} − {other.target}",
+            target=target,
             method=method,
+            provenance=_both(self.provenance, other.provenance),
             options={"left": self.options, "right": other.options},
         )
 
@@ -338,6 +342,11 @@ class Attribution(Shown):
         if left is None or right is None:
             return None
         return left - right
+
+
+def _both(first: dict[str, str], second: dict[str, str]) -> dict[str, str]:
+    """What two results depend on: the facts of the first, and those of the second that are others."""
+    return first | {f"second {name}": value for name, value in second.items() if first.get(name) != value}
 
 
 def _word_texts(tokens: list[str], words: list[int], count: int) -> list[str]:

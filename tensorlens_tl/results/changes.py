@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra.numerics import maybe, relative_gap
+from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.drawing import figure, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
@@ -25,6 +25,7 @@ from tensorlens_tl.results.entry import (
     some_numbers,
     with_style,
 )
+from tensorlens_tl.results.means import intervals, mean_of
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.statistics import bootstrap_interval
 from tensorlens_tl.results.terms import Terms
@@ -86,28 +87,31 @@ class ModelChange(Terms):
         size = self.scores.abs().sum(-1) + self.remainder.abs()
         return miss / size.clamp_min(torch.finfo(size.dtype).tiny)
 
-    def mean(self) -> "ModelChange":
+    def mean(self, *, level: float = 0.95) -> "ModelChange":
         """The mean over prompts, as of one prompt; a term that a prompt lacks counts as zero there.
+
+        Args:
+            level: the confidence of the intervals in `low` and `high`, as in `Terms.mean`.
+
+        Raises:
+            InvalidInputError: a level outside (0, 1).
 
         >>> change = tlens.compare_models(model, model, text, " value")
         >>> change.mean().scores.shape == (1, 1, len(change))
         True
         """
         real = torch.take_along_dim(self.mask, self.queries, dim=1)
-        counts = real.sum(0).clamp_min(1)
         prompts, queries = self.queries.shape
-
-        def mean(values: Tensor) -> Tensor:
-            by_query = real.reshape(*real.shape, *(1,) * (values.ndim - 2))
-            return ((values * by_query).sum(0) / counts.reshape(-1, *(1,) * (values.ndim - 2)))[None]
-
+        low, high = intervals(self.scores, real, level)
         numbers = {name: getattr(self, name) for name in ("scores", *NUMBERS)}
         target = self.target
         if len(target) > LONGEST:
             target = "change of each prompt's number"
         return replace(
             self,
-            **{name: maybe(mean, value) for name, value in numbers.items()},
+            **{name: None if value is None else mean_of(value, real) for name, value in numbers.items()},
+            low=low,
+            high=high,
             target=f"{target}, mean of {prompts} prompts",
             keys=None,
             queries=torch.arange(queries, device=self.queries.device)[None],
@@ -160,7 +164,7 @@ class ModelChange(Terms):
         by_size = frame["mean"].iloc[:-1].abs().sort_values(ascending=False, kind="stable").index
         return frame.loc[[*by_size, "total"]]
 
-    def __sub__(self, other: "ModelChange") -> "ModelChange":
+    def __sub__(self, other: Terms) -> "ModelChange":
         """Term by term; one that only one of the two has is zero in the other.
 
         Raises:
@@ -199,7 +203,7 @@ class ModelChange(Terms):
         if self.keys is not None:
             keys = self.keys.new_zeros(*scores.shape, self.keys.shape[-1])
             keys[:, :, columns] = self.keys
-        return replace(self, names=list(names), scores=scores, keys=keys)
+        return replace(self, names=list(names), scores=scores, keys=keys, low=None, high=None)
 
 
 NUMBERS = ("total", "remainder", "base", "tuned")

@@ -11,9 +11,7 @@ from torch.nn.functional import pad
 
 from tensorlens_tl.results.attribution import Attribution
 from tensorlens_tl.results.changes import NUMBERS, ModelChange
-
-SEVERAL_TARGETS = "a target of its own for each prompt"
-"""What is explained, where that differs."""
+from tensorlens_tl.results.frames import SEVERAL_TARGETS
 
 BATCH_AXES = {"layers": 1}
 """The number of the batch axis, where it is not the first."""

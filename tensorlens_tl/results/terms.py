@@ -27,6 +27,7 @@ from tensorlens_tl.results.entry import (
     with_others,
     with_style,
 )
+from tensorlens_tl.results.means import less, mean_over_prompts
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.statistics import bootstrap_interval
 
@@ -57,12 +58,13 @@ class Terms(Result):
         mask: True at real tokens, `[batch, pos]`.
         tokens: readable tokens of each prompt.
         target: what the scores explain, in words.
+        low, high: of a `mean` over prompts, the ends of each part's interval, `[batch, query, term]`; else None.
         keys: for parts that read other tokens, each token's share, `[batch, query, term, key]`; NaN for parts that
             belong to no token; None where not asked for.
         soft_cap: the cap that the model applies to its logits after `total`, or None.
     """
 
-    TENSORS: ClassVar = ("scores", "total", "remainder", "queries", "mask", "keys")
+    TENSORS: ClassVar = ("scores", "total", "remainder", "queries", "mask", "keys", "low", "high")
     FACTS: ClassVar = ("names", "tokens", "target", "soft_cap")
 
     names: list[str]
@@ -75,6 +77,8 @@ class Terms(Result):
     remainder: Float[Tensor, "batch query"] | None = None
     keys: Float[Tensor, "batch query term key"] | None = None
     soft_cap: float | None = None
+    low: Float[Tensor, "batch query term"] | None = None
+    high: Float[Tensor, "batch query term"] | None = None
 
     def __post_init__(self) -> None:
         shape = (*self.queries.shape, len(self.names))
@@ -117,6 +121,43 @@ class Terms(Result):
             raise InvalidInputError(f"no term {name!r}; there are {', '.join(self.names[:8])}, …")
         return self.scores[..., self.names.index(name)]
 
+    def __sub__(self, other: "Terms") -> "Terms":
+        """Each part's score less another result's: of another target, prompt, or model, at the same positions.
+
+        A part that one of the two lacks is zero there. Totals and remainders are subtracted likewise, so the parts sum
+        to the difference of the two totals where both results are additive.
+
+        Raises:
+            InvalidInputError: other positions, or no part of the same name.
+
+        >>> value, name = (tlens.circuits.logit_attribution(frozen, token) for token in (" value", " name"))
+        >>> both = tlens.circuits.logit_attribution(frozen, " value", " name")
+        >>> torch.allclose((value - name).total, both.total, atol=1e-4)
+        True
+        """
+        if not isinstance(other, Terms):
+            return NotImplemented
+        return Terms(**less(self, other))
+
+    def mean(self, *, level: float = 0.95) -> "Terms":
+        """The mean over prompts, as of one prompt, query by query, with an interval for every part; sums still hold.
+
+        Args:
+            level: the confidence of the intervals, percentile bootstraps over prompts (`evaluate.bootstrap_interval`);
+                NaN of one prompt.
+
+        Returns:
+            Terms with `low` and `high`, which `to_dataframe` has as columns.
+
+        Raises:
+            InvalidInputError: a level outside (0, 1).
+
+        >>> several = tlens.freeze(model, [text, "Set the name", "Raise an error"])
+        >>> tlens.circuits.logit_attribution(several, " the", by="head").mean().scores.shape[:2]
+        torch.Size([1, 1])
+        """
+        return Terms(**mean_over_prompts(self, level))
+
     def query_row(self, query: int | str = -1, batch: int = 0) -> int:
         """Where a query lies on the query axis: counted over the prompt's real queries, or named by its text.
 
@@ -148,6 +189,8 @@ class Terms(Result):
     def to_dataframe(self, *, keys: bool = False) -> "pd.DataFrame":
         """One line per score: batch, query, query_token, term, score; with `keys`, one per source token's share.
 
+        Of a `mean`, ``low`` and ``high`` stand before the score.
+
         Parts that belong to no source token then have one line, without `key` and `key_token`.
 
         Raises:
@@ -176,6 +219,10 @@ class Terms(Result):
             frame["key"] = index[3]
             frame["key_token"] = [self.tokens[b][k] for b, k in zip(batch, index[3], strict=True)]
             real = real & self.mask.cpu().numpy()[batch, index[3]]
+        for name in ("low", "high"):
+            bound = getattr(self, name)
+            if bound is not None and not keys:
+                frame[name] = bound.double().cpu().reshape(-1).numpy()
         frame["score"] = values.detach().double().cpu().reshape(-1).numpy()
         frame = frame.loc[real]
         if keys:  # parts that belong to no source token: a line of their own, so that the lines still sum

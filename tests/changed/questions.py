@@ -26,6 +26,8 @@ CORRUPTED = [7, 11, 29, 31, 19, 41]
 TARGET, MINUS, REPLACEMENT = 5, 9, 13
 MIDDLE = 2
 """A query that is not the last token."""
+REPEATED = torch.tensor([TOKENS[:3] * 2])
+"""A prompt whose tokens occur twice."""
 
 
 class Setting:
@@ -250,6 +252,9 @@ CALLS: dict[str, Callable[[Setting], Any]] = {
         s.frozen, TARGET, MINUS, by="head_token"
     ),
     "circuits.qk_attribution [by=component]": lambda s: circuits.qk_attribution(s.frozen, 1, 2, by="component"),
+    "circuits.previous_token_scores": lambda s: circuits.previous_token_scores(s.frozen).scores,
+    "circuits.duplicate_token_scores": lambda s: circuits.duplicate_token_scores(s.model, REPEATED).scores,
+    "circuits.induction_scores": lambda s: circuits.induction_scores(s.model, REPEATED).scores,
     "circuits.singular_directions": lambda s: circuits.singular_directions(s.op).values,
     "circuits.svd_tokens": lambda s: _singular_values(circuits.svd_tokens(s.model, 1, 2)),
     "circuits.as_scipy": lambda s: circuits.as_scipy(s.op) @ s.op.x.flatten().double().numpy(),
@@ -325,6 +330,7 @@ LEFT_OUT = {
     "passes.check_explained": "a check",
     "layerwise.refuse_whitened": "a check",
     "layerwise.select_query": "an index",
+    "evaluate.text_": "reads texts; what it gives is asked",
     "evaluate.few_shot_prompts": "writes prompts",
     "evaluate.relation_decoding": "needs a tokenizer and text; frozen.operator and its block maps are asked",
     "evaluate.reproduce": "runs other evaluations, which are asked",

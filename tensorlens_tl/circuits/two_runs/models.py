@@ -29,6 +29,7 @@ from tensorlens_tl.errors import InvalidInputError, PromptNumber
 from tensorlens_tl.models import BlockView, ModelLike, ModelView, Query, TokenLike, Within
 from tensorlens_tl.passes import check_one_architecture, difference as difference_of, freeze
 from tensorlens_tl.passes.inputs import InputLike, check_slice, one_per_prompt, prompt_batches, taken, tokenized
+from tensorlens_tl.passes.operator import target_ids
 from tensorlens_tl.results import ModelChange, joined_changes
 
 ATTENTION = "attention"
@@ -156,6 +157,8 @@ class _Comparison:
             raise InvalidInputError(TOKENIZED_APART)
         difference = difference_of(*runs)
         reading = Reading.of(difference, target, minus, direction, self.query)
+        if minus is not None:  # the same token in both runs, where it is the first run's runner-up
+            minus = target_ids(difference, reading.positions, target, minus)[1]
         numbers = [reading.number(frozen, target, minus, direction) for frozen in runs]
         parts: list[dict[str, Tensor]] = []
         remainders: list[Tensor] = []

@@ -6,6 +6,7 @@ from tensorlens_tl.evaluate.known.components import known_components
 from tensorlens_tl.evaluate.known.pairs import PromptPairs, prompt_pairs
 from tensorlens_tl.evaluate.known.patching import PROPORTIONS, circuit_faithfulness, patching_agreement
 from tensorlens_tl.evaluate.known.tasks import KnownAnswers, brackets, induction, recall
+from tensorlens_tl.evaluate.known.texts import text_answers, text_pairs
 from tensorlens_tl.evaluate.known.truths import KnownAttention, KnownChoice, KnownComponents, Place
 
 __all__ = [
@@ -27,4 +28,6 @@ __all__ = [
     "prompt_pairs",
     "ranking",
     "recall",
+    "text_answers",
+    "text_pairs",
 ]

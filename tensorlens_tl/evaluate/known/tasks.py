@@ -101,7 +101,10 @@ def token_ids(what: str, value: TokenIds, axes: int) -> Int[Tensor, "..."]:
     while isinstance(first, Sequence) and not isinstance(first, str) and first:
         first = first[0]
     if isinstance(first, str):
-        raise InvalidInputError(f"{what}: {first!r} is a text, and a task has no tokenizer; {hint}.")
+        raise InvalidInputError(
+            f"{what}: {first!r} is a text, and a task has no tokenizer; evaluate.text_pairs and "
+            f"text_answers read texts, or {hint}."
+        )
     try:
         ids = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

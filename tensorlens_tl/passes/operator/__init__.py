@@ -5,6 +5,8 @@ from tensorlens_tl.passes.operator.operator import FrozenOperator
 from tensorlens_tl.passes.operator.pixels import PatchEmbedding, PixelScores, patch_embedding, pixel_scores
 from tensorlens_tl.passes.operator.selection import chosen_head, chosen_layers, end_of
 from tensorlens_tl.passes.operator.target import (
+    EACH_NEXT as EACH_NEXT,
+    RUNNER_UP_ID as RUNNER_UP_ID,
     logit_label,
     resolve_target,
     target_ids,

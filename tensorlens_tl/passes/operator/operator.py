@@ -141,7 +141,8 @@ class FrozenOperator(FrozenTensor):
         Args:
             target: a token (string or id), one per prompt, one per query (``[batch][query]``), or `NEXT`: the token
                 that follows each query in its prompt.
-            minus: another token, for ``logit(target) − logit(minus)``.
+            minus: another token, for ``logit(target) − logit(minus)``; or ``"runner-up"``, the token of largest logit
+                besides the target at each query.
             query: the positions whose predictions are explained, the last real token by default.
             direction: instead of a token, a vector at the operator's output (a probe, a feature, a classifier column):
                 `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]`.

@@ -10,9 +10,15 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import plain
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
-from tensorlens_tl.models import NEXT, ModelView, TokenLike
+from tensorlens_tl.models import NEXT, RUNNER_UP, ModelView, TokenLike
 from tensorlens_tl.passes.inputs import Prompt, query_positions
 from tensorlens_tl.passes.linearisation import Linearisation, check_linearisation
+
+EACH_NEXT = "each query's next token"
+"""What is explained with `NEXT` as the target, in words."""
+
+RUNNER_UP_ID = -1
+"""Stands for the runner-up among the ids of `minus`, until the logits are known."""
 
 
 def token_ids(
@@ -81,6 +87,8 @@ def next_ids(prompt: Prompt, positions: Int[Tensor, "batch query"], name: str = 
 
 
 def _token_id(view: ModelView, token: object, name: str) -> int:
+    if name == "minus" and isinstance(token, str) and token == RUNNER_UP:
+        return RUNNER_UP_ID
     if isinstance(token, str) and view.labels:
         return _class_number(view, token, name)
     if isinstance(token, str):
@@ -138,7 +146,9 @@ def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None) -> 
 
     def named(token: object) -> str:
         if token is NEXT:
-            return "each query's next token"
+            return EACH_NEXT
+        if isinstance(token, str) and token == RUNNER_UP:
+            return "the runner-up"
         if isinstance(token, int):
             token = token_label(view, token)
         return repr(token)
@@ -172,7 +182,8 @@ def resolve_target(
         frozen: the pass.
         target: a token (string or id), one per prompt, or one per prompt and query; see `token_ids`. `NEXT` is each
             query's own next token.
-        minus: another token, for ``logit(target) − logit(minus)``.
+        minus: another token, for ``logit(target) − logit(minus)``; ``"runner-up"`` is the token of largest logit
+            besides the target, at each query (of a difference, in its first run).
         direction: instead of a token, a vector `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]` at the
             operator's output.
         positions: the queries, None for each prompt's last real token.
@@ -235,11 +246,33 @@ def target_ids(
     if minus is None:
         return ids, None
     others = read(minus, "minus")
+    if bool((others == RUNNER_UP_ID).any()):
+        others = torch.where(others == RUNNER_UP_ID, runners_up(frozen, positions, ids), others)
     same = (ids == others) & torch.take_along_dim(frozen.mask, positions, dim=1)
     if bool(same.any()):
         label = token_label(frozen.view, int(ids[same][0]))
         raise InvalidInputError(f"target and minus are the same token, {label!r}: their difference is zero everywhere.")
     return ids, others
+
+
+def runners_up(
+    frozen: Linearisation, positions: Int[Tensor, "batch query"], ids: Int[Tensor, "batch query"]
+) -> Int[Tensor, "batch query"]:
+    """The token of largest logit besides the target, at each query; of a difference, in its first run.
+
+    Args:
+        frozen: the pass, or the difference of two.
+        positions: the queries.
+        ids: their targets.
+
+    Raises:
+        UnsupportedModelError: the model predicts no tokens, or its logits are not ``cap(W_U·x + b_U)``, measured.
+    """
+    run = frozen.runs[0]
+    run.logit_vectors(ids, positions)  # the logits are those of the model, or an error
+    states = torch.take_along_dim(run.unembedded(), positions[..., None], dim=1)
+    logits = run.view.logits(states)
+    return logits.scatter(-1, ids[..., None].to(logits.device), -torch.inf).argmax(-1).to(positions.device)
 
 
 def unembedding_rows(

@@ -1,0 +1,168 @@
+"""Which heads attend to the previous token, to an earlier copy of a token, or to what followed it (induction).
+
+Each score is the mean, over the tokens that have such a place to attend to, of the attention that a head pays there
+(Olsson et al. 2022). Where a token occurred several times before, all the places count together.
+
+`transformer_lens.head_detector.detect_head` divides the same sum by the attention of every token, also of those that
+have no such place: its score of ``error_measure="mul"`` is ours times the share of tokens that have one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.passes import FrozenPass, freeze
+from tensorlens_tl.passes.inputs import prompt_batches
+from tensorlens_tl.results import HeadScores, joined_heads
+
+Places = Callable[[FrozenPass], Bool[Tensor, "batch query key"]]
+"""Where each query of a pass is to attend."""
+
+
+def previous_token_scores(
+    model: ModelLike | FrozenPass, prompts: Any = None, *, memory: Memory = None, **freezing: Any
+) -> HeadScores:
+    """How much each head attends from a token to the one before it.
+
+    Args:
+        model: a frozen pass, or a model with the prompts.
+        prompts: strings, or token ids; of a model.
+        memory: what may be allocated at once, as ``"512MB"`` or bytes: it bounds how many prompts run together.
+        freezing: options of `freeze`.
+
+    Returns:
+        The mean attention `[batch, layer, head]`, over each prompt's real tokens but the first.
+
+    Raises:
+        InvalidInputError: a pass with prompts, a model without, or prompts of one token.
+        UnsupportedModelError: no attention, an encoder–decoder, or a model that reads no tokens.
+
+    >>> tlens.circuits.previous_token_scores(frozen).scores.shape
+    torch.Size([1, 4, 4])
+    """
+    return _scores(model, prompts, _previous, "to the previous token", memory, freezing)
+
+
+def duplicate_token_scores(
+    model: ModelLike | FrozenPass, prompts: Any = None, *, memory: Memory = None, **freezing: Any
+) -> HeadScores:
+    """How much each head attends from a token to its earlier occurrences.
+
+    Args:
+        model, prompts, memory, freezing: as for `previous_token_scores`.
+
+    Returns:
+        The mean attention `[batch, layer, head]`, over each prompt's tokens that occurred before.
+
+    Raises:
+        InvalidInputError: no token of the prompts occurred before; and as for `previous_token_scores`.
+        UnsupportedModelError: as for `previous_token_scores`.
+
+    >>> tlens.circuits.duplicate_token_scores(frozen).counts
+    tensor([1])
+    """
+    return _scores(model, prompts, _duplicates, "to earlier occurrences of the token", memory, freezing)
+
+
+def induction_scores(
+    model: ModelLike | FrozenPass, prompts: Any = None, *, memory: Memory = None, **freezing: Any
+) -> HeadScores:
+    """How much each head attends from a token to those that followed its earlier occurrences.
+
+    Prompts that show it best are random tokens, repeated: ``evaluate.induction(d_vocab=...).tokens``.
+
+    Args:
+        model, prompts, memory, freezing: as for `previous_token_scores`.
+
+    Returns:
+        The mean attention `[batch, layer, head]`, over each prompt's tokens that occurred before.
+
+    Raises:
+        InvalidInputError: no token of the prompts occurred before; and as for `previous_token_scores`.
+        UnsupportedModelError: as for `previous_token_scores`.
+
+    >>> tlens.circuits.induction_scores(model, [text, "the file and the"]).scores.shape
+    torch.Size([2, 4, 4])
+    """
+    return _scores(model, prompts, _after_duplicates, "to what followed the token before", memory, freezing)
+
+
+def _scores(
+    model: Any, prompts: Any, places: Places, target: str, memory: Memory, freezing: dict[str, Any]
+) -> HeadScores:
+    result = _of_every_prompt(model, prompts, places, target, memory, freezing)
+    if not bool(result.counts.any()):
+        raise InvalidInputError(
+            f"attention {target}: none of the prompts has such a token. Pass prompts in which tokens repeat, such as "
+            "evaluate.induction(d_vocab=...).tokens."
+        )
+    return result
+
+
+def _of_every_prompt(
+    model: Any, prompts: Any, places: Places, target: str, memory: Memory, freezing: dict[str, Any]
+) -> HeadScores:
+    if isinstance(model, FrozenPass):
+        if prompts is not None or freezing:
+            raise InvalidInputError(f"attention {target}: a frozen pass has its prompts already; pass it by itself.")
+        return _of_pass(model, places, target)
+    if prompts is None:
+        raise InvalidInputError(f"attention {target}: `prompts` are missing; pass strings or token ids.")
+    rows, batches = prompt_batches(ModelView(model), prompts, freezing, memory)
+    if len(batches) < 2:
+        return _of_pass(freeze(model, prompts, **freezing), places, target)
+    freezing = {name: value for name, value in freezing.items() if name != "prepend_bos"}  # rows are token ids now
+    parts = [_of_pass(freeze(model, [rows[i] for i in batch], **freezing), places, target) for batch in batches]
+    return joined_heads(parts, [number for batch in batches for number in batch])
+
+
+def _of_pass(frozen: FrozenPass, places: Places, target: str) -> HeadScores:
+    view = frozen.view
+    view.refuse_encoder_decoder(f"attention {target}")
+    if view.reads != "tokens":
+        raise UnsupportedModelError(f"attention {target}: {view.description} reads no tokens.")
+    layers = [number for number, points in enumerate(frozen.points.blocks) if points.pattern is not None]
+    if not layers:
+        raise UnsupportedModelError(f"attention {target}: no layer of {view.description} has attention.")
+    chosen = places(frozen)
+    counts = chosen.any(-1).sum(-1)
+    patterns = {layer: _mean_attention(frozen.pattern(layer), chosen, counts) for layer in layers}
+    heads = max(pattern.shape[1] for pattern in patterns.values())
+    scores = next(iter(patterns.values())).new_full((len(chosen), frozen.n_layers, heads), torch.nan)
+    for layer, pattern in patterns.items():
+        scores[:, layer, : pattern.shape[1]] = pattern
+    return HeadScores(scores, counts, target, frozen.provenance())
+
+
+def _mean_attention(
+    pattern: Float[Tensor, "batch head query key"], chosen: Bool[Tensor, "batch query key"], counts: Tensor
+) -> Float[Tensor, "batch head"]:
+    """The mean attention to the chosen keys, over the queries that have one; NaN of a prompt without any."""
+    attention = torch.einsum("bhqk,bqk->bh", upcast(pattern), chosen.to(upcast(pattern[:0]).dtype))
+    return attention / counts[:, None]
+
+
+def _previous(frozen: FrozenPass) -> Bool[Tensor, "batch query key"]:
+    mask = frozen.mask
+    pos = mask.shape[1]
+    before = torch.ones(pos, pos, dtype=torch.bool, device=mask.device).tril(-1).triu(-1)
+    return before & mask[:, :, None] & mask[:, None]
+
+
+def _duplicates(frozen: FrozenPass) -> Bool[Tensor, "batch query key"]:
+    tokens = frozen.tokens
+    real = frozen.mask[:, :, None] & frozen.mask[:, None]
+    return ((tokens[:, :, None] == tokens[:, None]) & real).tril(-1)
+
+
+def _after_duplicates(frozen: FrozenPass) -> Bool[Tensor, "batch query key"]:
+    earlier = _duplicates(frozen)
+    after = torch.cat([torch.zeros_like(earlier[..., :1]), earlier[..., :-1]], dim=-1)
+    return after & frozen.mask[:, None]

@@ -1,0 +1,184 @@
+"""Tables of results: what their columns are called, and the long one of an Attribution."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tensorlens_tl.passes.operator import EACH_NEXT
+from tensorlens_tl.results.views import AXES, OF_GENERATED, Shown
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMNS: Mapping[str, str] = {
+    "id": "of a data set: the name of the row",
+    "row": "of a data set: its number",
+    "batch": "the prompt, counted from 0",
+    "query": "the position that is explained, padding counted",
+    "query_token": "its token; of a stretch of generated text, the whole stretch",
+    "query_side": "of an encoder–decoder: the side of the query",
+    "key": "the position of the source token, padding counted; none where a line is about no token",
+    "key_token": "its token",
+    "key_side": "of an encoder–decoder: its side",
+    "head": "the number of a head, where an attribution has an axis of heads",
+    "kind": '`token`, `bias`, `total`, or `rest`: all tokens that a data set did not store (`keep="top:N"`)',
+    "generated": "whether the model wrote the source token",
+    "target": "what is explained, in words; of a graph, the node that an edge leads to",
+    "term": "the name of a part: a head, an MLP, a path, a feature",
+    "feature": "a feature of a dictionary that is written to",
+    "layer": "a layer",
+    "route": "by which route a change passes the layer",
+    "source": "where an edge begins, or the part that is read",
+    "destination": "where an edge ends",
+    "side": "`query` or `key`, whose part it is",
+    "query_source": "of an attention score: the part of the query",
+    "key_source": "the part of the key",
+    "low": "of a mean: the lower end of its interval",
+    "high": "the upper end",
+    "score": "the number",
+    "weight": "the weight of an edge of a graph",
+    "source_pos": "of a graph: the position of the node",
+    "source_token": "its token",
+    "target_pos": "the position of the node that the edge leads to",
+    "target_token": "its token",
+    "reads": "what the edge is read by",
+    "metric": "of an evaluation: what is measured",
+    "method": "the method that is measured",
+    "unit": "the prompt that it is measured on",
+    "value": "the measured number",
+}
+"""The columns of every result's `to_dataframe`; an evaluation's axis and a program's own numbers come besides."""
+
+SEVERAL_TARGETS = "a target of its own for each prompt"
+"""What is explained, where that differs."""
+
+EACH_GENERATED = "each generated token"
+"""What is explained of generated text, a query for each token."""
+
+MEAN_QUERY = "mean over the queries"
+"""What is explained with ``query="mean"``."""
+
+
+def long_frame(result: Shown) -> "pd.DataFrame":
+    """One line per prompt, query and source token, and where a result has them one for each bias and total.
+
+    Lines of the kinds ``"token"`` and ``"bias"`` sum to that of the kind ``"total"`` where the result is additive.
+    """
+    import pandas as pd
+
+    tokens = _token_lines(result)
+    sums = [_lines_of_queries(result, name) for name in ("bias", "total") if getattr(result, name) is not None]
+    frame = pd.concat([tokens, *sums], ignore_index=True)
+    frame = frame.sort_values(["batch", "row"], kind="stable", ignore_index=True).drop(columns="row")
+    numbers = ["key", *[axis for axis in result.axes if axis not in AXES]]
+    frame = frame.astype(dict.fromkeys(numbers, "Int64"))
+    sides = ["query_side", "key_side"] if result.sides is not None else []
+    return frame[[*result.axes, "query_token", "key_token", *sides, "kind", "generated", "target", "score"]]
+
+
+def _token_lines(result: Shown) -> "pd.DataFrame":
+    import pandas as pd
+
+    index = np.indices(tuple(result.scores.shape)).reshape(result.scores.ndim, -1)
+    frame = pd.DataFrame({name: index[axis] for axis, name in enumerate(result.axes)})
+    frame["row"] = frame["query"]
+    frame["score"] = _numbers(result.scores)
+    frame["kind"] = "token"
+    real = result.mask.cpu().numpy()[frame["batch"], frame["key"]]
+    frame = frame.loc[real]
+    batch, key = (frame[name].to_list() for name in ("batch", "key"))
+    frame["key_token"] = [result.tokens[b][k] for b, k in zip(batch, key, strict=True)]
+    ranges: Sequence[Sequence[int]] = result.options.get(OF_GENERATED[0], [(0, 0)] * len(result.tokens))
+    frame["generated"] = [ranges[b][0] <= k < ranges[b][1] for b, k in zip(batch, key, strict=True)]
+    if result.sides is not None:
+        frame["key_side"] = [result.sides[b][k] for b, k in zip(batch, key, strict=True)]
+    return _with_queries(result, frame)
+
+
+def _lines_of_queries(result: Shown, name: str) -> "pd.DataFrame":
+    """One line per query, of a number that belongs to no token."""
+    import pandas as pd
+
+    batch, row = np.indices(tuple(result.queries.shape)).reshape(2, -1)
+    frame = pd.DataFrame({"batch": batch, "row": row, "score": _numbers(getattr(result, name)), "kind": name})
+    frame["key_token"] = ""
+    frame["generated"] = False
+    if result.sides is not None:
+        frame["key_side"] = ""
+    return _with_queries(result, frame)
+
+
+def _with_queries(result: Shown, frame: "pd.DataFrame") -> "pd.DataFrame":
+    """Lines of real queries, with position, token and target of each."""
+    batch, row = (frame[name].to_numpy() for name in ("batch", "row"))
+    positions = result.queries.cpu().numpy()[batch, row]
+    frame = frame.assign(query=positions)
+    texts = [query_texts(result, number) for number in range(len(result.tokens))]
+    targets = [target_texts(result, number) for number in range(len(result.tokens))]
+    frame["query_token"] = [texts[b][r] for b, r in zip(batch, row, strict=True)]
+    frame["target"] = [targets[b][r] for b, r in zip(batch, row, strict=True)]
+    if result.sides is not None:
+        frame["query_side"] = [result.sides[b][q] for b, q in zip(batch, positions, strict=True)]
+    return frame.loc[result.mask.cpu().numpy()[batch, positions]]
+
+
+def query_texts(result: Shown, batch: int) -> list[str]:
+    """What each query of a prompt is, in words: its token, or the stretch of text that it stands for."""
+    tokens = result.tokens[batch]
+    positions = result.queries[batch].tolist()
+    spans = _spans(result, batch)
+    if len(positions) == 1 and len(spans) > 1:
+        return ["".join(tokens[position] for position in spans)]
+    if isinstance(result.options.get("query"), str) and result.options["query"] == "mean":
+        return [MEAN_QUERY]
+    return [tokens[position] for position in positions]
+
+
+def target_texts(result: Shown, batch: int) -> list[str]:
+    """What is explained at each query of a prompt, in words, its own token named."""
+    label = _label_of_prompt(result, batch)
+    tokens = result.tokens[batch]
+    spans = iter(_spans(result, batch))
+    labels = list[str]()
+    for position in result.queries[batch].tolist():
+        after = position + 1
+        if EACH_GENERATED in label and result.mask[batch, position]:
+            labels.append(label.replace(EACH_GENERATED, repr(tokens[next(spans, position)])))
+        elif EACH_NEXT in label and after < len(tokens) and MEAN_QUERY not in label:
+            labels.append(label.replace(EACH_NEXT, repr(tokens[after])))
+        else:
+            labels.append(label)
+    return labels
+
+
+def _spans(result: Shown, batch: int) -> list[int]:
+    """The positions of the generated tokens that a prompt is asked about."""
+    rows: Sequence[list[int]] = result.options.get(OF_GENERATED[1], [])
+    return rows[batch] if rows else []
+
+
+def _label_of_prompt(result: Shown, batch: int) -> str:
+    """The target in words; where every prompt has a token of its own, that of one prompt."""
+    named = [result.options.get(name) for name in ("target", "minus")]
+    of_prompt = [_of_prompt(value, batch, len(result.tokens)) for value in named]
+    several = any(isinstance(value, list | tuple | Tensor) for value in named)
+    if not several or not result.target.startswith(("logit of", SEVERAL_TARGETS)):
+        return result.target
+    if any(isinstance(value, list | tuple | Tensor) for value in of_prompt):  # one for each query as well
+        return result.target
+    return "logit of " + " − ".join(repr(value) for value in of_prompt if value is not None)
+
+
+def _of_prompt(value: Any, batch: int, prompts: int) -> Any:
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, list | tuple) and len(value) == prompts:
+        return value[batch]
+    return value
+
+
+def _numbers(values: Tensor) -> np.ndarray:
+    return values.detach().to(torch.float64).cpu().reshape(-1).numpy()

@@ -1,0 +1,149 @@
+"""A number of every attention head: how much it attends where a kind of head would."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl.drawing import figure, matrix, page, terminal
+from tensorlens_tl.drawing.marks import number
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.entry import Entry, check_batch, largest, with_style
+from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.views import array
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadScores(Result):
+    """A number of every head and prompt, between 0 and 1: a mean of attention over the tokens that it is about.
+
+    Attributes:
+        scores: `[batch, layer, head]`; NaN of a head that a layer lacks, and of a prompt without such a token.
+        counts: how many tokens of each prompt the mean is over, `[batch]`.
+        target: what is attended to, in words.
+        provenance: model name, class, TransformerLens version, weight processing, dtype, other people's hooks.
+    """
+
+    TENSORS: ClassVar = ("scores", "counts")
+    FACTS: ClassVar = ("target", "provenance")
+
+    scores: Float[Tensor, "batch layer head"]
+    counts: Int[Tensor, "batch"]
+    target: str
+    provenance: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.scores.ndim != 3 or self.counts.shape != self.scores.shape[:1]:
+            raise InvalidInputError(
+                f"HeadScores: scores are {tuple(self.scores.shape)} and counts {tuple(self.counts.shape)}, not "
+                "[batch, layer, head] and [batch]."
+            )
+
+    def __repr__(self) -> str:
+        prompts, layers, heads = self.scores.shape
+        best = self.top(1)[0]
+        return f"HeadScores({self.target!r}, {prompts} prompts, {layers} × {heads} heads, {best.name}={best.score:.3f})"
+
+    def mean(self) -> Float[Tensor, "layer head"]:
+        """The mean over the prompts that have such tokens."""
+        return self.scores.nanmean(0)
+
+    def top(self, k: int = 10, batch: int | None = None) -> list[Entry]:
+        """The k heads of largest score, of one prompt, or (None) of the mean over prompts.
+
+        Raises:
+            InvalidInputError: k below 1, or no such prompt.
+
+        >>> scores = tlens.circuits.induction_scores(frozen)
+        >>> len(scores.top(3))
+        3
+        """
+        scores = self._plane(batch)
+        places = scores.isfinite().nonzero().tolist()
+        names = [f"L{layer}H{head}" for layer, head in places]
+        return largest(scores[scores.isfinite()], names, k)
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One line per prompt and head: batch, layer, head, score."""
+        import pandas as pd
+
+        batch, layer, head = self.scores.isfinite().cpu().nonzero(as_tuple=True)
+        scores = self.scores.double().cpu()[batch, layer, head]
+        columns = {"batch": batch, "layer": layer, "head": head, "score": scores}
+        return pd.DataFrame({name: values.numpy() for name, values in columns.items()})
+
+    @property
+    def heading(self) -> str:
+        """The title of its page."""
+        return f"Attention {self.target}"
+
+    def _plane(self, batch: int | None) -> Float[Tensor, "layer head"]:
+        if batch is None:
+            return self.mean()
+        check_batch(batch, list(self.scores))
+        return self.scores[batch]
+
+    def _matrix(self, batch: int | None) -> tuple[list[str], list[str], np.ndarray]:
+        """Names of layers and heads, and the scores, zero where there is none."""
+        layers, heads = self.scores.shape[1:]
+        plane = np.nan_to_num(array(self._plane(batch)))
+        return [f"L{layer}" for layer in range(layers)], [f"H{head}" for head in range(heads)], plane
+
+    def _title(self, batch: int | None) -> str:
+        count = int(self.counts.sum()) if batch is None else int(self.counts[batch])
+        tokens = f"mean over {count} tokens"
+        if batch is not None:
+            return f"{self.heading} · prompt {batch} · {tokens}"
+        return f"{self.heading} · {tokens} of {len(self.scores)} prompts"
+
+    def to_html(self, batch: int | None = None, *, style: bool = True) -> str:
+        """A row for each layer and a column for each head, of one prompt or (None) of the mean."""
+        picture = matrix.matrix(*self._matrix(batch), label=self.heading, corner="layer ↓ head →")
+        return with_style(page.panel(self._title(batch), picture), style)
+
+    def plot(self, batch: int | None = None, *, ax: Any = None) -> Any:
+        """The same matrix as a matplotlib heat map, in colours from zero upwards (``tensorlens-tl[plot]``).
+
+        Args:
+            batch: as in `top`.
+            ax: draw here; None makes a figure of fitting size.
+
+        Raises:
+            InvalidInputError: no such prompt.
+            ImportError: matplotlib is not installed.
+        """
+        layers, heads, plane = self._matrix(batch)
+        return figure.heat_map(plane, layers, heads, self._title(batch), ax, names=("layer", "head"))
+
+    def show(self, k: int = 10, batch: int | None = None) -> None:
+        """Display the matrix in a notebook; elsewhere print the k heads of largest score.
+
+        Args:
+            k, batch: as in `top`.
+        """
+        if page.display_in_notebook(lambda: self.to_html(batch)):
+            return
+        rows = [(entry.name, number(entry.score)) for entry in self.top(k, batch)]
+        terminal.show_table(self._title(batch), ("head", "score"), rows, [], left=("head",))
+
+
+def joined_heads(parts: list[HeadScores], order: list[int]) -> HeadScores:
+    """The scores of batches of prompts as one result.
+
+    Args:
+        parts: of each batch, of one model.
+        order: the number of every prompt in the whole, batch by batch.
+    """
+    places = torch.tensor(order).argsort()
+    return HeadScores(
+        torch.cat([part.scores for part in parts])[places],
+        torch.cat([part.counts for part in parts])[places],
+        parts[0].target,
+        parts[0].provenance,
+    )

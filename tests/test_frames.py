@@ -1,0 +1,206 @@
+"""Long tables of results: lines that sum, names that are the same everywhere; differences and means of terms."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from conftest import close, some_tokens
+from test_results import RESULTS, result
+
+import tensorlens_tl as tlens
+from tensorlens_tl import circuits, evaluate, results
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.testing import tiny_model
+
+ROOT = Path(__file__).parents[1]
+NAME = "bridge/gpt2"
+TEXTS = ["Return the value of the", "Raise an error if", "Set the name"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(NAME)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return tlens.load_demo_model(dtype=torch.float64)
+
+
+def assert_sums(frame, by=("batch", "query")):
+    """Tokens and biases of each query sum to its total."""
+    table = frame.pivot_table(index=list(by), columns="kind", values="score", aggfunc="sum")
+    parts = table.drop(columns="total").sum(1)
+    assert (parts - table["total"]).abs().max() < 1e-9
+    assert len(table)
+
+
+# ------------------------------------------------------------------ the long table of an attribution
+
+
+def test_lines_sum_to_the_total(demo, tmp_path):
+    why = tlens.attribute(demo, TEXTS, [" file", " the", " of"], query=[-2, -1])
+    frame = why.to_dataframe()
+    assert_sums(frame)
+    lengths = [int(row.sum()) for row in why.mask]
+    assert len(frame) == sum(2 * (length + 2) for length in lengths)
+    assert frame.groupby("batch")["target"].unique().str[0].to_dict() == {
+        0: "logit of ' file'", 1: "logit of ' the'", 2: "logit of ' of'",
+    }  # fmt: skip
+    assert not frame["generated"].any()
+    assert frame.loc[frame["kind"] != "token", "key"].isna().all()
+    why.save(tmp_path / "why.csv")
+    assert_sums(pd.read_csv(tmp_path / "why.csv"))
+    why.save(tmp_path / "why.parquet")
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "why.parquet"), frame)
+
+
+def test_an_axis_of_heads_and_a_method_without_a_sum(demo):
+    frozen = tlens.freeze(demo, TEXTS[0])
+    heads = tlens.attribute(frozen, method="attention", head_reduction=None)
+    frame = heads.to_dataframe()
+    assert set(frame["kind"]) == {"token"}
+    assert frame["score"].sum() == pytest.approx(float(heads.scores.sum()))
+
+
+def test_generated_tokens_are_named(demo):
+    prompts = ["If the file is not found, a", "Raise"]
+    each = tlens.attribute_generation(demo, prompts, max_new_tokens=4, minus="runner-up")
+    frame = each.to_dataframe()
+    assert_sums(frame)
+    for batch, (first, stop) in enumerate(each.options["generated"]):
+        lines = frame[frame["batch"] == batch]
+        written = each.tokens[batch][first:stop]
+        assert [label.split(" of ")[-1] for label in lines["target"].unique()] == [repr(token) for token in written]
+        assert set(lines.loc[lines["generated"], "key"]) == set(range(first, stop))
+        assert lines["query_token"].iloc[0] == each.tokens[batch][first - 1]
+    whole = tlens.attribute_generation(demo, prompts, max_new_tokens=4, span="all").to_dataframe()
+    for batch, (first, stop) in enumerate(each.options["generated"]):
+        named = whole.loc[whole["batch"] == batch, "query_token"].unique()
+        assert list(named) == ["".join(each.tokens[batch][first:stop])]
+
+
+def test_next_tokens_and_means_of_queries_are_named(demo):
+    frozen = tlens.freeze(demo, TEXTS[0])
+    following = tlens.attribute(frozen, tlens.NEXT, query=slice(0, 3)).to_dataframe()
+    assert list(following["target"].unique()) == [f"logit of {token!r}" for token in frozen.str_tokens[0][1:4]]
+    mean = tlens.attribute(frozen, " file", query="mean").to_dataframe()
+    assert set(mean["query_token"]) == {results.MEAN_QUERY}
+    assert_sums(mean)
+
+
+@pytest.mark.parametrize("name", sorted({*RESULTS} - {"Reproduction"}))  # the published numbers beside ours
+def test_columns_have_the_same_names_everywhere(name):
+    kind = result(name)
+    besides = {getattr(kind, "axis_name", "")}
+    assert set(kind.to_dataframe().columns) - besides <= set(results.COLUMNS)
+
+
+def test_the_page_lists_the_columns():
+    page = (ROOT / "docs/howto/2_show_save_and_publish.md").read_text(encoding="utf-8")
+    for name, meaning in results.COLUMNS.items():
+        assert f"| `{name}` | {meaning} |" in page
+
+
+# ------------------------------------------------------------------ data sets
+
+
+@pytest.mark.parametrize(
+    ("keep", "kinds"), [("scores", {"token", "bias", "total"}), ("top:2", {"token", "bias", "total", "rest"})]
+)
+def test_long_tables_of_a_data_set(keep, kinds, demo, tmp_path):
+    rows = [{"id": f"r{number}", "text": text, "answer": " the"} for number, text in enumerate([*TEXTS, "", *TEXTS])]
+    run = tlens.attribute_dataset(
+        demo, rows, tmp_path / keep[:3], columns={"target": "answer"}, keep=keep, query=[-2, -1],
+        tokens_per_batch=16, progress=False,
+    )  # fmt: skip
+    frame = run.to_dataframe(long=True)
+    assert list(frame.columns)[:2] == ["id", "row"]
+    assert set(frame["kind"]) == kinds
+    assert_sums(frame, ("id", "query"))
+    assert "r3" not in set(frame["id"])
+    assert frame["row"].is_monotonic_increasing
+    shards = list(run.frames())
+    assert len(shards) == len(run.shards) - 1  # one holds nothing but the row that failed
+    assert sum(map(len, shards)) == len(frame)
+    one = frame[frame["id"] == "r0"]
+    stored = {"scores": len(run["r0"].tokens[0]), "top:2": 2}[keep]
+    assert len(one) == 2 * (stored + len(kinds) - 1)
+    assert list(run.to_dataframe(["id", "score"], long=True).columns) == ["id", "score"]
+
+
+def test_terms_and_evaluations_of_a_data_set(demo, tmp_path):
+    run = tlens.attribute_dataset(
+        demo, TEXTS, tmp_path / "terms", method="logit_attribution", by="head", target=" the", progress=False
+    )
+    frame = run.to_dataframe(long=True)
+    assert set(frame["id"]) == {"0", "1", "2"}
+    assert frame.groupby("id")["score"].sum()["1"] == pytest.approx(float(run["1"].scores.sum()))
+    tested = evaluate.perturbation_dataset(
+        demo, TEXTS, tmp_path / "tested", ["random"], fractions=(0, 0.5), progress=False
+    )
+    assert set(tested.to_dataframe(long=True)["unit"]) == {"0", "1", "2"}
+
+
+# ------------------------------------------------------------------ differences and means
+
+
+def test_terms_subtract(model):
+    frozen, other = (tlens.freeze(model, some_tokens(seed=seed)) for seed in (1, 2))
+    first, second = (circuits.logit_attribution(run, 5, by="head", query="all") for run in (frozen, other))
+    change = first - second
+    assert change.additive
+    assert close(change["L1H2"], first["L1H2"] - second["L1H2"])
+    assert close(change.scores.sum(-1) + change.remainder, first.total - second.total)
+    assert "−" in change.target
+    fewer = circuits.logit_attribution(other, 5, by="component", query="all")
+    mixed = first - fewer
+    assert close(mixed.scores.sum(-1) + mixed.remainder, first.total - fewer.total)
+    assert close(mixed["L1H2"], first["L1H2"])
+    with pytest.raises(InvalidInputError, match="queries"):
+        first - circuits.logit_attribution(frozen, 5, by="head")
+    with pytest.raises(TypeError):
+        first - 1
+
+
+def test_the_mean_of_terms_has_intervals(model, tmp_path):
+    terms = circuits.logit_attribution(tlens.freeze(model, some_tokens(batch=8)), 5, by="head", query=[-2, -1])
+    mean = terms.mean()
+    scores = terms.scores[:, 0].double()
+    assert close(mean.scores[0, 0], scores.mean(0))
+    low, high = evaluate.bootstrap_interval(scores.T)
+    assert torch.equal(mean.low[0, 0], low)
+    assert torch.equal(mean.high[0, 0], high)
+    assert bool((low <= mean.scores[0, 0] + 1e-12).all())  # equal of a constant
+    assert float(mean.gap.max()) < 1e-9
+    assert mean.target.endswith("mean of 8 prompts")
+    frame = mean.to_dataframe()
+    assert list(frame.columns) == ["batch", "query", "query_token", "term", "low", "high", "score"]
+    again = tlens.Terms.load(mean.save(tmp_path / "mean"))
+    assert torch.equal(again.high, mean.high)
+    wide = terms.mean(level=0.99)
+    assert bool((wide.high - wide.low >= mean.high - mean.low).all())
+    assert not (terms - terms).mean().total.any()
+    uneven = circuits.logit_attribution(tlens.freeze(model, [[3, 4, 5], [6, 7]]), 5, query="all").mean()
+    assert float(uneven.gap.max()) < 1e-9
+    assert uneven.low[0, 2].isnan().all()  # one prompt has a third token
+    assert "mean of 8 prompts" in mean.to_html()
+    with pytest.raises(InvalidInputError, match="level"):
+        terms.mean(level=95)
+
+
+def test_a_difference_of_two_models_says_of_which(model):
+    other, tokens = tiny_model("bridge/gpt2", seed=1), some_tokens()
+    first, second = (tlens.attribute(of, tokens, 5) for of in (model, other))
+    first.provenance["model"] = "one"
+    second.provenance["model"] = "two"
+    change = first - second
+    assert (change.provenance["model"], change.provenance["second model"]) == ("one", "two")
+    assert "second dtype" not in change.provenance
+    assert change.additive
+    assert float(change.gap.max()) < 1e-9
+    assert close(change.scores.sum(-1) + change.bias, first.total - second.total)
+    assert change.target == f"change of the {first.target}"
+    moved = second.__class__(**{**vars(second), "bias": second.bias + 1})
+    assert float((first - moved).gap.max()) > 1e-3

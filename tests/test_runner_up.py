@@ -1,0 +1,159 @@
+"""`minus="runner-up"`: the token of largest logit besides the target, wherever a token can be named."""
+
+import inspect
+
+import pytest
+import torch
+from changed.questions import TARGET, TOKENS, Setting
+from conftest import some_tokens
+
+import tensorlens_tl as tlens
+from tensorlens_tl import circuits, compress, generation, passes
+from tensorlens_tl.compress.effect import CompressionEffect
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.models import RUNNER_UP
+from tensorlens_tl.testing import model_names, tiny_model
+from tensorlens_tl.testing.models import random_input
+
+NAME = "bridge/gpt2"
+FACES = (circuits, compress, generation, passes)
+CLASSES = (tlens.FrozenOperator, circuits.HeadMap, generation.FrozenGeneration, CompressionEffect)
+ELSEWHERE = {"attribute_generation", "FrozenGeneration.attribute", "pixel_scores"}
+"""Whose target is no token that is named here: tests below, and in test_generation."""
+
+
+class Runs(Setting):
+    """A model and another one of the same tokens, with passes of two prompts."""
+
+    def __init__(self):
+        super().__init__(tiny_model(NAME))
+        self.other = tiny_model(NAME, seed=1)
+        self.freeze()
+
+    @property
+    def circuit(self):
+        return circuits.edge_scores(self.frozen, self.corrupted, TARGET).circuit(20)
+
+    @property
+    def effect(self):
+        return compress.compression_effect(self.frozen, self.plan)
+
+
+CALLS = {
+    "compare_models": lambda s, **how: circuits.compare_models(s.other, s.model, torch.tensor([TOKENS]), **how),
+    "contribution_graph": lambda s, **how: circuits.contribution_graph(s.frozen, **how),
+    "edge_scores": lambda s, **how: circuits.edge_scores(s.frozen, s.corrupted, **how),
+    "feature_effects": lambda s, **how: circuits.feature_effects(s.found, **how),
+    "logit_attribution": lambda s, **how: circuits.logit_attribution(s.frozen, **how),
+    "patch_scores": lambda s, **how: circuits.patch_scores(s.frozen, s.corrupted, **how),
+    "paths": lambda s, **how: circuits.paths(s.frozen, **how),
+    "routes": lambda s, **how: circuits.routes(tlens.difference(s.frozen, s.corrupted), **how),
+    "run_circuits": lambda s, **how: circuits.run_circuits(s.frozen, s.corrupted, s.circuit, **how),
+    "top_paths": lambda s, **how: circuits.top_paths(s.frozen, **how),
+    "total_effects": lambda s, **how: circuits.total_effects(s.frozen, **how),
+    "FrozenOperator.gradient": lambda s, **how: s.op.gradient(**how),
+    "FrozenOperator.target": lambda s, **how: s.op.target(**how),
+    "HeadMap.target": lambda s, **how: s.head.target(**how),
+    "CompressionEffect.target": lambda s, **how: s.effect.target(**how),
+}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return Runs()
+
+
+def taking_minus():
+    """The public functions that can be told another token."""
+    named = {name: getattr(face, name) for face in FACES for name in face.__all__}
+    named |= {f"{of.__name__}.{name}": member for of in CLASSES for name, member in vars(of).items() if name[0] != "_"}
+    for name, function in named.items():
+        if inspect.isfunction(function) and "minus" in inspect.signature(function).parameters:
+            yield name
+
+
+def methods_taking_minus():
+    return [name for name in tlens.list_methods() if "minus" in tlens.get_method(name).options]
+
+
+def runner_up(model, tokens, target, query=-1):
+    logits = model(tokens).detach()[:, query].clone()
+    logits[:, target] = -torch.inf
+    return logits.argmax(-1)
+
+
+def numbers(result):
+    """The scores of a result."""
+    if isinstance(result, tlens.ContributionGraph):
+        return torch.tensor(result.to_dataframe()["weight"].to_list())
+    return getattr(result, "scores", result)
+
+
+def test_every_function_that_takes_another_token_is_called_here():
+    assert set(taking_minus()) == set(CALLS) | ELSEWHERE
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_runner_up_is_the_token_named(name, runs):
+    other = int(runner_up(runs.model, torch.tensor([TOKENS]), TARGET))
+    said = numbers(CALLS[name](runs, target=TARGET, minus=RUNNER_UP))
+    assert torch.equal(said, numbers(CALLS[name](runs, target=TARGET, minus=other)))
+    assert not torch.equal(said, numbers(CALLS[name](runs, target=TARGET, minus=other - 1)))
+
+
+@pytest.mark.parametrize("method", methods_taking_minus())
+def test_every_method_takes_it(method, runs):
+    model, tokens = runs.model, some_tokens(batch=2, pos=6)
+    options = {"method": method, "target": TARGET, "query": [-2, -1]}
+    if method == "decompx":
+        options["aggregate"] = "target"
+    others = torch.stack([runner_up(model, tokens, TARGET, query) for query in (-2, -1)], dim=1)
+    said = tlens.attribute(model, tokens, minus=RUNNER_UP, **options)
+    assert torch.equal(said.scores, tlens.attribute(model, tokens, minus=others.tolist(), **options).scores)
+    assert said.target.endswith("− the runner-up")
+
+
+def test_two_models_are_asked_about_one_token():
+    """The runner-up of the first; the second model's may be another."""
+    tuned, base = tiny_model(NAME), tiny_model(NAME, seed=1)
+    tokens = some_tokens(batch=3, pos=6)
+    others = runner_up(tuned, tokens, TARGET)
+    assert not torch.equal(others, runner_up(base, tokens, TARGET))
+    change = circuits.compare_models(base, tuned, tokens, TARGET, RUNNER_UP)
+    for model, number in ((tuned, change.tuned), (base, change.base)):
+        logits = model(tokens).detach()[:, -1]
+        expected = logits[:, TARGET] - logits.gather(1, others[:, None])[:, 0]
+        assert torch.allclose(number[:, 0], expected, atol=1e-9)
+
+
+def test_in_batches_and_one_for_each_prompt(runs):
+    tokens = [some_tokens(1, size, size)[0].tolist() for size in (4, 6, 5)]
+    whole = tlens.attribute(runs.model, tokens, TARGET, minus=RUNNER_UP)
+    others = [int(runner_up(runs.model, torch.tensor([row]), TARGET)) for row in tokens]
+    some = tlens.attribute(runs.model, tokens, TARGET, minus=[others[0], RUNNER_UP, others[2]])
+    parts = tlens.attribute(runs.model, tokens, TARGET, minus=RUNNER_UP, memory="20KB")
+    for result in (some, parts):
+        assert torch.allclose(result.total, whole.total, atol=1e-9)
+
+
+def test_classes_of_images_have_a_runner_up():
+    model = tiny_model(next(name for name in model_names("signals") if "vit" in name))
+    frozen = tlens.freeze(model, random_input(model, 2, torch.Generator().manual_seed(0)))
+    logits = frozen.view.logits(frozen.unembedded()[:, 0])
+    others = logits.scatter(1, torch.full((len(logits), 1), 1), -torch.inf).argmax(-1)
+    said = tlens.attribute(frozen, 1, minus=RUNNER_UP)
+    assert torch.equal(said.scores, tlens.attribute(frozen, 1, minus=others.tolist()).scores)
+    assert torch.equal(
+        tlens.pixel_scores(frozen, 1, RUNNER_UP).scores, tlens.pixel_scores(frozen, 1, others.tolist()).scores
+    )
+
+
+def test_it_is_no_target_and_needs_logits(runs):
+    with pytest.raises(InvalidInputError, match="target"):
+        runs.op.target(RUNNER_UP)
+    with pytest.raises(InvalidInputError, match="target: missing"):
+        runs.op.target(minus=RUNNER_UP)
+    scaled = tiny_model(NAME)
+    scaled.unembed.register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(UnsupportedModelError, match="logits"):
+        tlens.freeze(scaled, torch.tensor([TOKENS])).operator().target(TARGET, RUNNER_UP)
