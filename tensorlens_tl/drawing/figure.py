@@ -118,6 +118,26 @@ def signed_bars(lines: Sequence[tuple[str, float]], title: str, ax: Axes | None 
     return ax
 
 
+def histogram(edges: Sequence[float], counts: Sequence[int], title: str, name: str, ax: Axes | None = None) -> Axes:
+    """How often each size occurs, on a logarithmic axis.
+
+    Args:
+        edges: of the bins, one more than there are bins.
+        counts: of values in each.
+        title: above it.
+        name: of what is counted.
+        ax: draw here; None makes a figure of fitting size.
+    """
+    ax = axes(ax, (5.5, 2.6))
+    ax.stairs(counts, edges, fill=True, color=_of_sign(1))
+    ax.set_xscale("log")
+    ax.set_xlabel(name)
+    ax.set_ylabel("tokens")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_title(_plain(title), fontsize=LABEL + 2, loc="left")
+    return ax
+
+
 def graph(picture: GraphPicture, title: str, ax: Axes | None = None) -> Axes:
     """Positions side by side, layers upwards, the target on top; widths and sizes are weights.
 

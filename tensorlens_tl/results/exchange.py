@@ -143,6 +143,7 @@ def _nodes(graph: Graph) -> list[dict[str, Any]]:
         if kind == "embedding" and name != "embed" and not name.endswith(" input"):
             type_ = "other embedding"  # its page names every ``embedding`` by the token alone
         node = _node(name, type_, level, pos, number, weight, token, bias)
+        node["clerp"] = f"{graph.labelled(name)} at {visible(token)}"
         if type_ == "embedding":
             vocabulary = pos
             if len(graph.token_ids):

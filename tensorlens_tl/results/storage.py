@@ -31,6 +31,8 @@ class Stored:
 
     TENSORS: ClassVar[tuple[str, ...]] = ()
     FACTS: ClassVar[tuple[str, ...]] = ()
+    LATER_FACTS: ClassVar[tuple[str, ...]] = ()
+    """Facts that files of earlier versions lack; their fields have defaults."""
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write to one safetensors file (facts as JSON metadata, never pickle); replaces an old file in one step.
@@ -59,11 +61,12 @@ class Stored:
 
     def _packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {name: tensor for name in self.TENSORS if (tensor := getattr(self, name)) is not None}
-        return tensors, {name: getattr(self, name) for name in self.FACTS}
+        return tensors, {name: getattr(self, name) for name in (*self.FACTS, *self.LATER_FACTS)}
 
     @classmethod
     def _unpacked(cls: type[Result], tensors: dict[str, Tensor], facts: dict[str, Any]) -> Result:
-        return cls(**tensors, **{name: facts[name] for name in cls.FACTS})
+        later = {name: facts[name] for name in cls.LATER_FACTS if name in facts}
+        return cls(**tensors, **{name: facts[name] for name in cls.FACTS}, **later)
 
 
 def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:

@@ -1,8 +1,8 @@
 """Named parts of one number of the model: what each component, head, path or feature adds to it."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -52,10 +52,13 @@ class Terms(Result):
         keys: for parts that read other tokens, each token's share, `[batch, query, term, key]`; NaN for parts that
             belong to no token; None where not asked for.
         soft_cap: the cap that the model applies to its logits after `total`, or None.
+        labels: what some of the parts are called besides, by name, such as features of a dictionary; pictures and
+            tables in a terminal show it.
     """
 
     TENSORS: ClassVar = ("scores", "total", "remainder", "queries", "mask", "keys")
     FACTS: ClassVar = ("names", "tokens", "target", "soft_cap")
+    LATER_FACTS: ClassVar = ("labels",)
 
     names: list[str]
     scores: Float[Tensor, "batch query term"]
@@ -67,6 +70,7 @@ class Terms(Result):
     remainder: Float[Tensor, "batch query"] | None = None
     keys: Float[Tensor, "batch query term key"] | None = None
     soft_cap: float | None = None
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         shape = (*self.queries.shape, len(self.names))
@@ -191,6 +195,7 @@ class Terms(Result):
             lines = with_others(entries, everything, len(self))
         if self.remainder is not None and bool(self.remainder[batch, row]):
             lines.append(("everything not listed", float(self.remainder[batch, row])))
+        lines = [(self._labelled(name), score) for name, score in lines]
         which = shown_query(self.queries, self.tokens, row, batch)
         total = float(self.total[batch, row])
         if not self.additive:  # a rule with a total below would look like a sum
@@ -200,6 +205,9 @@ class Terms(Result):
                 note += f"; {left} more"
             return " · ".join(filter(None, (which, note))), lines, []
         return which, lines, [("total", total)]
+
+    def _labelled(self, name: str) -> str:
+        return " · ".join(filter(None, [name, self.labels.get(name, "")]))
 
     def to_html(
         self, k: int = 15, query: int | str = -1, batch: int = 0, *, title: str = "", style: bool = True

@@ -31,6 +31,7 @@ from tensorlens_tl.algebra.positions import BiasTerms, in_total
 from tensorlens_tl.circuits.arguments import Direction, FeatureLike
 from tensorlens_tl.circuits.dictionary_features.active import Features, FeaturesLike, chained
 from tensorlens_tl.circuits.dictionary_features.hook_points import Place, maps_between, stream_to
+from tensorlens_tl.circuits.dictionary_features.labels import names_with_labels
 from tensorlens_tl.circuits.effects import BY as DIRECT, direct_effects
 from tensorlens_tl.circuits.stream import StreamTarget
 from tensorlens_tl.errors import InvalidInputError
@@ -165,6 +166,7 @@ def feature_effects(
         scores=scores.transpose(0, 1),
         remainder=torch.zeros_like(readouts.total.T),
         soft_cap=soft_cap,
+        labels=names_with_labels(names, features.labels),
         **readouts.fields(frozen, resolved.label),
     )
     return frozen.checked(terms)
@@ -221,6 +223,7 @@ def feature_edges(
         scores=scores.transpose(0, 1),
         remainder=torch.zeros_like(readouts.total.T),
         features=numbers.tolist(),
+        labels=names_with_labels(names, early.labels),
         **readouts.fields(frozen, f"pre-activations at {late.hook}"),
     )
 
