@@ -8,7 +8,7 @@ import numpy as np
 
 from tensorlens_tl.drawing.marks import POSITIVE, colour, colour_bar, item, largest_of, number, visible
 
-HISTOGRAM_WIDTH = 420
+HISTOGRAM_WIDTH = 340
 HISTOGRAM_HEIGHT = 90
 FLOOR = 18
 """Pixels of the histogram, and of the line of figures below it."""

@@ -266,6 +266,11 @@ def read_dictionary(source: Any, *, transcodes: bool | None = None) -> Dictionar
         )
     W_enc, W_dec = (_weight(source, name, what) for name in ("W_enc", "W_dec"))
     if W_enc is None or W_dec is None or W_enc.ndim != 2 or W_dec.ndim != 2 or W_enc.shape[1] != W_dec.shape[0]:
+        if isinstance(source, str):
+            raise InvalidInputError(
+                f"dictionary={source!r}: a text is no dictionary; load it first, such as with SAELens' "
+                "SAE.from_pretrained(...)."
+            )
         raise InvalidInputError(
             f"{what} has W_enc {_shape(W_enc)}, W_dec {_shape(W_dec)}; needed are W_enc [d_in, feature] and W_dec "
             "[feature, d_out]."

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.drawing import figure, graphs, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
@@ -155,9 +156,8 @@ class ContributionGraph(Result):
         3
         """
         nodes = self.nodes.iloc[:-1]
-        if kind is not None and kind not in KINDS:
-            raise InvalidInputError(f"top: kind={kind!r}; use one of {', '.join(KINDS)}.")
         if kind is not None:
+            check_choice("top: kind", kind, KINDS)
             nodes = nodes[nodes["kind"] == kind]
         weights = torch.tensor(nodes["weight"].to_numpy(float))
         return largest(weights, nodes["name"].tolist(), k, nodes["pos"].tolist())

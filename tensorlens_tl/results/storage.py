@@ -151,7 +151,7 @@ def read(
         with safe_open(str(path), framework="pt") as file:
             metadata: Mapping[str, str] = file.metadata() or {}
             if metadata.get("format") != f"tensorlens_tl.{kind}":
-                raise FileFormatError(f"{path}: a safetensors file, but no {kind} of this library.")
+                raise FileFormatError(_other_result(path, kind, metadata.get("format", "")))
             if int(metadata.get("version", "0")) > FORMAT_VERSION:
                 raise FileFormatError(f"{path}: format {metadata['version']} is newer than this library's; update it.")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -163,6 +163,11 @@ def read(
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, FileFormatError):
             raise
+        if isinstance(error, SafetensorError) and Path(path).suffix.lower() not in LOADABLE:
+            raise FileFormatError(
+                f"{path}: not a readable {kind}; its name ends in {Path(path).suffix!r}. `load` reads what `save` "
+                "wrote without an ending or as .safetensors; tables (.csv, .parquet, .json) are read with pandas."
+            ) from error
         raise FileFormatError(f"{path}: not a readable {kind} ({type(error).__name__}: {error}).") from error
     unknown = sorted(set(tensors) - set(names or tensors))
     if unknown:
@@ -199,6 +204,17 @@ def _other_kind(path: Path) -> str:
         if beginning.lower().startswith(first.lower()):
             return what
     return TABLES.get(path.suffix.lower(), "")
+
+
+def _other_result(path: str | os.PathLike[str], kind: str, written: str) -> str:
+    """What to say of a safetensors file that holds something else."""
+    library, _, name = written.partition(".")
+    if library == "tensorlens_tl" and name:
+        return f"{path}: holds {name}, not {kind}; load it with {name}.load({str(path)!r})."
+    return (
+        f"{path}: a safetensors file, but not one that this library saved; read its tensors with "
+        f"safetensors.torch.load_file. {kind}.load reads what {kind}.save wrote."
+    )
 
 
 def _digest(tensors: Mapping[str, Tensor], facts: str) -> str:

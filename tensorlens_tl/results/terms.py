@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import nearest
 from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.drawing import figure, graphs, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
@@ -110,7 +111,8 @@ class Terms(Result):
             InvalidInputError: no part of that name.
         """
         if name not in self.names:
-            raise InvalidInputError(f"no term {name!r}; there are {', '.join(self.names[:8])}, …")
+            near = nearest(name, self.names)
+            raise InvalidInputError(f"no term {name!r}; there are {', '.join(self.names[:8])}, ….{near}")
         return self.scores[..., self.names.index(name)]
 
     def query_row(self, query: int | str = -1, batch: int = 0) -> int:

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tensorlens_tl._arguments import plain
+from tensorlens_tl._arguments import check_choice, plain
 from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
@@ -79,8 +79,7 @@ def feature_attribution(
     """
     frozen = _checked(features).frozen
     number = features.checked(feature)
-    if by not in ("token", *DIRECT):
-        raise InvalidInputError(f"by={by!r}; use one of {', '.join(('token', *DIRECT))}.")
+    check_choice("by", by, ("token", *DIRECT))
     rule = check_rule(activation)
     positions = query_positions(frozen.prompt, query)
     frozen.check_fresh()
@@ -327,8 +326,7 @@ def _effects(
     features: Features, through: AffineMap, readouts: _Readouts, by: str, memory: Memory
 ) -> tuple[list[str], Float[Tensor, "row batch term"]]:
     """Everything that adds to the readouts, which `through` reads from where the features are written."""
-    if by not in BY:
-        raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
+    check_choice("by", by, BY)
     frozen = features.frozen
     writes = features.writes
     through = Chain((writes.outer, through))

@@ -24,8 +24,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import check_choice, nearest
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.circuits.compare import METHODS, edge_scores, patch_scores, run_circuits
+from tensorlens_tl.circuits.compare import METHODS, SYNONYMS, edge_scores, patch_scores, run_circuits
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate.arguments import Names
 from tensorlens_tl.evaluate.checks import spearman
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
     Choice = Literal["top", "greedy"]
 else:
     PatchedBy = Choice = Any  # others are refused with a message
+
+PATCHED_BY = ("component", "head", "neuron", "stream", "edge")
+"""What `patching_agreement` compares scores of."""
 
 SAVED_AT = 0.1
 """The proportion of edges that saved circuits have."""
@@ -90,6 +94,7 @@ def patching_agreement(
     >>> list(evaluate.patching_agreement(tlens.load_demo_model("recall"), pairs, ["frozen"]).metrics)
     ['pearson', 'spearman']
     """
+    check_choice("by", by, PATCHED_BY)
     known = [name for name in ROWS if name != "patching"]
     chosen = checked_methods(methods, known)
     work = PairWork(model, pairs, only_correct)
@@ -163,8 +168,7 @@ def circuit_faithfulness(
     ['cpr', 'cmd']
     """
     axis = _axis(proportions)
-    if choice not in CHOICES:
-        raise InvalidInputError(f"choice={choice!r}; use one of {', '.join(map(repr, CHOICES))}.")
+    check_choice("choice", choice, CHOICES)
     _prepare_folder(folder)
     chosen = checked_methods(methods, [*ROWS, RANDOM], [name for name in (*ROWS, RANDOM) if name != "patching"])
     work = PairWork(model, pairs, only_correct)
@@ -322,7 +326,8 @@ def checked_methods(methods: Names, known: Sequence[str], default: Sequence[str]
     chosen = list(methods)
     for name in chosen:
         if name not in known:
-            raise InvalidInputError(f"methods: {name!r}; use some of {', '.join(map(repr, known))}.")
+            near = nearest(name, known, SYNONYMS | {"eap-ig": "integrated, left"})
+            raise InvalidInputError(f"methods: {name!r}; use some of {', '.join(map(repr, known))}.{near}")
     if not chosen or len(set(chosen)) < len(chosen):
         raise InvalidInputError("methods: none, or one is there twice.")
     return chosen

@@ -367,6 +367,11 @@ def _pad(view: ModelView, rows: list[Tensor], padding_side: Side) -> tuple[Tenso
 
 def _as_ids(input: object) -> Tensor:
     _refuse_chat(input)
+    if isinstance(input, Sequence) and input and isinstance(input[0], Mapping):
+        raise InvalidInputError(
+            f"input: a list of {type(input[0]).__name__}; tokenize all texts in one call, tokenizer(texts, "
+            "padding=True, return_tensors='pt'), and pass what it returns, or pass the texts themselves."
+        )
     try:
         tokens = torch.as_tensor(input)
     except (TypeError, ValueError, RuntimeError) as error:
