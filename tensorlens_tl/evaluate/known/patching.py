@@ -16,8 +16,9 @@ Both are the benchmark's areas, of means over prompts. A prompt's value is its s
 m(clean) − m(corrupted) below it, and its 1 − f the sign of the mean's. The mean over prompts is the benchmark's number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -45,6 +46,15 @@ ROWS = (*METHODS[: METHODS.index("integrated") + 1], *VARIANTS, *METHODS[METHODS
 
 PROPORTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The benchmark's proportions of edges."""
+
+MIB_OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {"proportions": PROPORTIONS, "absolute": None, "choice": "top", "only_correct": False}
+)
+"""Options of `circuit_faithfulness` that give the benchmark's own numbers.
+
+All pairs count, also those that the model answers wrongly. Circuits are ``int(share · edges)`` best edges, pruned, by
+score for CPR and by size for CMD. Its EAP-IG is the method ``"integrated, left"`` with five steps, the default.
+"""
 
 if TYPE_CHECKING:
     PatchedBy = Literal["component", "head", "neuron", "stream", "edge"]
@@ -147,7 +157,8 @@ def circuit_faithfulness(
         proportions: of all edges, rising to 1.
         absolute: whether circuits take edges by size; None takes them by score for CPR and by size for CMD.
         choice: ``"top"`` or ``"greedy"``; see `EdgeScores.circuit`.
-        only_correct: leave out pairs of which the model answers one prompt wrongly.
+        only_correct: leave out pairs of which the model answers one prompt wrongly; the benchmark does not, see
+            `MIB_OPTIONS`.
         steps: gradients of ``"integrated"``.
         seed: of the random scores.
         folder: where to save each method's scores and its circuit of a tenth of the edges, by size, in the
