@@ -229,6 +229,7 @@ def test_labels_go_along(demo_model, tmp_path):
     terms = circuits.feature_effects(late, " raised")
     assert terms.labels["F357@34"] == "to be"
     assert "F357@34 · to be" in terms.to_html()
+    assert "pre-activation of F357 · to be at" in circuits.feature_attribution(late, 357).target
     assert float(terms["F357@34"])  # names stay what they are
     assert tlens.Terms.load(terms.save(tmp_path / "terms")).labels == terms.labels
     early = circuits.features(frozen, shipped("blocks.0.hook_resid_post"), labels={244: "early"})

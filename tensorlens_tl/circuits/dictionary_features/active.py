@@ -252,7 +252,7 @@ def features(
             "terms.top(k, names='F*') and contribution_graph(..., features=k), or use a sparser dictionary: one with a "
             "higher threshold, a smaller k or a larger sparsity penalty. Hundreds can also mean that the dictionary "
             "reads another hook point than it was trained on.",
-            stacklevel=3,
+            stacklevel=2,
         )
     return active
 

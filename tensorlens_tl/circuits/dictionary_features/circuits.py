@@ -85,7 +85,8 @@ def feature_attribution(
     frozen.check_fresh()
     numbers = torch.full((positions.shape[1],), number, device=positions.device)
     readouts = _pre_activations(features, numbers, positions.T)
-    label = f"pre-activation of F{number} at {features.hook}"
+    name = " · ".join(filter(None, [f"F{number}", features.labels.get(number, "")]))
+    label = f"pre-activation of {name} at {features.hook}"
     if by != "token":
         stream = stream_to(frozen, features.reads.place, rule)
         return direct_effects(readouts.of_stream(stream, features.hook, label), by, memory)
