@@ -187,6 +187,15 @@ def whole_number(name: str, value: Any, least: int | None = None, most: int | No
     return number
 
 
+def refuse_meta(name: str, value: Any) -> None:
+    """Raise `InvalidInputError` for a tensor on the meta device, which has a shape and no values."""
+    if getattr(value, "is_meta", False):
+        what = ": ".join(filter(None, [name, f"a tensor {list(value.shape)}"]))
+        raise InvalidInputError(
+            f"{what} on the meta device has no values; pass one on the CPU or on the model's device."
+        )
+
+
 def whole_slice(name: str, value: slice, why: str = "") -> slice:
     """A slice whose ends and step are integers or None, its step not zero, as Python's own.
 
@@ -200,5 +209,10 @@ def whole_slice(name: str, value: slice, why: str = "") -> slice:
 
 
 def plain(value: Any) -> Any:
-    """Tensors and numpy's arrays and integers as Python's own; anything else as it is."""
+    """Tensors and numpy's arrays and integers as Python's own; anything else as it is.
+
+    Raises:
+        InvalidInputError: a tensor on the meta device.
+    """
+    refuse_meta("", value)
     return value.tolist() if hasattr(value, "tolist") else value

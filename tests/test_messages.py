@@ -150,8 +150,8 @@ def changed():
     return frozen
 
 
-def sae(width=128, features=8, **more):
-    weights = torch.ones(width, features)
+def sae(width=128, features=8, device=None, **more):
+    weights = torch.ones(width, features, device=device)
     return SimpleNamespace(W_enc=weights, W_dec=weights.T, **more)
 
 
@@ -253,6 +253,18 @@ MISTAKES = {
         "attention_mask",
         "must agree",
     ),
+    "ids without values": (
+        lambda c: tlens.freeze(c.model, torch.ones(1, 3, dtype=torch.long, device="meta")),
+        "meta device",
+        "input: a tensor [1, 3]",
+        "on the CPU",
+    ),
+    "a mask without values": (
+        lambda c: tlens.freeze(c.model, [[1, 2, 3]], attention_mask=torch.ones(1, 3, device="meta")),
+        "meta device",
+        "attention_mask",
+        "on the CPU",
+    ),
     "a padding side": (
         lambda c: tlens.freeze(c.model, ["a", "b c"], padding_side="middle"),
         "'middle'",
@@ -283,7 +295,12 @@ MISTAKES = {
         "decoder_input_ids",
         "decoder_start_token_id",
     ),
-    "a tolerance": (lambda c: tlens.freeze(c.model, TEXT, tolerance=-1), "-1", "tolerance=", "positive number"),
+    "a tolerance": (
+        lambda c: tlens.freeze(c.model, TEXT, tolerance=-1),
+        "tolerance=-1",
+        "tolerance",
+        "positive number",
+    ),
     "how to verify": (lambda c: tlens.freeze(c.model, TEXT, verify="maybe"), "'maybe'", "verify=", "'sample'"),
     "hooks on the model": (
         lambda c: tlens.freeze(hooked(), TEXT),
@@ -369,8 +386,8 @@ MISTAKES = {
         "target=",
         "a target is one token",
     ),
-    "a target that is no token": (lambda c: tlens.attribute(c.frozen, 99999), "99999", "target=", "0 to 2047"),
-    "a number as a target": (lambda c: tlens.attribute(c.frozen, 1.5), "1.5", "target=", "direction="),
+    "a target that is no token": (lambda c: tlens.attribute(c.frozen, 99999), "target=99999", "target", "0 to 2047"),
+    "a number as a target": (lambda c: tlens.attribute(c.frozen, 1.5), "target=1.5", "target", "direction="),
     "no target": (lambda c: circuits.logit_attribution(c.frozen), "missing", "target", "target=' Paris'"),
     "token and direction": (
         lambda c: tlens.attribute(c.frozen, " value", direction=torch.ones(128)),
@@ -384,7 +401,7 @@ MISTAKES = {
         "direction",
         "[128]",
     ),
-    "a query out of range": (lambda c: tlens.attribute(c.frozen, " value", query=99), "99", "query=", "-7 to 6"),
+    "a query out of range": (lambda c: tlens.attribute(c.frozen, " value", query=99), "query=99", "query", "-7 to 6"),
     "a query that is not in the text": (
         lambda c: tlens.attribute(c.frozen, " value", query="zebra"),
         "'zebra'",
@@ -410,9 +427,9 @@ MISTAKES = {
         "no later token",
     ),
     # ------------------------------------------------------------------ results and files
-    "k of no entries": (lambda c: c.attribution.top(0), "0", "k=", "at least 1"),
-    "a query that a result lacks": (lambda c: c.attribution.top(3, query=5), "5", "query=", "query='all'"),
-    "a prompt that a result lacks": (lambda c: c.attribution.top(3, batch=5), "5", "batch=", "1 prompts"),
+    "k of no entries": (lambda c: c.attribution.top(0), "k=0", "k", "at least 1"),
+    "a query that a result lacks": (lambda c: c.attribution.top(3, query=5), "query=5", "query", "query='all'"),
+    "a prompt that a result lacks": (lambda c: c.attribution.top(3, batch=5), "batch=5", "batch", "1 prompts"),
     "a kind of file": (
         lambda c: c.attribution.save(c.folder / "a.docx"),
         "'.docx'",
@@ -471,8 +488,8 @@ MISTAKES = {
         "Did you mean 'head'?",
     ),
     "live as a text": (lambda c: circuits.total_effects(c.frozen, " value", live="yes"), "'yes'", "live=", "True"),
-    "a layer of a head": (lambda c: circuits.ov(c.model, 9, 0), "9", "layer=", "0 to 3"),
-    "a head": (lambda c: circuits.head_map(c.frozen, 0, 9), "9", "head=", "0 to 3"),
+    "a layer of a head": (lambda c: circuits.ov(c.model, 9, 0), "layer=9", "layer", "0 to 3"),
+    "a head": (lambda c: circuits.head_map(c.frozen, 0, 9), "head=9", "head", "0 to 3"),
     "a circuit of weights": (lambda c: circuits.svd_tokens(c.model, 0, 0, circuit="OV"), "'OV'", "circuit=", "'ov'"),
     "EAP-IG": (
         lambda c: circuits.edge_scores(c.frozen, c.corrupted, " value", " name", method="eap-ig"),
@@ -499,7 +516,7 @@ MISTAKES = {
         "Did you mean 'L0H1 → target'?",
     ),
     "an edge backwards": (lambda c: c.edges["MLP3 → L0H1.q"], "'MLP3 → L0H1.q'", "edge", "does not come before"),
-    "more edges than there are": (lambda c: c.edges.circuit(10000), "10000", "edges=", "0 to 479"),
+    "more edges than there are": (lambda c: c.edges.circuit(10000), "edges=10000", "edges", "0 to 479"),
     "a choice of edges": (
         lambda c: c.edges.circuit(10, choice="greed"),
         "'greed'",
@@ -512,13 +529,13 @@ MISTAKES = {
         "circuits=",
         ".circuit(100)",
     ),
-    "a share of a graph": (lambda c: c.graph.prune(2), "2", "keep=", "above 0 and at most 1"),
+    "a share of a graph": (lambda c: c.graph.prune(2), "keep=2", "keep", "above 0 and at most 1"),
     "a node that is none": (lambda c: c.graph.inputs("L0H9"), "'L0H9'", "node", "top() names the largest"),
     "a kind of node": (lambda c: c.graph.top(3, kind="heads"), "'heads'", "kind=", "Did you mean 'head'?"),
     "a threshold": (
         lambda c: circuits.contribution_graph(c.frozen, " value", threshold=-1),
-        "-1",
-        "threshold=",
+        "threshold=-1",
+        "threshold",
         "from 0 to 1",
     ),
     "heads' product in a whitened model": (
@@ -572,6 +589,12 @@ MISTAKES = {
         "dictionary",
         ".to(torch.float64)",
     ),
+    "a dictionary without values": (
+        lambda c: circuits.features(c.frozen, sae(device="meta"), AFTER),
+        "meta device",
+        "SimpleNamespace.W_enc",
+        "on the model's device",
+    ),
     "a gated dictionary": (
         lambda c: circuits.features(c.frozen, sae(b_gate=torch.ones(8)), AFTER),
         "gated (b_gate)",
@@ -598,8 +621,8 @@ MISTAKES = {
     ),
     "a feature that is none": (
         lambda c: circuits.feature_attribution(c.features, "F9999"),
-        "9999",
-        "feature=",
+        "feature=9999",
+        "feature",
         "0 to 511",
     ),
     "a dictionary as features": (
@@ -629,8 +652,8 @@ MISTAKES = {
     ),
     "no new tokens": (
         lambda c: tlens.attribute_generation(c.model, "Return the", max_new_tokens=0),
-        "0",
-        "max_new_tokens=",
+        "max_new_tokens=0",
+        "max_new_tokens",
         "at least 1",
     ),
     "an encoder that writes": (
@@ -720,8 +743,8 @@ MISTAKES = {
         "method=",
         "Did you mean 'head-svd'?",
     ),
-    "a ratio below 1": (lambda c: compress.plan(c.model, ratio=0.5), "0.5", "ratio=", "at least 1"),
-    "layers to compress": (lambda c: compress.plan(c.model, ratio=2, layers=[9]), "9", "layers=", "-4 to 3"),
+    "a ratio below 1": (lambda c: compress.plan(c.model, ratio=0.5), "ratio=0.5", "ratio", "at least 1"),
+    "layers to compress": (lambda c: compress.plan(c.model, ratio=2, layers=[9]), "layers=9", "layers", "-4 to 3"),
     "whitening twice": (lambda c: tlens.whiten(c.whitened), "whitened already", "whiten", "load it anew"),
     "whitening's start": (lambda c: tlens.whiten(c.model, init="zero"), "'zero'", "init", "'identity'"),
 }

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tensorlens_tl._arguments import refuse_meta
 from tensorlens_tl.algebra.numerics import centred, maybe, plus, relative_error
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 
@@ -399,6 +400,7 @@ def _weight(source: Any, name: str, what: str) -> Tensor | None:
         return None
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise InvalidInputError(f"{what}.{name} is a {type(weight).__name__}; pass a tensor of floating-point numbers.")
+    refuse_meta(f"{what}.{name}", weight)
     if not bool(torch.isfinite(weight).all()):
         raise NumericalError(f"{what}.{name} has values that are not finite.")
     return weight.detach()
