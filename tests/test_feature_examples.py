@@ -76,7 +76,10 @@ def test_the_running_top_is_that_of_a_literal_loop(demo_model, rows, examples):
     assert examples.n_rows == len(rows)
 
 
-@pytest.mark.parametrize("memory", ["1MB", "200KB"])
+@pytest.mark.parametrize(
+    "memory",
+    ["1MB", "200KB", "1KB"],  # the last: one feature at a time
+)
 def test_batches_and_chunks_change_nothing(demo_model, rows, examples, memory, monkeypatch):
     monkeypatch.setattr(module, "ROWS_AT_ONCE", 4)
     again = circuits.feature_examples(

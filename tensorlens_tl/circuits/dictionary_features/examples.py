@@ -5,7 +5,7 @@ batch and of the examples, however many rows there are. A row gives a feature on
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -99,14 +99,12 @@ def feature_examples(
     probe = features_of(freeze(model, first[None, :PROBED]), dictionary, hook, any_model=any_model, labels=labels)
     chosen = _chosen(probe, features)
     running = _Running(reading.view, probe, chosen, k, sizes, skip)
-    ends = _Promoted.of(reading.view, probe, chosen, count, memory)
+    ends = _Promoted.of(reading.view, probe, chosen, count)
     with tqdm(desc="rows", delay=2.0, unit=" rows", leave=False) as bar:
-        pending = [first]
-        while pending:
-            pending += islice(rows, ROWS_AT_ONCE - len(pending))
-            running.read(pending, memory)
-            bar.update(len(pending))
-            pending = list(islice(rows, 1))
+        stream = chain([first], rows)
+        while some := list(islice(stream, ROWS_AT_ONCE)):
+            running.read(some, memory)
+            bar.update(len(some))
     return running.result(ends, feature_labels(labels))
 
 
@@ -187,13 +185,12 @@ class _Running:
 
     def read(self, rows: list[Int[Tensor, "pos"]], memory: Memory) -> None:
         """Look at some rows, which follow those that were read before."""
-        per_token = 4 * len(self.chosen) * self.probe.dictionary.W_enc.element_size()
-        for batch in memory_batches(self.view, [len(row) for row in rows], memory, per_token):
+        for batch in memory_batches(self.view, [len(row) for row in rows], memory):
             batch = sorted(batch)
-            self._read([rows[number] for number in batch], [self.n_rows + number for number in batch])
+            self._read([rows[number] for number in batch], [self.n_rows + number for number in batch], memory)
         self.n_rows += len(rows)
 
-    def _read(self, rows: list[Int[Tensor, "pos"]], numbers: list[int]) -> None:
+    def _read(self, rows: list[Int[Tensor, "pos"]], numbers: list[int], memory: Memory) -> None:
         lengths = torch.tensor([len(row) for row in rows])
         tokens = pad_sequence(rows, batch_first=True)
         mask = torch.arange(tokens.shape[1]) < lengths[:, None]
@@ -204,15 +201,17 @@ class _Running:
         encoded = self.probe.dictionary.encode(x[seen], self.probe.frozen.tolerance)
         column = self.column[encoded.where[:, 1]]
         wanted = column >= 0
-        place = seen.nonzero()[encoded.where[wanted, 0]]
-        column = column[wanted]
-        values = x.new_zeros(*tokens.shape, len(self.chosen))
-        values[place[:, 0], place[:, 1], column] = encoded.values[wanted]
-        examples = Examples.of(
-            values, tokens.to(device), torch.tensor(numbers, device=device), lengths.to(device), self.k, self.window
+        active = _Active(
+            torch.cat([seen.nonzero()[encoded.where[wanted, 0]], column[wanted, None]], dim=1), encoded.values[wanted]
         )
-        self.examples = self.examples.merged(examples, self.k)
-        self.counts += histogram(encoded.values[wanted], column, len(self.chosen))
+        facts = (tokens.to(device), torch.tensor(numbers, device=device), lengths.to(device), self.k, self.window)
+        per_feature = 4 * tokens.numel() * x.element_size()
+        parts = [
+            Examples.of(active.dense(part, tokens.shape), *facts)
+            for part in chunks(len(self.chosen), per_feature, memory, "features")
+        ]
+        self.examples = self.examples.merged(Examples.of_features(parts), self.k)
+        self.counts += histogram(active.values, column[wanted], len(self.chosen))
         self.n_tokens += int(seen.sum())
 
     def _activations(self, tokens: Int[Tensor, "row pos"], mask: Tensor) -> Float[Tensor, "row pos d_in"]:
@@ -249,6 +248,26 @@ class _Running:
         )
 
 
+class _Active(NamedTuple):
+    """Activations of one batch that are not zero.
+
+    Attributes:
+        places: row, position and column of the feature of each.
+        values: what they are worth.
+    """
+
+    places: Int[Tensor, "active 3"]
+    values: Float[Tensor, "active"]
+
+    def dense(self, part: range, shape: torch.Size) -> Float[Tensor, "row pos feature"]:
+        """The values of some columns at every token, zero where they are not active."""
+        row, position, column = self.places.T
+        here = (column >= part.start) & (column < part.stop)
+        values = self.values.new_zeros(*shape, len(part))
+        values[row[here], position[here], column[here] - part.start] = self.values[here]
+        return values
+
+
 class _Promoted(NamedTuple):
     """The tokens whose logits each feature's decoder row raises most."""
 
@@ -256,7 +275,7 @@ class _Promoted(NamedTuple):
     logits: Float[Tensor, "feature token"]
 
     @classmethod
-    def of(cls, view: ModelView, probe: Features, chosen: list[int], count: int, memory: Memory) -> "_Promoted":
+    def of(cls, view: ModelView, probe: Features, chosen: list[int], count: int) -> "_Promoted":
         """Of some features; none where no matrix leads from the stream to the logits of tokens."""
         rows = upcast(probe.dictionary.W_dec[chosen])
         none = cls(torch.empty(len(chosen), 0, dtype=torch.long), rows.new_empty(len(chosen), 0))
@@ -267,7 +286,7 @@ class _Promoted(NamedTuple):
         if not count:
             return none
         best = []
-        for part in chunks(len(chosen), 3 * W_U.shape[1] * W_U.element_size(), memory, "features"):
+        for part in chunks(len(chosen), 3 * W_U.shape[1] * W_U.element_size(), None, "features"):
             best.append((rows[part.start : part.stop] @ W_U).topk(min(count, W_U.shape[1])))
         return cls(torch.cat([top.indices for top in best]), torch.cat([top.values for top in best]))
 

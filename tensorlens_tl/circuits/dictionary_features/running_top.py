@@ -1,5 +1,6 @@
 """The k largest examples of many features while a data set passes by: matrix operations, and memory that is bounded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,11 @@ class Examples:
         around = values[order[..., None], columns, features[..., None]] * inside * active[..., None]
         ids = tokens[order[..., None], columns].masked_fill(~inside | ~active[..., None], -1)
         return cls(peaks, rows[order].masked_fill(~active, -1), at.masked_fill(~active, -1), around, ids)
+
+    @classmethod
+    def of_features(cls, parts: Sequence["Examples"]) -> "Examples":
+        """The examples of several groups of features, one group after the other."""
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__))
 
     def merged(self, other: "Examples", k: int) -> "Examples":
         """The k largest of both; of examples that are alike, those of the earlier rows."""
