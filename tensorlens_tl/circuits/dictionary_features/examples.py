@@ -183,14 +183,14 @@ class _Running:
         self.n_rows = 0
         self.n_tokens = 0
 
-    def read(self, rows: list[Int[Tensor, "pos"]], memory: Memory) -> None:
+    def read(self, rows: list[Tensor], memory: Memory) -> None:
         """Look at some rows, which follow those that were read before."""
         for batch in memory_batches(self.view, [len(row) for row in rows], memory):
             batch = sorted(batch)
             self._read([rows[number] for number in batch], [self.n_rows + number for number in batch], memory)
         self.n_rows += len(rows)
 
-    def _read(self, rows: list[Int[Tensor, "pos"]], numbers: list[int], memory: Memory) -> None:
+    def _read(self, rows: list[Tensor], numbers: list[int], memory: Memory) -> None:
         lengths = torch.tensor([len(row) for row in rows])
         tokens = pad_sequence(rows, batch_first=True)
         mask = torch.arange(tokens.shape[1]) < lengths[:, None]
