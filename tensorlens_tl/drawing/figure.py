@@ -129,7 +129,7 @@ def histogram(edges: Sequence[float], counts: Sequence[int], title: str, name: s
         ax: draw here; None makes a figure of fitting size.
     """
     ax = axes(ax, (5.5, 2.6))
-    ax.stairs(counts, edges, fill=True, color=_of_sign(1))
+    ax.stairs(counts, edges, fill=True, color=_of_sign(1.0))
     ax.set_xscale("log")
     ax.set_xlabel(name)
     ax.set_ylabel("tokens")
