@@ -306,7 +306,7 @@ MISTAKES = {
         lambda c: tlens.freeze(hooked(), TEXT),
         "misses its own output",
         "blocks.0.attn.hook_z",
-        "model.reset_hooks()",
+        "Take it off",
     ),
     "weights that were changed": (lambda c: tlens.attribute(changed(), " value"), "changed", "weights", "Freeze again"),
     # ------------------------------------------------------------------ methods and options
@@ -462,9 +462,9 @@ MISTAKES = {
     ),
     "a table as a result": (
         lambda c: tlens.Attribution.load(c.text_file("table.csv", "a,b\n")),
-        "'.csv'",
+        "a CSV table",
         "table.csv",
-        "pandas",
+        "pandas.read_csv",
     ),
     "a circuit from another file": (
         lambda c: circuits.Circuit.load(c.text_file("c.json", "{}")),
@@ -562,7 +562,7 @@ MISTAKES = {
         lambda c: tlens.attribute(c.difference, " value", method="alti"),
         "'alti'",
         "method=",
-        "Pass one of its passes",
+        "pass one of the two runs",
     ),
     # ------------------------------------------------------------------ dictionaries
     "a dictionary of another width": (
