@@ -1,8 +1,10 @@
 """Checks that many functions share, with one way to say what is wrong."""
 
+import difflib
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from types import NoneType, UnionType
 from typing import (
@@ -77,7 +79,9 @@ def checked_arguments(function: Callable[Parameters, Returned]) -> Callable[Para
         for name, value in passed.items():
             if name in accepted and not is_bearable(value, accepted[name]):
                 words = in_words(accepted[name])
-                raise InvalidInputError(f"{function.__name__}: {name}={_in_short(value)}; use {words}.")
+                choices = [choice for choice in _choices(accepted[name]) if isinstance(choice, str)]
+                near = nearest(value, choices)
+                raise InvalidInputError(f"{function.__name__}: {name}={_in_short(value)}; use {words}.{near}")
         return function(*args, **kwargs)
 
     return checked
@@ -106,6 +110,57 @@ def _alternatives(hint: Any) -> list[str]:
     return [WORDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"]
 
 
+def _choices(hint: Any) -> list[Any]:
+    """The values that an annotation lists."""
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    if get_origin(hint) in (Annotated, Union, UnionType):
+        return [value for member in get_args(hint) for value in _choices(member)]
+    return []
+
+
+def nearest(value: Any, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str:
+    """What to say where a value is nearly one of the known names, or what others call it; else nothing.
+
+    >>> nearest("methods", ["method", "target"])
+    " Did you mean 'method'?"
+    >>> nearest("eap", ["gradient"], {"eap": "gradient"})
+    " It is called 'gradient' here."
+    """
+    if not isinstance(value, str):
+        return ""
+    others = {_plain_name(other): name for other, name in (synonyms or {}).items()}
+    if _plain_name(value) in others:
+        return f" It is called {others[_plain_name(value)]!r} here."
+    plain_names = {_plain_name(name): name for name in known} | others
+    near = difflib.get_close_matches(_plain_name(value), list(plain_names), n=1, cutoff=0.6)
+    if not near:
+        return ""
+    return f" Did you mean {plain_names[near[0]]!r}?"
+
+
+def _plain_name(name: str) -> str:
+    return re.sub(r"[\s_]+", "-", name.strip().lower())
+
+
+def check_choice(name: str, value: Any, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> None:
+    """Refuse a value that is none of the known names; says which is near, or what others' name stands for.
+
+    Args:
+        name: of the argument.
+        value: what was passed.
+        known: what may be passed.
+        synonyms: names that others use, and the known one for each.
+
+    Raises:
+        InvalidInputError: it is none of them.
+    """
+    known = list(known)
+    if value not in known:
+        near = nearest(value, known, synonyms)
+        raise InvalidInputError(f"{name}={value!r}; use one of {', '.join(map(repr, known))}.{near}")
+
+
 def _in_short(value: Any) -> str:
     """A value in a message: the kind and shape of a tensor or an array, and the beginning of anything longer."""
     if getattr(value, "shape", None):
@@ -132,6 +187,15 @@ def whole_number(name: str, value: Any, least: int | None = None, most: int | No
     return number
 
 
+def refuse_meta(name: str, value: Any) -> None:
+    """Raise `InvalidInputError` for a tensor on the meta device, which has a shape and no values."""
+    if getattr(value, "is_meta", False):
+        what = ": ".join(filter(None, [name, f"a tensor {list(value.shape)}"]))
+        raise InvalidInputError(
+            f"{what} on the meta device has no values; pass one on the CPU or on the model's device."
+        )
+
+
 def whole_slice(name: str, value: slice, why: str = "") -> slice:
     """A slice whose ends and step are integers or None, its step not zero, as Python's own.
 
@@ -145,5 +209,10 @@ def whole_slice(name: str, value: slice, why: str = "") -> slice:
 
 
 def plain(value: Any) -> Any:
-    """Tensors and numpy's arrays and integers as Python's own; anything else as it is."""
+    """Tensors and numpy's arrays and integers as Python's own; anything else as it is.
+
+    Raises:
+        InvalidInputError: a tensor on the meta device.
+    """
+    refuse_meta("", value)
     return value.tolist() if hasattr(value, "tolist") else value

@@ -242,7 +242,7 @@ def test_graph_is_written(tmp_path, capsys, name, format_, first):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-o", "a.html", "--format", "dot"], "format='dot': there is no such format"),
+        (["-o", "a.html", "--format", "dot"], "format='dot'; use one of 'html'"),
         (["-o", "a.txt"], "does not end in .html, .json"),
         (["-o", "no/such/folder/a.html"], "there is no folder"),
         (["-o", "a.html", "--threshold", "2"], "threshold=2.0: a share of the largest edge"),

@@ -108,7 +108,7 @@ def test_files(result, tmp_path):
     with pytest.raises(tlens.InvalidInputError, match="no folder"):
         result.save(tmp_path / "none" / "result")
     attribution = tlens.attribute(demo.load_demo_model(), "Return the").save(tmp_path / "attribution")
-    with pytest.raises(tlens.FileFormatError, match="no Evaluation of this library"):
+    with pytest.raises(tlens.FileFormatError, match="holds Attribution, not Evaluation"):
         evaluate.Evaluation.load(attribution)
 
 

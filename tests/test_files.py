@@ -140,11 +140,11 @@ DAMAGES = {
     "no digest": (changed_metadata(digest=None), "not a readable"),
     "newer": (changed_metadata(version="2"), "newer than this library"),
     "no version of ours": (changed_metadata(version="one"), "not a readable"),
-    "foreign": (changed_metadata(format="pt"), "no Attribution of this library"),
+    "foreign": (changed_metadata(format="pt"), "not one that this library saved"),
     "nothing": (lambda path: path.write_bytes(b""), "not a readable"),
     "text": (lambda path: path.write_text("scores: 1\n" * 100), "not a readable"),
     "a pickle": (lambda path: torch.save({"scores": torch.ones(1)}, path), "not a readable"),
-    "weights": (lambda path: save_file({"scores": torch.ones(1)}, path), "no Attribution"),
+    "weights": (lambda path: save_file({"scores": torch.ones(1)}, path), "not one that this library saved"),
     "nested without end": (
         lambda path: save_file({}, path, metadata=dict(zip(
             ("format", "version", "facts", "digest"),

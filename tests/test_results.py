@@ -43,11 +43,17 @@ def feature_edges():
     return circuits.feature_edges(features, features)
 
 
+def feature_examples():
+    dictionary = Dictionary(hook="blocks.0.hook_resid_post")
+    return circuits.feature_examples(model(), dictionary, some_tokens(3, 6), [3, 5, 11], k=2)
+
+
 RESULTS = {
     "Attribution": lambda: tlens.attribute(frozen(), 5),
     "Terms": lambda: circuits.logit_attribution(frozen(), 5, by="head"),
     "Paths": lambda: circuits.paths(frozen(), 5),
     "FeatureEdges": feature_edges,
+    "FeatureExamples": feature_examples,
     "ModelChange": lambda: tlens.compare_models(model(), model(), some_tokens(), 5),
     "ChangeRoutes": lambda: circuits.routes(tlens.difference(frozen(), other()), 5),
     "ScoreAttribution": lambda: circuits.qk_attribution(frozen(), 1, 0, key=2),

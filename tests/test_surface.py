@@ -366,7 +366,7 @@ def test_terms_graphs_and_scores_can_be_kept(frozen, tmp_path):
         assert repr(again) == repr(result)
         assert [e.name for e in again.top(3)] == [e.name for e in result.top(3)]
         assert again.to_dataframe().equals(result.to_dataframe())
-        with pytest.raises(tlens.FileFormatError, match="no Attribution"):
+        with pytest.raises(tlens.FileFormatError, match="not Attribution; load it with"):
             tlens.Attribution.load(path)
 
 
@@ -517,7 +517,7 @@ def test_tables_say_which_and_whether_they_add_up(frozen, pair, capsys):
         assert "prompt 1 of 2" in " ".join(capsys.readouterr().out.split())
     circuits.contribution_graph(frozen, " the").show(4)
     assert "node" in capsys.readouterr().out
-    with pytest.raises(tlens.InvalidInputError, match="use one of embedding, whitening, head"):
+    with pytest.raises(tlens.InvalidInputError, match="use one of 'embedding', 'whitening', 'head'"):
         circuits.contribution_graph(frozen, " the").top(kind="heads")
     with pytest.raises(tlens.InvalidInputError, match="batch=9"):
         circuits.qk_attribution(frozen, 1, 0).top(batch=9)

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError
 
@@ -36,8 +37,7 @@ NEGLIGIBLE = 0.01
 
 def check_probes(probes: Any, tol: Any, rows: Any) -> None:
     """Raise `InvalidInputError` for what makes no estimate."""
-    if rows not in ROWS:
-        raise InvalidInputError(f"rows={rows!r}; use one of {', '.join(ROWS)}.")
+    check_choice("rows", rows, ROWS)
     if probes is not None and tol is not None:
         raise InvalidInputError("norm: pass either probes= (how many) or tol= (how exact), not both.")
     if probes is not None and (isinstance(probes, bool) or not isinstance(probes, int) or probes < 2):

@@ -17,6 +17,7 @@
 | what does a circuit of some edges do by itself | `EdgeScores.circuit`, `run_circuits` |
 | why does this head attend there, or there no more | `qk_attribution` |
 | which features of a sparse dictionary are active | `features` |
+| where in a data set is a feature most active; what is it called | `feature_examples`, `feature_labels` |
 | what makes a feature, what does it do, which make which | `feature_attribution`, `feature_effects`, `feature_edges` |
 | how large is the operator | `spectral_norm`, `singular_directions`, `norm_bound`, `spectral_norm_bound` |
 | how wrong is it away from its input | `error_bound`, `frozen_error_bound` |
@@ -28,6 +29,8 @@ from tensorlens_tl.circuits.dictionary_features import (
     feature_attribution,
     feature_edges,
     feature_effects,
+    feature_examples,
+    feature_labels,
     features,
 )
 from tensorlens_tl.circuits.effects import HeadMap, head_map, logit_attribution, paths, top_paths, total_effects
@@ -68,6 +71,7 @@ from tensorlens_tl.results import (
     ContributionGraph,
     EdgeScores,
     FeatureEdges,
+    FeatureExamples,
     HeadScores,
     ModelChange,
     Paths,
@@ -84,6 +88,7 @@ __all__ = [
     "EdgeScores",
     "ErrorBound",
     "FeatureEdges",
+    "FeatureExamples",
     "Features",
     "FrozenErrorBound",
     "HeadMap",
@@ -104,6 +109,8 @@ __all__ = [
     "feature_attribution",
     "feature_edges",
     "feature_effects",
+    "feature_examples",
+    "feature_labels",
     "features",
     "frozen_error_bound",
     "full_ov",

@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import os
+    from collections.abc import Mapping, Sequence
     from typing import SupportsIndex
 
     import numpy as np
@@ -27,10 +28,13 @@ if TYPE_CHECKING:
     FeatureLike = SupportsIndex | str
     """A feature's number, or its name ``"F12"``."""
 
+    LabelsLike = Mapping[int, str] | Mapping[str, str] | str | os.PathLike[str] | None
+    """Labels of features: by their numbers or names, or a CSV or JSON file of them."""
+
     HookName = str | None
     """A hook point."""
 
     Share = float | None
     """So many (a whole number), or a share of the largest (below 1); None for no such choice."""
 else:
-    Direction = Whole = Offset = WeightsLike = FeatureLike = HookName = Share = Any
+    Direction = Whole = Offset = WeightsLike = FeatureLike = LabelsLike = HookName = Share = Any

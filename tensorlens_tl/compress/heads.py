@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import check_choice, whole_number
 from tensorlens_tl.compress.options import Layout
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 
@@ -144,8 +144,7 @@ def unstacked(
 
 def check_layout(layout: Layout) -> None:
     """Raise `InvalidInputError` unless there is such a layout."""
-    if layout not in LAYOUTS:
-        raise InvalidInputError(f"layout={layout!r}; use one of {', '.join(LAYOUTS)}.")
+    check_choice("layout", layout, LAYOUTS)
 
 
 def slice_scales(tensor: Float[Tensor, "d1 d2 slices h"]) -> Float[Tensor, "slices"]:

@@ -18,7 +18,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import plain, whole_number
+from tensorlens_tl._arguments import nearest, plain, whole_number
 from tensorlens_tl.compress.heads import (
     GAUGES,
     LETTERS,
@@ -283,7 +283,8 @@ def find_method(method: Method | str) -> Method:
     if isinstance(method, str) and method in METHODS:
         return METHODS[method]
     if isinstance(method, str) or not callable(method):
-        raise InvalidInputError(f"method={method!r}; use one of {', '.join(METHODS)}, or a function.")
+        near = nearest(method, METHODS)
+        raise InvalidInputError(f"method={method!r}; use one of {', '.join(METHODS)}, or a function.{near}")
     return method
 
 

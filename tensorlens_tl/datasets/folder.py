@@ -180,7 +180,10 @@ class Folder:
                 raise FileFormatError(f"{path}: damaged, or changed after it was written (its digest does not fit).")
             return Manifest(**facts)
         except FileNotFoundError as error:
-            raise FileFormatError(f"{self.path}: no run was begun here (there is no {MANIFEST}).") from error
+            raise FileFormatError(
+                f"{self.path}: no run was begun here (there is no {MANIFEST}); "
+                "pass the folder that attribute_dataset(model, rows, folder) wrote."
+            ) from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, FileFormatError):
                 raise

@@ -248,7 +248,10 @@ def _check_present(row: Mapping[str, Any], reading: Reading) -> None:
         columns.append(reading.id)
     missing = [name for name in columns if name not in row]
     if missing:
-        raise InvalidInputError(f"rows: there is no column {missing[0]!r}, only {', '.join(map(repr, row))}.")
+        hint = ""
+        if missing[0] == reading.text:
+            hint = f" Say which one holds the prompts, such as text={next(iter(row), 'prompt')!r}."
+        raise InvalidInputError(f"rows: there is no column {missing[0]!r}, only {', '.join(map(repr, row))}.{hint}")
 
 
 def _name(value: Any, column: str, number: int) -> str:

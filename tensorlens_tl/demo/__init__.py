@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.demo.programs import PROGRAMS, Program, program
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.whitening import whiten
@@ -241,8 +242,7 @@ def load_demo_model(
         raise InvalidInputError(
             "load_demo_model: TransformerLens 4 has no HookedTransformer; use kind='bridge', or transformer-lens 3.9."
         )
-    if name not in FOLDERS:
-        raise InvalidInputError(f"load_demo_model: name={name!r}; use one of {', '.join(map(repr, FOLDERS))}.")
+    check_choice("load_demo_model: name", name, FOLDERS)
     if kind == "hooked" and name in ONLY_BRIDGE:
         raise InvalidInputError(f"load_demo_model: the {name} model comes as a TransformerBridge; leave kind out.")
     folder = FOLDERS[name] if folder is None else Path(folder)

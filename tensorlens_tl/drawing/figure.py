@@ -221,6 +221,23 @@ def signed_bars(
     return ax
 
 
+def histogram(edges: Sequence[float], counts: Sequence[int], title: str, name: str, ax: Axes | None = None) -> Axes:
+    """How often each size occurs, on a logarithmic axis.
+
+    Args:
+        edges: of the bins, one more than there are bins.
+        counts: of values in each.
+        title: above it.
+        name: of what is counted.
+        ax: draw here; None makes a figure of fitting size.
+    """
+    ax = axes(ax, (5.5, 2.6))
+    ax.stairs(counts, edges, fill=True, color=of_sign(1.0))
+    ax.set_xscale("log")
+    _dress(ax, {"title": title, "xlabel": name, "ylabel": "tokens"})
+    return ax
+
+
 def axes(ax: Axes | None = None, size: tuple[float, float] = (7, 4.5)) -> Axes:
     """The axes that were passed, or new ones."""
     if ax is not None:

@@ -16,6 +16,7 @@ Every evaluation returns an `Evaluation`: a value per metric, method and prompt,
 from tensorlens_tl.evaluate.checks import agreement, agreement_table, completeness, randomisation, spearman, stability
 from tensorlens_tl.evaluate.compression import compression, compression_table
 from tensorlens_tl.evaluate.known import (
+    MIB_OPTIONS,
     PROPORTIONS,
     KnownAnswers,
     KnownAttention,
@@ -60,6 +61,7 @@ from tensorlens_tl.results.statistics import auroc, bootstrap_interval, holm
 
 __all__ = [
     "EXPERIMENTS",
+    "MIB_OPTIONS",
     "PREDICTED",
     "PROPORTIONS",
     "STANDARD",

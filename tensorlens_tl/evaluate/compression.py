@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.compress import Plan
@@ -94,8 +95,7 @@ def compression(
         UnsupportedModelError: the model predicts no tokens.
         FrozenModelError: a frozen pass is attached to the model.
     """
-    if choose_by not in CHOOSE_BY:
-        raise InvalidInputError(f"choose_by={choose_by!r}; use one of {', '.join(CHOOSE_BY)}.")
+    check_choice("choose_by", choose_by, CHOOSE_BY)
     view = ModelView(model)
     view.refuse_encoder_decoder("compression")
     refuse_dropout(view.model)

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tensorlens_tl._arguments import refuse_meta
 from tensorlens_tl.algebra.numerics import centred, maybe, plus, relative_error
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 
@@ -266,6 +267,11 @@ def read_dictionary(source: Any, *, transcodes: bool | None = None) -> Dictionar
         )
     W_enc, W_dec = (_weight(source, name, what) for name in ("W_enc", "W_dec"))
     if W_enc is None or W_dec is None or W_enc.ndim != 2 or W_dec.ndim != 2 or W_enc.shape[1] != W_dec.shape[0]:
+        if isinstance(source, str):
+            raise InvalidInputError(
+                f"dictionary={source!r}: a text is no dictionary; load it first, such as with SAELens' "
+                "SAE.from_pretrained(...)."
+            )
         raise InvalidInputError(
             f"{what} has W_enc {_shape(W_enc)}, W_dec {_shape(W_dec)}; needed are W_enc [d_in, feature] and W_dec "
             "[feature, d_out]."
@@ -394,6 +400,7 @@ def _weight(source: Any, name: str, what: str) -> Tensor | None:
         return None
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         raise InvalidInputError(f"{what}.{name} is a {type(weight).__name__}; pass a tensor of floating-point numbers.")
+    refuse_meta(f"{what}.{name}", weight)
     if not bool(torch.isfinite(weight).all()):
         raise NumericalError(f"{what}.{name} has values that are not finite.")
     return weight.detach()

@@ -488,6 +488,9 @@ def _hint(model: Any) -> str:
     """What to do instead, of an object that is no model of TransformerLens."""
     if isinstance(model, str):
         return " The model comes first, then the input; load one by its name first."
+    inside = {"FrozenPass": "frozen.model", "FrozenOperator": "operator.frozen"}.get(type(model).__name__)
+    if inside is not None:
+        return f" A {type(model).__name__} is of a model: pass {inside}, or call what takes a frozen pass."
     if hasattr(model, "get_base_model"):
         return (
             " Of a model with adapters, wrap what lies inside: "

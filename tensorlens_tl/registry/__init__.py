@@ -33,11 +33,8 @@ that registers them when it is imported. The built-in ones are published and reg
 
 from tensorlens_tl.registry.attributing import attribute
 from tensorlens_tl.registry.entries import LayerMap, Method
-from tensorlens_tl.registry.options import (
-    PER_PROMPT as PER_PROMPT,
-    split_options as split_options,
-    unknown_method as unknown_method,
-)
+from tensorlens_tl.registry.names import unknown_method as unknown_method
+from tensorlens_tl.registry.options import PER_PROMPT as PER_PROMPT, split_options as split_options
 from tensorlens_tl.registry.registering import (
     get_layer_map,
     get_method,

@@ -1,31 +1,26 @@
 """The options of a call: which are the method's, which are those of `freeze`, and which name is meant."""
 
-import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from tensorlens_tl._arguments import nearest
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes import freeze
 from tensorlens_tl.registry.entries import Method
+from tensorlens_tl.registry.registering import get_method, list_methods
 
 PER_PROMPT = ("target", "minus", "direction")
 """Options that may name one thing for each prompt."""
 
-
-def unknown_method(name: Any, known: Iterable[str]) -> str:
-    """What to say about a name that is none of the known ones: the nearest, or all of them where none is near."""
-    known = list(known)
-    near = nearest(name, known)
-    if near:
-        return f"no method called {name!r}.{near}"
-    return f"no method called {name!r}. There are {', '.join(map(repr, known))}."
+QUESTIONS = ("target", "minus", "direction")
+"""Options that say which number is explained."""
 
 
-def nearest(name: Any, known: Iterable[str]) -> str:
-    """A question, where a name is nearly one of the known ones."""
-    near = difflib.get_close_matches(str(name).lower(), list(known), n=1, cutoff=0.6)
-    return f" Did you mean {near[0]!r}?" if near else ""
+def _without_target(option: str) -> str:
+    """What to say where a method does not take the number that it is to explain: which do."""
+    others = [name for name in list_methods() if option in get_method(name).options]
+    return f" What it scores is not one number of the model. These take one: {', '.join(map(repr, others))}."
 
 
 def split_options(method: Method, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -39,8 +34,11 @@ def split_options(method: Method, options: Mapping[str, Any]) -> tuple[dict[str,
     for_method = {name: value for name, value in options.items() if name not in for_freeze}
     unknown = [name for name in for_method if not method.takes(name)]
     if unknown:
+        hint = nearest(unknown[0], method.options)
+        if unknown[0] in QUESTIONS:
+            hint = _without_target(unknown[0])
         raise InvalidInputError(
-            f"attribute: method {method.name!r} has no option {unknown[0]!r}.{nearest(unknown[0], method.options)} It "
+            f"attribute: method {method.name!r} has no option {unknown[0]!r}.{hint} It "
             f"takes {', '.join(method.options) or 'none'}; freezing takes {', '.join(freezing)}."
         )
     return for_freeze, for_method

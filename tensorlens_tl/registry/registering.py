@@ -19,7 +19,7 @@ from tensorlens_tl.registry.entries import (
     Needs,
     Runs,
 )
-from tensorlens_tl.registry.options import unknown_method
+from tensorlens_tl.registry.names import unknown_method
 from tensorlens_tl.requirements import resolved
 from tensorlens_tl.results import Attribution
 
@@ -80,6 +80,10 @@ def register_method(
         needs = resolved(needs, f"register_method({name!r})")
 
     def decorate(function: MethodFunction) -> MethodFunction:
+        if not callable(function):
+            raise InvalidInputError(
+                f"register_method({name!r}): it decorates a function of a frozen pass, got {type(function).__name__}."
+            )
         _load_built_in(function)
         _check_free(_METHODS.get(name), function, f"register_method: {name!r}", name)
         method = Method(

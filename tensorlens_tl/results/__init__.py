@@ -6,6 +6,7 @@ from tensorlens_tl.results.edges import ARROW as ARROW, CHOICES as CHOICES, TARG
 from tensorlens_tl.results.entry import Entry, check_batch as check_batch, largest as largest
 from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
 from tensorlens_tl.results.feature_edges import FeatureEdges
+from tensorlens_tl.results.feature_examples import FeatureExamples
 from tensorlens_tl.results.frames import (
     COLUMNS,
     EACH_GENERATED as EACH_GENERATED,
@@ -35,6 +36,7 @@ __all__ = [
     "Entry",
     "Evaluation",
     "FeatureEdges",
+    "FeatureExamples",
     "HeadScores",
     "ModelChange",
     "Paths",

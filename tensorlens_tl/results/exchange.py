@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.drawing.marks import visible
 from tensorlens_tl.errors import InvalidInputError
 
@@ -37,6 +38,9 @@ Graph = Any
 
 FORMATS = ("html", "json", "circuit-tracer", "graphml", "csv")
 """What a graph is written as; ``json`` is networkx' node-link form."""
+
+SYNONYMS = {"neuronpedia": "circuit-tracer", "attribution-graph": "circuit-tracer", "networkx": "json"}
+"""What else these are called: Neuronpedia shows circuit-tracer's JSON."""
 
 SUFFIXES = {".html": "html", ".json": "json", ".graphml": "graphml", ".csv": "csv"}
 
@@ -63,8 +67,8 @@ def format_of(path: Path, name: str | None) -> str:
     known = f"use one of {', '.join(FORMATS)}"
     if name is None and path.suffix not in SUFFIXES:
         raise InvalidInputError(f"format: {path.name!r} does not end in {', '.join(SUFFIXES)}; {known}.")
-    if name is not None and name not in FORMATS:
-        raise InvalidInputError(f"format={name!r}: there is no such format; {known}.")
+    if name is not None:
+        check_choice("format", name, FORMATS, SYNONYMS)
     return name or SUFFIXES[path.suffix]
 
 
@@ -209,6 +213,7 @@ def _nodes(graph: Graph) -> list[dict[str, Any]]:
         if kind == "embedding" and name != "embed" and not name.endswith(" input"):
             type_ = "other embedding"  # its page names every ``embedding`` by the token alone
         node = node_of(name, type_, level, pos, number, weight, token, bias)
+        node["clerp"] = f"{graph.labelled(name)} at {visible(token)}"
         if type_ == "embedding":
             vocabulary = pos
             if len(graph.token_ids):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.terms import Terms
@@ -32,9 +32,12 @@ class FeatureEdges(Terms):
         rows = [row for row, number in enumerate(self.features) if number == feature]
         if not rows:
             raise InvalidInputError(f"no edges into feature {feature}; there are {list(dict.fromkeys(self.features))}.")
-        fields = {name: getattr(self, name)[:, rows] for name in ("scores", "total", "queries", "remainder")}
+        fields: dict[str, Any] = {
+            name: getattr(self, name)[:, rows] for name in ("scores", "total", "queries", "remainder")
+        }
         target = self.target.replace("pre-activations", f"pre-activation of F{feature}", 1)
-        return Terms(names=self.names, mask=self.mask, tokens=self.tokens, target=target, **fields)
+        fields |= {"names": self.names, "mask": self.mask, "tokens": self.tokens, "labels": self.labels}
+        return Terms(target=target, **fields)
 
     def to_dataframe(self, *, keys: bool = False) -> "pd.DataFrame":
         """One line per edge: batch, query, query_token, feature (the late one), term, score."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.drawing import graphs, page, printed_graph, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
@@ -55,12 +56,15 @@ class ContributionGraph(Result):
         n_layers, d_vocab: the model's; 0 tokens where it predicts none.
         token_id, probability: of the token that the target is the logit of; None where it is something else.
         provenance: model name, class, TransformerLens version, weight processing, dtype.
+        labels: what some of the nodes are called besides, by name: features of a dictionary that has labels.
     """
 
     TENSORS: ClassVar = tuple(f"{table}.{column}" for table, columns in NUMBERS.items() for column in columns)
     FACTS: ClassVar = ("target", "total", "constant", "gap", "soft_cap")
     PAGE_EDGES: ClassVar = 600
-    LATER_FACTS: ClassVar = ("tokens", "token_ids", "n_layers", "d_vocab", "token_id", "probability", "provenance")
+    LATER_FACTS: ClassVar = (
+        "tokens", "token_ids", "n_layers", "d_vocab", "token_id", "probability", "provenance", "labels",
+    )  # fmt: skip
 
     nodes: "pd.DataFrame"
     edges: "pd.DataFrame"
@@ -76,6 +80,7 @@ class ContributionGraph(Result):
     token_id: int | None = None
     probability: float | None = None
     provenance: Mapping[str, str] = field(default_factory=dict[str, str])
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __repr__(self) -> str:
         return (
@@ -151,9 +156,8 @@ class ContributionGraph(Result):
         3
         """
         nodes = self.nodes.iloc[:-1]
-        if kind is not None and kind not in KINDS:
-            raise InvalidInputError(f"top: kind={kind!r}; use one of {', '.join(KINDS)}.")
         if kind is not None:
+            check_choice("top: kind", kind, KINDS)
             nodes = nodes[nodes["kind"] == kind]
         weights = torch.tensor(nodes["weight"].to_numpy(float))
         return largest(weights, nodes["name"].tolist(), k, nodes["pos"].tolist())
@@ -201,7 +205,9 @@ class ContributionGraph(Result):
         """
         if page.display_in_notebook(self.to_html):
             return
-        rows = [(entry.name, str(entry.position), number(entry.score)) for entry in self.top(k, kind=kind)]
+        rows = [
+            (self.labelled(entry.name), str(entry.position), number(entry.score)) for entry in self.top(k, kind=kind)
+        ]
         title = f"nodes of {self.target} = {number(self.total)}, {len(rows)} of {len(self.nodes) - 1} shown"
         terminal.show_table(title, ("node", "position", "weight"), rows, left=("node",))
 
@@ -312,11 +318,15 @@ class ContributionGraph(Result):
         ends = {end: new_number[self.edges[end].to_numpy(int)] for end in ("source", "target")}
         return replace(self, nodes=self.nodes[used].reset_index(drop=True), edges=self.edges.assign(**ends))
 
+    def labelled(self, name: str) -> str:
+        """A node's name, with its label where it has one."""
+        return " · ".join(filter(None, [name, self.labels.get(name, "")]))
+
     def _picture(self) -> graphs.GraphPicture:
         nodes = self.nodes
         edges = self.edges
         return graphs.GraphPicture(
-            names=nodes["name"].tolist(),
+            names=[self.labelled(name) for name in nodes["name"]],
             kinds=nodes["kind"].tolist(),
             tokens=nodes["token"].tolist(),
             layers=nodes["layer"].tolist(),

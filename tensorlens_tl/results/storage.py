@@ -31,6 +31,8 @@ class Stored:
 
     TENSORS: ClassVar[tuple[str, ...]] = ()
     FACTS: ClassVar[tuple[str, ...]] = ()
+    LATER_FACTS: ClassVar[tuple[str, ...]] = ()
+    """Facts that files of earlier versions lack; their fields have defaults."""
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write to one safetensors file (facts as JSON metadata, never pickle); replaces an old file in one step.
@@ -59,11 +61,12 @@ class Stored:
 
     def _packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {name: tensor for name in self.TENSORS if (tensor := getattr(self, name)) is not None}
-        return tensors, {name: getattr(self, name) for name in self.FACTS}
+        return tensors, {name: getattr(self, name) for name in (*self.FACTS, *self.LATER_FACTS)}
 
     @classmethod
     def _unpacked(cls: type[Result], tensors: dict[str, Tensor], facts: dict[str, Any]) -> Result:
-        return cls(**tensors, **{name: facts[name] for name in cls.FACTS})
+        later = {name: facts[name] for name in cls.LATER_FACTS if name in facts}
+        return cls(**tensors, **{name: facts[name] for name in cls.FACTS}, **later)
 
 
 def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
@@ -148,7 +151,7 @@ def read(
         with safe_open(str(path), framework="pt") as file:
             metadata: Mapping[str, str] = file.metadata() or {}
             if metadata.get("format") != f"tensorlens_tl.{kind}":
-                raise FileFormatError(f"{path}: a safetensors file, but no {kind} of this library.")
+                raise FileFormatError(_other_result(path, kind, metadata.get("format", "")))
             if int(metadata.get("version", "0")) > FORMAT_VERSION:
                 raise FileFormatError(f"{path}: format {metadata['version']} is newer than this library's; update it.")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -160,6 +163,11 @@ def read(
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, FileFormatError):
             raise
+        if isinstance(error, SafetensorError) and Path(path).suffix.lower() not in LOADABLE:
+            raise FileFormatError(
+                f"{path}: not a readable {kind}; its name ends in {Path(path).suffix!r}. `load` reads what `save` "
+                "wrote without an ending or as .safetensors; tables (.csv, .parquet, .json) are read with pandas."
+            ) from error
         raise FileFormatError(f"{path}: not a readable {kind} ({type(error).__name__}: {error}).") from error
     unknown = sorted(set(tensors) - set(names or tensors))
     if unknown:
@@ -196,6 +204,17 @@ def _other_kind(path: Path) -> str:
         if beginning.lower().startswith(first.lower()):
             return what
     return TABLES.get(path.suffix.lower(), "")
+
+
+def _other_result(path: str | os.PathLike[str], kind: str, written: str) -> str:
+    """What to say of a safetensors file that holds something else."""
+    library, _, name = written.partition(".")
+    if library == "tensorlens_tl" and name:
+        return f"{path}: holds {name}, not {kind}; load it with {name}.load({str(path)!r})."
+    return (
+        f"{path}: a safetensors file, but not one that this library saved; read its tensors with "
+        f"safetensors.torch.load_file. {kind}.load reads what {kind}.save wrote."
+    )
 
 
 def _digest(tensors: Mapping[str, Tensor], facts: str) -> str:

@@ -1,8 +1,8 @@
 """Named parts of one number of the model: what each component, head, path or feature adds to it."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import nearest
 from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.drawing import figure, graphs, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
@@ -62,10 +63,13 @@ class Terms(Result):
         keys: for parts that read other tokens, each token's share, `[batch, query, term, key]`; NaN for parts that
             belong to no token; None where not asked for.
         soft_cap: the cap that the model applies to its logits after `total`, or None.
+        labels: what some of the parts are called besides, by name, such as features of a dictionary; pictures and
+            tables in a terminal show it.
     """
 
     TENSORS: ClassVar = ("scores", "total", "remainder", "queries", "mask", "keys", "low", "high")
     FACTS: ClassVar = ("names", "tokens", "target", "soft_cap")
+    LATER_FACTS: ClassVar = ("labels",)
 
     names: list[str]
     scores: Float[Tensor, "batch query term"]
@@ -79,6 +83,7 @@ class Terms(Result):
     soft_cap: float | None = None
     low: Float[Tensor, "batch query term"] | None = None
     high: Float[Tensor, "batch query term"] | None = None
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         shape = (*self.queries.shape, len(self.names))
@@ -118,7 +123,8 @@ class Terms(Result):
             InvalidInputError: no part of that name.
         """
         if name not in self.names:
-            raise InvalidInputError(f"no term {name!r}; there are {', '.join(self.names[:8])}, …")
+            near = nearest(name, self.names)
+            raise InvalidInputError(f"no term {name!r}; there are {', '.join(self.names[:8])}, ….{near}")
         return self.scores[..., self.names.index(name)]
 
     def __sub__(self, other: "Terms") -> "Terms":
@@ -246,6 +252,7 @@ class Terms(Result):
             lines = with_others(entries, everything, len(self))
         if self.remainder is not None and bool(self.remainder[batch, row]):
             lines.append(("everything not listed", float(self.remainder[batch, row])))
+        lines = [(self._labelled(name), score) for name, score in lines]
         which = shown_query(self.queries, self.tokens, row, batch)
         total = float(self.total[batch, row])
         if not self.additive:  # a rule with a total below would look like a sum
@@ -255,6 +262,9 @@ class Terms(Result):
                 note += f"; {left} more"
             return " · ".join(filter(None, (which, note))), lines, []
         return which, lines, [("total", total)]
+
+    def _labelled(self, name: str) -> str:
+        return " · ".join(filter(None, [name, self.labels.get(name, "")]))
 
     def to_html(
         self, k: int = 15, query: int | str = -1, batch: int = 0, *, title: str = "", style: bool = True

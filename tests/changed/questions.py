@@ -259,6 +259,11 @@ CALLS: dict[str, Callable[[Setting], Any]] = {
     "circuits.svd_tokens": lambda s: _singular_values(circuits.svd_tokens(s.model, 1, 2)),
     "circuits.as_scipy": lambda s: circuits.as_scipy(s.op) @ s.op.x.flatten().double().numpy(),
     "circuits.features": lambda s: s.found.values,
+    "circuits.feature_examples": lambda s: (
+        circuits.feature_examples(
+            s.model, s.dictionary(0), torch.tensor([TOKENS]), hook="blocks.0.hook_resid_post", k=1
+        ).activations
+    ),
     "circuits.top_paths": lambda s: circuits.top_paths(s.frozen, TARGET, MINUS, k=200, width=400),
     # text that was written
     "generation.freeze_generation": lambda s: s.generated.frozen.operator().map,

@@ -2,11 +2,12 @@
 
 from tensorlens_tl.circuits.compare.edges import edge_layout, edge_scores, run_circuits
 from tensorlens_tl.circuits.compare.nodes import patch_scores
-from tensorlens_tl.circuits.compare.pairs import METHODS, POINTS, corrupted_stream, pair_target
+from tensorlens_tl.circuits.compare.pairs import METHODS, POINTS, SYNONYMS, corrupted_stream, pair_target
 
 __all__ = [
     "METHODS",
     "POINTS",
+    "SYNONYMS",
     "corrupted_stream",
     "edge_layout",
     "edge_scores",

@@ -36,6 +36,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Direction
@@ -50,7 +51,6 @@ from tensorlens_tl.circuits.compare.pairs import (
 from tensorlens_tl.circuits.compare.weights_forward import Replay
 from tensorlens_tl.circuits.live import LiveTarget, NodeChange, losses, sublayer_nodes
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, summed_by_name
-from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, run
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass, PassLike
@@ -120,8 +120,7 @@ def patch_scores(
     >>> scores.scores.shape[-1] == len(scores.names)
     True
     """
-    if by not in BY:
-        raise InvalidInputError(f"by={by!r}; use one of {', '.join(map(repr, BY))}.")
+    check_choice("by", by, BY)
     shares = gradient_shares(method, steps, points)
     if method == "difference":
         readout = change_target(clean, corrupted, target, minus, direction, query).change

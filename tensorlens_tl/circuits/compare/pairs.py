@@ -14,7 +14,7 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import check_choice, whole_number
 from tensorlens_tl.circuits.arguments import Direction, Whole
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, PromptNumber, UnsupportedModelError
@@ -27,6 +27,20 @@ from tensorlens_tl.passes.operator import resolve_target
 METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "difference", "patching")
 """The ways to get a score of a node or an edge."""
 
+SYNONYMS = {
+    "eap": "gradient",
+    "eap-ig": "integrated",
+    "ig": "integrated",
+    "integrated-gradients": "integrated",
+    "attribution-patching": "gradient",
+    "atp": "gradient",
+    "activation-patching": "patching",
+    "causal-tracing": "patching",
+    "exact": "difference",
+    "frozen-qk": "frozen+qk",
+}
+"""What the literature calls these."""
+
 POINTS = {"midpoint": 0.5, "left": 0.0}
 """Where in each of the equal steps a gradient is taken, as a share of the step."""
 
@@ -37,10 +51,8 @@ def gradient_shares(method: str, steps: Whole, points: str = "midpoint") -> list
     Raises:
         InvalidInputError: no such method or points, or no whole number of steps, 1 or more.
     """
-    if method not in METHODS:
-        raise InvalidInputError(f"method={method!r}; use one of {', '.join(map(repr, METHODS))}.")
-    if points not in POINTS:
-        raise InvalidInputError(f"points={points!r}; use one of {', '.join(map(repr, POINTS))}.")
+    check_choice("method", method, METHODS, SYNONYMS)
+    check_choice("points", points, POINTS)
     steps = whole_number("steps", steps, least=1)
     on_the_way = [(step + POINTS[points]) / steps for step in range(steps)]
     return {"gradient": [1.0], "integrated": on_the_way, "frozen+qk": on_the_way}.get(method, [])
@@ -58,8 +70,9 @@ def check_pair(clean: PassLike, corrupted: PassLike) -> None:
         check_pass(frozen)
     if clean.model is not corrupted.model:
         raise InvalidInputError(
-            f"clean and corrupted are passes of two models ({clean.view.description}, {corrupted.view.description}); "
-            "freeze both prompts with one model."
+            f"clean and corrupted are passes of two model objects, {_both(clean, corrupted)}; freeze both prompts with "
+            "one of them. What two models do differently is the question of tlens.difference(a, b) and "
+            "circuits.compare_models."
         )
     clean.view.refuse_encoder_decoder("comparing two prompts")
     for block in clean.view.blocks:
@@ -182,3 +195,11 @@ def change_target(
     resolved = resolve_target(clean, target, minus, direction, change.positions)
     numbers = [change.number(frozen.activation(change.read_at)) + resolved.constant for frozen in (clean, corrupted)]
     return ChangeTarget(replace(change, label=resolved.label), *numbers)  # what other methods call the same number
+
+
+def _both(clean: PassLike, corrupted: PassLike) -> str:
+    """What the models of two passes are called."""
+    names = [frozen.view.description for frozen in (clean, corrupted)]
+    if names[0] == names[1]:
+        return f"both {names[0]} (loaded twice, or copied)"
+    return " and ".join(names)

@@ -7,8 +7,9 @@ dictionary is read: `tensorlens_tl.models.dictionaries`; where it stands:
 """
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,17 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Norm
-from tensorlens_tl.circuits.arguments import FeatureLike, HookName
+from tensorlens_tl.circuits.arguments import FeatureLike, HookName, LabelsLike
 from tensorlens_tl.circuits.dictionary_features.hook_points import ReadAt, WriteAt, mlp_output, read_at, write_at
+from tensorlens_tl.circuits.dictionary_features.labels import feature_labels
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models import DictionaryWeights, read_dictionary
 from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.inputs import one_query
 from tensorlens_tl.results import Entry, check_batch, largest
+
+MANY = 100
+"""So many active features at a token, and no table or graph of them can be read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +44,7 @@ class Features:
         index: prompt, position and feature of every active feature at a real token, `[active, 3]`, in this order.
         values: what they are worth, `[active]`.
         reconstruction: what the dictionary makes of them, `[batch, pos, d_out]`; zero at padding.
+        labels: what features are called, by their numbers; results and pictures made of these features show them.
     """
 
     frozen: FrozenPass
@@ -50,6 +56,7 @@ class Features:
     index: Int[Tensor, "active 3"]
     values: Float[Tensor, "active"]
     reconstruction: Float[Tensor, "batch pos d_out"]
+    labels: Mapping[int, str] = field(default_factory=dict[int, str])
 
     def __repr__(self) -> str:
         hooks = " -> ".join(dict.fromkeys((repr(self.hook), repr(self.hook_out))))
@@ -170,6 +177,7 @@ def features(
     *,
     hook_out: HookName = None,
     any_model: bool = False,
+    labels: LabelsLike = None,
 ) -> Features:
     """The active features of a sparse dictionary in a frozen pass.
 
@@ -182,6 +190,10 @@ def features(
         hook_out: of a transcoder, the hook point that it reconstructs: what the MLP gives (`hook_name_out`).
         any_model: take a dictionary that says it belongs to another model (a fine-tuned model's base, say) or to
             another hook point.
+        labels: what features are called: a mapping, or a CSV or JSON file; see `feature_labels`.
+
+    Warns:
+        UserWarning: more than `MANY` features are active at a token on average.
 
     Raises:
         InvalidInputError: no such hook point, or one that holds something else; a dictionary of another width, dtype,
@@ -196,6 +208,7 @@ def features(
     """
     check_pass(frozen)
     read = read_dictionary(dictionary, transcodes=hook_out is not None or None)
+    named = _labels_of(read, labels)
     if hook is None:
         hook = read.hook
     for name, point in (("hook", hook), ("hook_out", hook_out)):
@@ -229,7 +242,35 @@ def features(
     reconstruction[mask] = encoding.decoded
     tokens = mask.nonzero()[encoding.where[:, 0]]
     index = torch.cat([tokens, encoding.where[:, 1:]], dim=1)
-    return Features(frozen, read, hook, hook_out or hook, reads, writes, index, encoding.values, reconstruction)
+    active = Features(
+        frozen, read, hook, hook_out or hook, reads, writes, index, encoding.values, reconstruction, named
+    )
+    if active.active_per_token > MANY:
+        warnings.warn(
+            f"features: {active.active_per_token:.0f} of {read.features} features of this {read.name} are active at a "
+            "token on average, too many to read one by one. Look at the largest, with features.top(k), "
+            "terms.top(k, names='F*') and contribution_graph(..., features=k), or use a sparser dictionary: one with a "
+            "higher threshold, a smaller k or a larger sparsity penalty. Hundreds can also mean that the dictionary "
+            "reads another hook point than it was trained on.",
+            stacklevel=2,
+        )
+    return active
+
+
+def _labels_of(read: DictionaryWeights, labels: LabelsLike) -> dict[int, str]:
+    """Labels of a dictionary's features.
+
+    Raises:
+        InvalidInputError: one of a feature that the dictionary does not have.
+    """
+    named = feature_labels(labels)
+    unknown = [number for number in named if number >= read.features]
+    if unknown:
+        raise InvalidInputError(
+            f"labels: feature {unknown[0]} has one, and this {read.name} has {read.features} features, 0 to "
+            f"{read.features - 1}. Are they another dictionary's?"
+        )
+    return named
 
 
 def _check_fit(frozen: FrozenPass, read: DictionaryWeights, hook: str, any_model: bool) -> None:

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tensorlens_tl._arguments import plain
+from tensorlens_tl._arguments import check_choice, plain
 from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
@@ -31,6 +31,7 @@ from tensorlens_tl.algebra.positions import BiasTerms, in_total
 from tensorlens_tl.circuits.arguments import Direction, FeatureLike
 from tensorlens_tl.circuits.dictionary_features.active import Features, FeaturesLike, chained
 from tensorlens_tl.circuits.dictionary_features.hook_points import Place, maps_between, stream_to
+from tensorlens_tl.circuits.dictionary_features.labels import names_with_labels
 from tensorlens_tl.circuits.effects import BY as DIRECT, direct_effects
 from tensorlens_tl.circuits.stream import StreamTarget
 from tensorlens_tl.errors import InvalidInputError
@@ -78,14 +79,14 @@ def feature_attribution(
     """
     frozen = _checked(features).frozen
     number = features.checked(feature)
-    if by not in ("token", *DIRECT):
-        raise InvalidInputError(f"by={by!r}; use one of {', '.join(('token', *DIRECT))}.")
+    check_choice("by", by, ("token", *DIRECT))
     rule = check_rule(activation)
     positions = query_positions(frozen.prompt, query)
     frozen.check_fresh()
     numbers = torch.full((positions.shape[1],), number, device=positions.device)
     readouts = _pre_activations(features, numbers, positions.T)
-    label = f"pre-activation of F{number} at {features.hook}"
+    name = " · ".join(filter(None, [f"F{number}", features.labels.get(number, "")]))
+    label = f"pre-activation of {name} at {features.hook}"
     if by != "token":
         stream = stream_to(frozen, features.reads.place, rule)
         return direct_effects(readouts.of_stream(stream, features.hook, label), by, memory)
@@ -165,6 +166,7 @@ def feature_effects(
         scores=scores.transpose(0, 1),
         remainder=torch.zeros_like(readouts.total.T),
         soft_cap=soft_cap,
+        labels=names_with_labels(names, features.labels),
         **readouts.fields(frozen, resolved.label),
     )
     return frozen.checked(terms)
@@ -221,6 +223,7 @@ def feature_edges(
         scores=scores.transpose(0, 1),
         remainder=torch.zeros_like(readouts.total.T),
         features=numbers.tolist(),
+        labels=names_with_labels(names, early.labels),
         **readouts.fields(frozen, f"pre-activations at {late.hook}"),
     )
 
@@ -324,8 +327,7 @@ def _effects(
     features: Features, through: AffineMap, readouts: _Readouts, by: str, memory: Memory
 ) -> tuple[list[str], Float[Tensor, "row batch term"]]:
     """Everything that adds to the readouts, which `through` reads from where the features are written."""
-    if by not in BY:
-        raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
+    check_choice("by", by, BY)
     frozen = features.frozen
     writes = features.writes
     through = Chain((writes.outer, through))

@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, dot, stream_target, summed_by_name, token_pairs
-from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, Query, TokenLike
 from tensorlens_tl.passes import PassOrDifference
 from tensorlens_tl.results import Terms
@@ -64,8 +64,7 @@ def logit_attribution(
     >>> bool(torch.isclose(terms.scores.sum(), terms.total, rtol=1e-4))
     True
     """
-    if by not in BY:
-        raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
+    check_choice("by", by, BY)
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
     return direct_effects(readout, by, memory)
 

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.live import LiveTarget, losses, sublayer_nodes
@@ -69,8 +70,9 @@ def total_effects(
     >>> effects.additive, effects.scores.shape == (1, 1, len(effects))
     (False, True)
     """
-    if by not in BY:
-        raise InvalidInputError(f"by={by!r}; use one of {', '.join(BY)}.")
+    check_choice("by", by, BY)
+    if not isinstance(live, bool):
+        raise InvalidInputError(f"live={live!r}: pass True (each component is ablated in the live model) or False.")
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
     if live:
         names, scores = _live(readout, by, nodes, memory)

@@ -34,6 +34,7 @@ says that the first tells the second where to look.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -320,9 +321,18 @@ class _Builder:
         )
         graph = ContributionGraph(
             nodes.loc[exists.numpy()].reset_index(drop=True), edges, self.readout.label, float(total), float(constant),
-            gap, self.readout.soft_cap, **prediction,
+            gap, self.readout.soft_cap, **prediction, labels=self._labels(names),
         )  # fmt: skip
         return self.readout.stream.frozen.checked(graph)
+
+    def _labels(self, names: Sequence[str]) -> dict[str, str]:
+        """What the graph's features are called, by the names of their nodes."""
+        labels = {
+            f"{split.prefix}F{number}": label
+            for split in self.splits.values()
+            for number, label in split.features.labels.items()
+        }
+        return {name: labels[name] for name in dict.fromkeys(names) if name in labels}
 
     # ------------------------------------------------------------------ nodes
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.algebra import Chain, RowPositions
 from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.algebra.positions import BiasTerms, in_total
@@ -90,10 +91,8 @@ def qk_attribution(
     True
     """
     check_explained(frozen)
-    if by not in BY:
-        raise InvalidInputError(f"by={by!r}; use one of {', '.join(map(repr, BY))}.")
-    if of not in OF:
-        raise InvalidInputError(f"of={of!r}; use one of {', '.join(map(repr, OF))}.")
+    check_choice("by", by, BY)
+    check_choice("of", of, OF)
     layer, head = chosen_head(frozen.view, layer, head)
     positions = {name: one_query(frozen.prompt, at, name)[:, 0] for name, at in (("query", query), ("key", key))}
     if frozen.causal and bool((positions["key"] > positions["query"]).any()):

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.algebra import Chain, Tap
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
@@ -98,8 +99,7 @@ def compare_models(
     >>> change.names, float(change.total)
     (['embed'], 0.0)
     """
-    if by not in BY:
-        raise InvalidInputError(f"by={by!r}; use one of {', '.join(map(repr, BY))}.")
+    check_choice("by", by, BY)
     known = inspect.signature(freeze).parameters
     unknown = [name for name in freezing if name not in known]
     if unknown:

@@ -10,6 +10,7 @@ from tensorlens_tl.circuits.weights.ov_qk import (
     ov,
     ov_eigenvalues,
     qk,
+    stream_unembedding,
     svd_tokens,
     virtual_head,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "ov",
     "ov_eigenvalues",
     "qk",
+    "stream_unembedding",
     "svd_tokens",
     "virtual_head",
 ]

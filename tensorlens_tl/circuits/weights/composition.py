@@ -13,6 +13,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Offset, WeightsLike
 from tensorlens_tl.circuits.weights.ov_qk import LayerWeights, as_pass, as_view, refuse_whitened
@@ -48,8 +49,7 @@ def composition_scores(
     >>> tlens.circuits.composition_scores(model, "V").shape  # layer head later_layer later_head
     torch.Size([4, 4, 4, 4])
     """
-    if kind not in KINDS:
-        raise InvalidInputError(f"kind={kind!r}; use one of {', '.join(KINDS)}.")
+    check_choice("kind", kind, KINDS)
     if baseline not in (None, "random"):
         raise InvalidInputError(f"baseline={baseline!r}; use 'random' or None.")
     view = as_view(model)

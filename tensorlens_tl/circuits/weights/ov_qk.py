@@ -102,7 +102,7 @@ def full_ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool =
     refuse_whitened(view, "full_ov")
     adapters = {*circuit_adapters(circuit), *view.end_adapters}
     return factored(
-        product(view.embedding, circuit.A), product(circuit.B, _unembedding(view, fold_norms)), sorted(adapters)
+        product(view.embedding, circuit.A), product(circuit.B, stream_unembedding(view, fold_norms)), sorted(adapters)
     )
 
 
@@ -204,7 +204,7 @@ def svd_tokens(
     refuse_whitened(view, "svd_tokens")
     if circuit == "ov":
         matrix = ov(model, layer, head, fold_norms=fold_norms)
-        tables = {"reads": view.embedding, "writes": _unembedding(view, fold_norms).T}
+        tables = {"reads": view.embedding, "writes": stream_unembedding(view, fold_norms).T}
     else:
         matrix = qk(model, layer, head, offset=offset, fold_norms=fold_norms)
         tables = {"query": view.embedding, "key": view.embedding}
@@ -375,7 +375,12 @@ def _head_norm_gain(W: HeadMatrix, norm: NormWeights | None) -> HeadMatrix:
     return W * rearrange(norm.gain, "(h d) -> h 1 d", h=len(W))
 
 
-def _unembedding(view: ModelView, fold_norms: bool) -> Float[Tensor, "d_model d_vocab"]:
+def stream_unembedding(view: ModelView, fold_norms: bool) -> Float[Tensor, "d_model d_vocab"]:
+    """W_U as it reads the stream: with the final norm's gain and centring inside, where they are to be folded.
+
+    Raises:
+        UnsupportedModelError: a model that predicts no tokens, or has a head with an activation before W_U.
+    """
     if view.unembedding is None:
         raise UnsupportedModelError(f"{view.description} predicts no tokens.")
     if view.mlm_head is not None:
@@ -392,7 +397,7 @@ def _unembedding(view: ModelView, fold_norms: bool) -> Float[Tensor, "d_model d_
 def _square_vocabulary(view: ModelView, fold_norms: bool) -> tuple[Tensor, Tensor]:
     """Unembedding and embedding of the same tokens, wide enough for eigenvalues."""
     refuse_whitened(view, "copying")
-    W_U = _unembedding(view, fold_norms)
+    W_U = stream_unembedding(view, fold_norms)
     W_E = view.embedding
     if W_U.shape[1] != W_E.shape[0]:
         raise UnsupportedModelError(

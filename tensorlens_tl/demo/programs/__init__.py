@@ -27,10 +27,10 @@ and no weight is trained; all are ours.
 from functools import cache
 from typing import Any
 
+from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.demo.programs.definition import Program, Truth, Why
 from tensorlens_tl.demo.programs.looking_up import counting, induction, two_hop
 from tensorlens_tl.demo.programs.moving import previous_token, reverse, sort, two_back
-from tensorlens_tl.errors import InvalidInputError
 
 __all__ = ["PROGRAMS", "Program", "Truth", "Why", "program"]
 
@@ -61,8 +61,7 @@ def program(name: Any) -> Program:
     >>> program.model().cfg.n_layers
     2
     """
-    if name not in PROGRAMS:
-        raise InvalidInputError(f"program={name!r}; use one of {', '.join(map(repr, PROGRAMS))}.")
+    check_choice("program", name, PROGRAMS)
     return _program(name)
 
 

@@ -4,12 +4,13 @@ from tensorlens_tl.evaluate.known.answer import expected_mrr, known_answer, rank
 from tensorlens_tl.evaluate.known.attention import known_attention
 from tensorlens_tl.evaluate.known.components import known_components
 from tensorlens_tl.evaluate.known.pairs import PromptPairs, prompt_pairs
-from tensorlens_tl.evaluate.known.patching import PROPORTIONS, circuit_faithfulness, patching_agreement
+from tensorlens_tl.evaluate.known.patching import MIB_OPTIONS, PROPORTIONS, circuit_faithfulness, patching_agreement
 from tensorlens_tl.evaluate.known.tasks import KnownAnswers, brackets, induction, recall
 from tensorlens_tl.evaluate.known.texts import text_answers, text_pairs
 from tensorlens_tl.evaluate.known.truths import KnownAttention, KnownChoice, KnownComponents, Place
 
 __all__ = [
+    "MIB_OPTIONS",
     "PROPORTIONS",
     "KnownAnswers",
     "KnownAttention",

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.known.tasks import KEYS, RECALL_WORDS, VALUES, AnswerTask, KnownAnswers, token_ids
 
@@ -96,8 +97,7 @@ def prompt_pairs(task: AnswerTask, change: Change = "source", *, seed: int = 0) 
     >>> (pairs.clean != pairs.corrupted).sum(1).tolist()
     [1, 1, 1, 1]
     """
-    if change not in CHANGES:
-        raise InvalidInputError(f"change={change!r}; use one of {', '.join(map(repr, CHANGES))}.")
+    check_choice("change", change, CHANGES)
     if not isinstance(task, KnownAnswers) or task.name not in ("recall", "induction"):
         what = repr(task.name) if isinstance(task, KnownAnswers) else type(task).__name__
         raise InvalidInputError(f"task={what}: pass evaluate.recall() or evaluate.induction(), or make PromptPairs.")

@@ -16,16 +16,18 @@ Both are the benchmark's areas, of means over prompts. A prompt's value is its s
 m(clean) − m(corrupted) below it, and its 1 − f the sign of the mean's. The mean over prompts is the benchmark's number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import check_choice, nearest
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.circuits.compare import METHODS, edge_scores, patch_scores, run_circuits
+from tensorlens_tl.circuits.compare import METHODS, SYNONYMS, edge_scores, patch_scores, run_circuits
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate.arguments import Names
 from tensorlens_tl.evaluate.checks import spearman
@@ -45,11 +47,23 @@ ROWS = (*METHODS[: METHODS.index("integrated") + 1], *VARIANTS, *METHODS[METHODS
 PROPORTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The benchmark's proportions of edges."""
 
+MIB_OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {"proportions": PROPORTIONS, "absolute": None, "choice": "top", "only_correct": False}
+)
+"""Options of `circuit_faithfulness` that give the benchmark's own numbers.
+
+All pairs count, also those that the model answers wrongly. Circuits are ``int(share · edges)`` best edges, pruned, by
+score for CPR and by size for CMD. Its EAP-IG is the method ``"integrated, left"`` with five steps, the default.
+"""
+
 if TYPE_CHECKING:
     PatchedBy = Literal["component", "head", "neuron", "stream", "edge"]
     Choice = Literal["top", "greedy"]
 else:
     PatchedBy = Choice = Any  # others are refused with a message
+
+PATCHED_BY = ("component", "head", "neuron", "stream", "edge")
+"""What `patching_agreement` compares scores of."""
 
 SAVED_AT = 0.1
 """The proportion of edges that saved circuits have."""
@@ -90,6 +104,7 @@ def patching_agreement(
     >>> list(evaluate.patching_agreement(tlens.load_demo_model("recall"), pairs, ["frozen"]).metrics)
     ['pearson', 'spearman']
     """
+    check_choice("by", by, PATCHED_BY)
     known = [name for name in ROWS if name != "patching"]
     chosen = checked_methods(methods, known)
     work = PairWork(model, pairs, only_correct)
@@ -142,7 +157,8 @@ def circuit_faithfulness(
         proportions: of all edges, rising to 1.
         absolute: whether circuits take edges by size; None takes them by score for CPR and by size for CMD.
         choice: ``"top"`` or ``"greedy"``; see `EdgeScores.circuit`.
-        only_correct: leave out pairs of which the model answers one prompt wrongly.
+        only_correct: leave out pairs of which the model answers one prompt wrongly; the benchmark does not, see
+            `MIB_OPTIONS`.
         steps: gradients of ``"integrated"``.
         seed: of the random scores.
         folder: where to save each method's scores and its circuit of a tenth of the edges, by size, in the
@@ -163,8 +179,7 @@ def circuit_faithfulness(
     ['cpr', 'cmd']
     """
     axis = _axis(proportions)
-    if choice not in CHOICES:
-        raise InvalidInputError(f"choice={choice!r}; use one of {', '.join(map(repr, CHOICES))}.")
+    check_choice("choice", choice, CHOICES)
     _prepare_folder(folder)
     chosen = checked_methods(methods, [*ROWS, RANDOM], [name for name in (*ROWS, RANDOM) if name != "patching"])
     work = PairWork(model, pairs, only_correct)
@@ -322,7 +337,8 @@ def checked_methods(methods: Names, known: Sequence[str], default: Sequence[str]
     chosen = list(methods)
     for name in chosen:
         if name not in known:
-            raise InvalidInputError(f"methods: {name!r}; use some of {', '.join(map(repr, known))}.")
+            near = nearest(name, known, SYNONYMS | {"eap-ig": "integrated, left"})
+            raise InvalidInputError(f"methods: {name!r}; use some of {', '.join(map(repr, known))}.{near}")
     if not chosen or len(set(chosen)) < len(chosen):
         raise InvalidInputError("methods: none, or one is there twice.")
     return chosen

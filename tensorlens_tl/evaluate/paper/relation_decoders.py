@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import check_choice, whole_number
 from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -329,8 +329,7 @@ def relation_decoding(
         InvalidInputError: no relation has enough samples, or there is no such protocol.
     """
     if protocol is not None:
-        if protocol not in PROTOCOLS:
-            raise InvalidInputError(f"protocol={protocol!r}; use one of {', '.join(map(repr, PROTOCOLS))}.")
+        check_choice("protocol", protocol, PROTOCOLS)
         return relation_decoding(model, relations, activation=activation, seed=seed, **PROTOCOLS[protocol])
     m = whole_number("m", m, least=1)
     splits = whole_number("splits", splits, least=1)

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tensorlens_tl._arguments import refuse_meta
 from tensorlens_tl.errors import InvalidInputError, PromptNumber
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.passes.inputs.arguments import IdsLike, InputLike, ModelInputs, Side
@@ -280,6 +281,7 @@ def _rows(
         tokens = _as_ids(input)
         mask = torch.ones_like(tokens, dtype=torch.bool)
         if attention_mask is not None:
+            refuse_meta(name, attention_mask)
             mask = _batched(torch.as_tensor(attention_mask).bool())
             if mask.shape != tokens.shape:
                 raise InvalidInputError(
@@ -367,6 +369,11 @@ def _pad(view: ModelView, rows: list[Tensor], padding_side: Side) -> tuple[Tenso
 
 def _as_ids(input: object) -> Tensor:
     _refuse_chat(input)
+    if isinstance(input, Sequence) and input and isinstance(input[0], Mapping):
+        raise InvalidInputError(
+            f"input: a list of {type(input[0]).__name__}; tokenize all texts in one call, tokenizer(texts, "
+            "padding=True, return_tensors='pt'), and pass what it returns, or pass the texts themselves."
+        )
     try:
         tokens = torch.as_tensor(input)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -374,6 +381,7 @@ def _as_ids(input: object) -> Tensor:
             f"input: cannot read {type(input).__name__} as token ids ({error}). Pass a string, a list of strings, or "
             "token ids of equal length with an attention_mask."
         ) from error
+    refuse_meta("input", tokens)
     tokens = _batched(tokens)
     if tokens.ndim != 2 or tokens.numel() == 0:
         raise InvalidInputError(f"input: token ids must be [batch, pos] and not empty, got {tuple(tokens.shape)}.")

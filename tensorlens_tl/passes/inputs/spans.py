@@ -5,6 +5,13 @@ from collections.abc import Sequence
 
 from tensorlens_tl.errors import InvalidInputError
 
+NO_TEXTS = {
+    "mean": "No mean is taken over queries: query='all' gives every one of them.",
+    "last": "The last token is query=-1.",
+    "first": "The first token is query=0.",
+}
+"""What texts stand for that are no part of the prompt."""
+
 
 def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
     """Every occurrence of a text that begins and ends with whole tokens, as ``(first, last + 1)``.
@@ -40,7 +47,10 @@ def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
                     break
         if matches:
             return matches
-    raise InvalidInputError(f"{text!r} does not occur as whole tokens; the prompt's tokens are {list(tokens)}.")
+    hint = ""
+    if text in NO_TEXTS:
+        hint = f" {NO_TEXTS[text]}"
+    raise InvalidInputError(f"{text!r} does not occur as whole tokens; the prompt's tokens are {list(tokens)}.{hint}")
 
 
 def find_real(tokens: Sequence[str], mask: Sequence[bool], text: str) -> list[list[int]]:

@@ -99,7 +99,9 @@ def _token_id(view: ModelView, token: object, name: str) -> int:
     if view.unembedding is not None:
         vocabulary = view.unembedding[0].shape[1]
     if not 0 <= token < vocabulary:
-        raise InvalidInputError(f"{name}={token} is outside the vocabulary of {vocabulary} tokens.")
+        raise InvalidInputError(
+            f"{name}={token} is outside the vocabulary of {vocabulary} tokens; ids are 0 to {vocabulary - 1}."
+        )
     return token
 
 
@@ -111,7 +113,10 @@ def _id_of_text(view: ModelView, text: str, name: str) -> int:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
         pieces = [tokenizer.decode([piece]) for piece in ids]
-        message = f"{name}={text!r} is {len(ids)} tokens {pieces}; a target is one token."
+        message = (
+            f"{name}={text!r} is {len(ids)} tokens {pieces}; a target is one token, such as the first of these, or an "
+            "id. attribute_generation explains a whole answer."
+        )
         spaced = " " + text.lstrip()
         if len(tokenizer(spaced, add_special_tokens=False)["input_ids"]) == 1:
             message += f" Words inside a text often start with a space: try {spaced!r}."

@@ -261,7 +261,10 @@ class _BlockProof:
                 "only what is added to the stream, or put in its place, is. Take it off, or make the change in the "
                 "weights."
             )
-        return "Other hooks on the model, or a part that is not attention, norm or MLP, would explain it."
+        return (
+            "Other hooks on the model (model.reset_hooks() takes them off), or a part that is not attention, norm or "
+            "MLP, would explain it."
+        )
 
     def _writes_again(self) -> dict[str, Tensor]:
         """What the block's sublayers write, by one more run of the model, where the pass did not look at it."""

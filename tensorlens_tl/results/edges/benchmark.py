@@ -81,7 +81,8 @@ def benchmark_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
         parallel = "parallel_attn_mlp" in config and _truth(config["parallel_attn_mlp"], "parallel_attn_mlp")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise FileFormatError(
-            f"{path}: not a circuit in the benchmark's JSON ({type(error).__name__}: {error})."
+            f"{path}: not a circuit in the benchmark's JSON ({type(error).__name__}: {error}). Circuit.load reads what "
+            "Circuit.save wrote, and the benchmark's own files."
         ) from error
     _check_all_edges(path, sources, pairs, parallel)
     return {

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.edges.names import TARGET, node_read_at
 
@@ -27,8 +28,7 @@ def edge_order(
     Raises:
         InvalidInputError: no such choice, or scores that are not finite.
     """
-    if choice not in CHOICES:
-        raise InvalidInputError(f"choice={choice!r}; use one of {', '.join(map(repr, CHOICES))}.")
+    check_choice("choice", choice, CHOICES)
     if not bool(torch.isfinite(scores[exists]).all()):
         raise InvalidInputError("edges: some of their scores are not finite, so that they have no order.")
     size = scores

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import nearest, whole_number
 from tensorlens_tl.drawing import figure, graphs, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
@@ -73,7 +73,9 @@ class EdgeScores(Result):
         source, _, destination = edge.partition(ARROW)
         if source not in self.sources or destination not in self.destinations:
             some = ARROW.join((self.sources[0], self.destinations[0]))
-            raise InvalidInputError(f"no edge {edge!r}; edges are called as {some!r}.")
+            names = [self._name(number) for number in self.exists.flatten().nonzero()[:, 0].tolist()]
+            near = nearest(edge.replace(" ", "").replace("->", ARROW), names)
+            raise InvalidInputError(f"no edge {edge!r}; edges are called as {some!r}.{near}")
         pair = self.sources.index(source), self.destinations.index(destination)
         if not self.exists[pair]:
             raise InvalidInputError(f"no edge {edge!r}: {source} does not come before {destination}.")

@@ -1,0 +1,328 @@
+"""What a feature stands for, as a data set shows it: where it is most active, how often, and what it promotes.
+
+Rows pass by in batches. Of each batch only what is among a feature's k largest stays, so that the memory is that of one
+batch and of the examples, however many rows there are. A row gives a feature one example at most: its largest token.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm.auto import tqdm
+
+from tensorlens_tl._arguments import plain, whole_number
+from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.arguments import HookName, LabelsLike
+from tensorlens_tl.circuits.dictionary_features.active import Features, features as features_of
+from tensorlens_tl.circuits.dictionary_features.labels import feature_labels
+from tensorlens_tl.circuits.dictionary_features.running_top import HIGHEST, LOWEST, OCTAVE, Examples, histogram
+from tensorlens_tl.circuits.weights import stream_unembedding
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.hooks import capture
+from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.passes import freeze
+from tensorlens_tl.passes.inputs import memory_batches, prepare, readable_tokens, token_rows
+from tensorlens_tl.results import FeatureExamples
+
+ROWS_AT_ONCE = 256
+"""Rows that are read before they are put into batches of like length."""
+
+PROBED = 64
+"""Tokens of the first row on which the dictionary is compared with its hook point and with its own `encode`."""
+
+
+def feature_examples(
+    model: ModelLike,
+    dictionary: Any,
+    input: Any,
+    features: Any = None,
+    *,
+    hook: HookName = None,
+    k: Any = 20,
+    window: Any = (12, 4),
+    skip: Any = 0,
+    promoted: Any = 10,
+    labels: LabelsLike = None,
+    truncate: bool = False,
+    prepend_bos: bool | None = None,
+    any_model: bool = False,
+    memory: Memory = None,
+) -> FeatureExamples:
+    """The top activating examples of features over a data set, how often each is active, and what each promotes.
+
+    Args:
+        model: a TransformerLens model that reads tokens.
+        dictionary, hook, any_model: as in `circuits.features`.
+        input: texts or rows of token ids: a list, a tensor `[row, pos]`, or anything that gives them one by one, such
+            as ``dataset["text"]`` or a generator. It is read once, some rows at a time.
+        features: numbers or names (``"F12"``) of features, one or several; None is all of them.
+        k: examples of each feature, of different rows.
+        window: how many tokens before and after the largest one an example shows.
+        skip: so many tokens at the beginning of each row are not looked at; 1 leaves out a token that every row begins
+            with, where many dictionaries have their largest values.
+        promoted: how many of the tokens whose logits a feature's decoder row raises most are listed.
+        labels: as in `feature_labels`.
+        truncate: read of a row that is longer than the model's context only its beginning; otherwise it is refused.
+        prepend_bos: as in `freeze`.
+        memory: what one batch may allocate, as ``"512MB"`` or bytes. The examples take features × k × window numbers
+            besides.
+
+    Returns:
+        A `FeatureExamples`. Values are the dictionary's own, compared with its `encode` in every batch; examples are
+        ordered by size. What is promoted is ``W_dec · W_U``, with the final norm's gain and centring and without its
+        scale; there is none where no matrix leads from the stream to the logits.
+
+    Raises:
+        InvalidInputError: what `circuits.features` refuses; no rows, or one that is no text and no token ids; no such
+            feature, or one twice; a window or a number that is none.
+        UnsupportedModelError: a model that reads no tokens, an encoder–decoder.
+
+    >>> rows = tlens.demo.held_out_prompts(model, 8, 32)
+    >>> examples = tlens.circuits.feature_examples(model, tlens.load_demo_dictionary(), rows, ["F357"], k=3)
+    >>> [entry.token for entry in examples.top(2)]
+    [' are', ' is']
+    """
+    reading = _Reading(ModelView(model), truncate, prepend_bos)
+    sizes = _window(window)
+    k = whole_number("k", k, least=1, why="how many examples to keep")
+    skip = whole_number("skip", skip, least=0, why="how many tokens at the beginning of a row to leave out")
+    count = whole_number("promoted", promoted, least=0, why="how many tokens to list")
+    rows = reading.rows(input)
+    first = next(rows, None)
+    if first is None:
+        raise InvalidInputError("input: there are no rows; pass texts or rows of token ids.")
+    probe = features_of(freeze(model, first[None, :PROBED]), dictionary, hook, any_model=any_model, labels=labels)
+    chosen = _chosen(probe, features)
+    running = _Running(reading.view, probe, chosen, k, sizes, skip)
+    ends = _Promoted.of(reading.view, probe, chosen, count)
+    with tqdm(desc="rows", delay=2.0, unit=" rows", leave=False) as bar:
+        stream = chain([first], rows)
+        while some := list(islice(stream, ROWS_AT_ONCE)):
+            running.read(some, memory)
+            bar.update(len(some))
+    return running.result(ends, feature_labels(labels))
+
+
+class _Reading(NamedTuple):
+    """How rows are read."""
+
+    view: ModelView
+    truncate: bool
+    prepend_bos: bool | None
+
+    def rows(self, input: Any) -> Iterator[Int[Tensor, "pos"]]:
+        """Each row's token ids, one row at a time.
+
+        Raises:
+            InvalidInputError: no texts and no token ids; a row that is empty, too long, or has ids of no token.
+        """
+        if self.view.reads != "tokens":
+            raise UnsupportedModelError(
+                f"feature_examples: {self.view.description} reads no tokens. circuits.features(frozen, dictionary) "
+                "gives the features of its passes."
+            )
+        if isinstance(input, str):
+            input = [input]
+        if isinstance(input, Mapping) or not isinstance(input, Iterable):
+            raise InvalidInputError(
+                f"input: cannot read {type(input).__name__} as rows; pass a list of texts, rows of token ids, or one "
+                "column of a data set, such as dataset['text']."
+            )
+        for number, row in enumerate(input):
+            yield self._row(number, row)
+
+    def _row(self, number: int, row: Any) -> Int[Tensor, "pos"]:
+        if isinstance(row, Mapping):
+            raise InvalidInputError(
+                f"input: row {number} is a {type(row).__name__} with {', '.join(map(repr, row))}; pass the column that "
+                "holds the texts, such as dataset['text']."
+            )
+        try:
+            ids = token_rows(self.view, row, self.prepend_bos)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"row {number}: {error}") from error
+        if len(ids) != 1:
+            raise InvalidInputError(f"input: row {number} holds {len(ids)} rows; pass texts or rows of token ids.")
+        length = self.view.n_ctx
+        if len(ids[0]) > length and not self.truncate:
+            raise InvalidInputError(
+                f"input: row {number} has {len(ids[0])} tokens, and the context of this model is {length}; cut it into "
+                "pieces, or pass truncate=True to read its beginning."
+            )
+        outside = (ids[0] < 0) | (ids[0] >= self.view.d_vocab)
+        if bool(outside.any()):
+            raise InvalidInputError(
+                f"input: row {number} has the token id {int(ids[0][outside][0])}, and the vocabulary ends at "
+                f"{self.view.d_vocab - 1}. Is it another tokenizer's?"
+            )
+        return ids[0][:length].cpu()
+
+
+class _Running:
+    """What has been seen of the chosen features so far."""
+
+    def __init__(
+        self, view: ModelView, probe: Features, chosen: list[int], k: int, window: tuple[int, int], skip: int
+    ) -> None:
+        weights = probe.dictionary.W_enc
+        self.view = view
+        self.probe = probe
+        self.chosen = chosen
+        self.k = k
+        self.window = window
+        self.skip = skip
+        self.column = torch.full((probe.dictionary.features,), -1, device=weights.device)
+        self.column[chosen] = torch.arange(len(chosen), device=weights.device)
+        self.examples = Examples.none(len(chosen), 1 + sum(window), weights)
+        self.counts = histogram(weights.new_empty(0), self.column[:0], len(chosen))
+        self.n_rows = 0
+        self.n_tokens = 0
+
+    def read(self, rows: list[Tensor], memory: Memory) -> None:
+        """Look at some rows, which follow those that were read before."""
+        for batch in memory_batches(self.view, [len(row) for row in rows], memory):
+            batch = sorted(batch)
+            self._read([rows[number] for number in batch], [self.n_rows + number for number in batch], memory)
+        self.n_rows += len(rows)
+
+    def _read(self, rows: list[Tensor], numbers: list[int], memory: Memory) -> None:
+        lengths = torch.tensor([len(row) for row in rows])
+        tokens = pad_sequence(rows, batch_first=True)
+        mask = torch.arange(tokens.shape[1]) < lengths[:, None]
+        x = self._activations(tokens, mask)
+        device = x.device
+        seen = mask.to(device)
+        seen[:, : self.skip] = False
+        encoded = self.probe.dictionary.encode(x[seen], self.probe.frozen.tolerance)
+        column = self.column[encoded.where[:, 1]]
+        wanted = column >= 0
+        active = _Active(
+            torch.cat([seen.nonzero()[encoded.where[wanted, 0]], column[wanted, None]], dim=1), encoded.values[wanted]
+        )
+        facts = (tokens.to(device), torch.tensor(numbers, device=device), lengths.to(device), self.k, self.window)
+        per_feature = 4 * tokens.numel() * x.element_size()
+        parts = [
+            Examples.of(active.dense(part, tokens.shape), *facts)
+            for part in chunks(len(self.chosen), per_feature, memory, "features")
+        ]
+        self.examples = self.examples.merged(Examples.of_features(parts), self.k)
+        self.counts += histogram(active.values, column[wanted], len(self.chosen))
+        self.n_tokens += int(seen.sum())
+
+    def _activations(self, tokens: Int[Tensor, "row pos"], mask: Tensor) -> Float[Tensor, "row pos d_in"]:
+        """What the hook point holds, at every token."""
+        given: dict[str, Any] = {}
+        if not bool(mask.all()):
+            given["attention_mask"] = mask
+        prompt = prepare(self.view, tokens, **given)
+        hook = self.probe.hook
+        held, _ = capture(self.view.model, prompt.kwargs, [hook], last=hook)
+        return held[hook].reshape(*tokens.shape, -1).to(self.probe.dictionary.W_enc.device)
+
+    def result(self, promoted: "_Promoted", labels: Mapping[int, str]) -> FeatureExamples:
+        """The examples, with readable tokens."""
+        texts, (windows, tokens) = _as_texts(self.view, [self.examples.tokens, promoted.tokens])
+        return FeatureExamples(
+            features=self.chosen,
+            labels=[labels.get(number, "") for number in self.chosen],
+            activations=self.examples.activations.cpu(),
+            tokens=windows,
+            rows=self.examples.rows.cpu(),
+            positions=self.examples.positions.cpu(),
+            counts=self.counts.cpu(),
+            promoted=tokens,
+            promotion=promoted.logits.cpu(),
+            texts=texts,
+            before=self.window[0],
+            n_rows=self.n_rows,
+            n_tokens=self.n_tokens,
+            dictionary=self.probe.dictionary.name,
+            hook=self.probe.hook,
+            edges=[2 ** (LOWEST + step / OCTAVE) for step in range(OCTAVE * (HIGHEST - LOWEST) + 1)],
+            provenance=dict(self.view.provenance()),
+        )
+
+
+class _Active(NamedTuple):
+    """Activations of one batch that are not zero.
+
+    Attributes:
+        places: row, position and column of the feature of each.
+        values: what they are worth.
+    """
+
+    places: Int[Tensor, "active 3"]
+    values: Float[Tensor, "active"]
+
+    def dense(self, part: range, shape: torch.Size) -> Float[Tensor, "row pos feature"]:
+        """The values of some columns at every token, zero where they are not active."""
+        row, position, column = self.places.T
+        here = (column >= part.start) & (column < part.stop)
+        values = self.values.new_zeros(*shape, len(part))
+        values[row[here], position[here], column[here] - part.start] = self.values[here]
+        return values
+
+
+class _Promoted(NamedTuple):
+    """The tokens whose logits each feature's decoder row raises most."""
+
+    tokens: Int[Tensor, "feature token"]
+    logits: Float[Tensor, "feature token"]
+
+    @classmethod
+    def of(cls, view: ModelView, probe: Features, chosen: list[int], count: int) -> "_Promoted":
+        """Of some features; none where no matrix leads from the stream to the logits of tokens."""
+        rows = upcast(probe.dictionary.W_dec[chosen])
+        none = cls(torch.empty(len(chosen), 0, dtype=torch.long), rows.new_empty(len(chosen), 0))
+        try:
+            W_U = upcast(stream_unembedding(view, fold_norms=True))
+        except UnsupportedModelError:
+            return none
+        if not count:
+            return none
+        best = []
+        for part in chunks(len(chosen), 3 * W_U.shape[1] * W_U.element_size(), None, "features"):
+            best.append((rows[part.start : part.stop] @ W_U).topk(min(count, W_U.shape[1])))
+        return cls(torch.cat([top.indices for top in best]), torch.cat([top.values for top in best]))
+
+
+def _as_texts(view: ModelView, ids: list[Int[Tensor, "..."]]) -> tuple[list[str], list[Int[Tensor, "..."]]]:
+    """Every token that occurs, once, as text, and tensors of ids as numbers of these; −1 stays."""
+    device = torch.device("cpu")
+    flat = torch.cat([part.to(device).flatten() for part in ids])
+    known = flat[flat >= 0].unique()
+    if not len(known):
+        return [], [part.to(device) for part in ids]
+    texts = readable_tokens(view, known[None])[0][0]
+    return texts, [
+        torch.where(part.to(device) < 0, -1, torch.searchsorted(known, part.to(device).contiguous())) for part in ids
+    ]
+
+
+def _window(window: Any) -> tuple[int, int]:
+    values = plain(window)
+    if not isinstance(values, list | tuple) or len(values) != 2:
+        raise InvalidInputError(f"window={window!r}: pass how many tokens before and how many after, such as (12, 4).")
+    before, after = (whole_number("window", size, least=0, why="tokens before and after") for size in values)
+    return before, after
+
+
+def _chosen(probe: Features, features: Any) -> list[int]:
+    """Numbers of the features, in the order in which they are named."""
+    if features is None:
+        return list(range(probe.dictionary.features))
+    values = plain(features)
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        values = [values]
+    numbers = [probe.checked(feature) for feature in values]
+    if not numbers:
+        raise InvalidInputError("features=[]: name at least one, or leave it out for all of them.")
+    if len(set(numbers)) < len(numbers):
+        twice = next(number for number in numbers if numbers.count(number) > 1)
+        raise InvalidInputError(f"features: F{twice} is there twice; name each once.")
+    return numbers

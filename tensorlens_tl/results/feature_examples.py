@@ -1,0 +1,283 @@
+"""Where the features of a sparse dictionary are most active in a data set, and what they promote."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.drawing import feature_examples, figure, page, terminal
+from tensorlens_tl.drawing.marks import number, visible
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.entry import Entry, with_style
+from tensorlens_tl.results.result import Result
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST_FEATURES = 20
+"""Features that one picture shows."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FeatureExamples(Result):
+    """The top activating examples of features over a data set. `circuits.feature_examples` returns it.
+
+    An example is a row of the data set around the token where the feature is largest in that row; each row is an
+    example of a feature once at most. Where a feature has fewer than the others, the last ones are empty: row −1.
+
+    Attributes:
+        features: their numbers.
+        labels: what they are called; an empty text for none.
+        activations: of every token of every example's window, `[feature, example, window]`; zero outside the row.
+        tokens: the same tokens as numbers of `texts`; −1 outside the row.
+        rows, positions: which row, and where in it the largest token stands, `[feature, example]`; −1 for no example.
+        counts: how many tokens have an activation of each size, `[feature, bin]`.
+        edges: of these bins; sizes beyond the first and the last are counted in them.
+        promoted: tokens whose logits the decoder row raises most, as numbers of `texts`, `[feature, token]`.
+        promotion: what one unit of the decoder row gives these logits, `[feature, token]`.
+        texts: every token that occurs, once.
+        before: how many tokens of a window stand before the largest.
+        n_rows, n_tokens: how many were looked at.
+        dictionary, hook: its class, and where it reads.
+        provenance: model name, class, TransformerLens version, weight processing, dtype.
+    """
+
+    TENSORS: ClassVar = ("activations", "tokens", "rows", "positions", "counts", "promoted", "promotion")
+    FACTS: ClassVar = (
+        "features", "labels", "texts", "before", "n_rows", "n_tokens", "dictionary", "hook", "edges", "provenance",
+    )  # fmt: skip
+
+    features: list[int]
+    labels: list[str]
+    activations: Float[Tensor, "feature example window"]
+    tokens: Int[Tensor, "feature example window"]
+    rows: Int[Tensor, "feature example"]
+    positions: Int[Tensor, "feature example"]
+    counts: Int[Tensor, "feature bin"]
+    promoted: Int[Tensor, "feature token"]
+    promotion: Float[Tensor, "feature token"]
+    texts: list[str]
+    before: int
+    n_rows: int
+    n_tokens: int
+    dictionary: str
+    hook: str
+    edges: list[float]
+    provenance: dict[str, str] = field(default_factory=dict[str, str])
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __repr__(self) -> str:
+        what = f"{len(self)} features"
+        if len(self) == 1:
+            what = self._name(0)
+        return (
+            f"FeatureExamples({what} of {self.dictionary} at {self.hook!r}, up to {self.rows.shape[1]} examples each "
+            f"from {self.n_rows} rows, {self.n_tokens} tokens)"
+        )
+
+    @property
+    def peaks(self) -> Float[Tensor, "feature example"]:
+        """Each example's largest activation."""
+        return self.activations[..., self.before]
+
+    @property
+    def density(self) -> Float[Tensor, "feature"]:
+        """The share of tokens at which each feature is active."""
+        return self.counts.sum(1).double() / max(1, self.n_tokens)
+
+    def only(self, *features: int | str) -> "FeatureExamples":
+        """The same of some of the features.
+
+        Args:
+            features: their numbers, or names such as ``"F12"``.
+
+        Raises:
+            InvalidInputError: none is named, or one that is not in here.
+
+        >>> rows = tlens.demo.held_out_prompts(model, 4, 32)
+        >>> examples = tlens.circuits.feature_examples(model, tlens.load_demo_dictionary(), rows, k=2)
+        >>> examples.only("F357").features
+        [357]
+        """
+        if not features:
+            raise InvalidInputError("only: name at least one feature, such as only('F12').")
+        places = [self._place(feature) for feature in features]
+        tensors = {name: getattr(self, name)[places] for name in self.TENSORS}
+        words = {name: [getattr(self, name)[place] for place in places] for name in ("features", "labels")}
+        return replace(self, **tensors, **words)
+
+    def top(self, k: int = 10, feature: int | str | None = None) -> list[Entry]:
+        """The k largest examples of a feature: the token, its activation, and its position in its row.
+
+        Args:
+            k: how many.
+            feature: its number or name; None is the first.
+
+        Raises:
+            InvalidInputError: k below 1, or no such feature.
+        """
+        k = whole_number("k", k, least=1, why="how many examples to show")
+        place = 0
+        if feature is not None:
+            place = self._place(feature)
+        return [
+            Entry(example.tokens[example.peak], example.values[example.peak], example.positions[example.peak])
+            for example in self._examples(place, k)
+        ]
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One line per token of each example: feature, label, rank, row, position, token, activation, is_peak.
+
+        >>> rows = tlens.demo.held_out_prompts(model, 4, 32)
+        >>> examples = tlens.circuits.feature_examples(model, tlens.load_demo_dictionary(), rows, [357], k=2)
+        >>> examples.to_dataframe().query("is_peak")["token"].tolist()
+        [' are', ' are']
+        """
+        import pandas as pd
+
+        place, rank, column = (self.tokens >= 0).nonzero(as_tuple=True)
+        positions = self.positions[place, rank] + column - self.before
+        return pd.DataFrame(
+            {
+                "feature": [self.features[number] for number in place.tolist()],
+                "label": [self.labels[number] for number in place.tolist()],
+                "rank": rank.numpy(),
+                "row": self.rows[place, rank].numpy(),
+                "position": positions.numpy(),
+                "token": [self.texts[number] for number in self.tokens[place, rank, column].tolist()],
+                "activation": self.activations[place, rank, column].double().numpy(),
+                "is_peak": (column == self.before).numpy(),
+            }
+        )
+
+    # ------------------------------------------------------------------ showing
+
+    @property
+    def heading(self) -> str:
+        """The title of its page."""
+        if len(self) == 1:
+            return self._name(0)
+        return f"{len(self)} features at {self.hook}"
+
+    def to_html(self, k: int = 20, *, style: bool = True) -> str:
+        """A panel per feature, of the first `MOST_FEATURES`: label, histogram, what it promotes, its k top examples.
+
+        Args:
+            k: examples of each feature.
+            style: with the style and the script that a page needs once.
+
+        Raises:
+            InvalidInputError: k below 1.
+        """
+        k = whole_number("k", k, least=1, why="how many examples to show")
+        panels = [self._panel(place, k) for place in range(min(len(self), MOST_FEATURES))]
+        left = len(self) - len(panels)
+        if left:
+            panels.append(f'<div class="tlens n">{left} more features: only("F12", …) chooses some.</div>')
+        return with_style("".join(panels), style)
+
+    def _panel(self, place: int, k: int) -> str:
+        counts: list[int] = self.counts[place].tolist()
+        tokens = [self.texts[number] for number in self.promoted[place].tolist()]
+        facts = f"active at {float(self.density[place]):.3%} of {self.n_tokens} tokens of {self.n_rows} rows"
+        return page.panel(
+            self._name(place),
+            f'<div class="n">{escape(facts)}; their sizes, on a logarithmic axis:</div>',
+            feature_examples.histogram(self.edges, counts),
+            feature_examples.promoted(tokens, self.promotion[place].tolist()),
+            feature_examples.examples(self._examples(place, k)),
+            notes=f"{self.dictionary} at {self.hook}",
+        )
+
+    def show(self, k: int = 5) -> None:
+        """Display the features in a notebook; elsewhere print the k top examples of each.
+
+        Args:
+            k: examples of each feature.
+        """
+        if page.display_in_notebook(lambda: self.to_html(k)):
+            return
+        for place in range(min(len(self), MOST_FEATURES)):
+            rows = [
+                (
+                    number(example.values[example.peak]),
+                    f"{example.row}:{example.positions[example.peak]}",
+                    _line(example),
+                )
+                for example in self._examples(place, k)
+            ]
+            title = f"{self._name(place)} · active at {float(self.density[place]):.3%} of {self.n_tokens} tokens"
+            tokens = [repr(self.texts[number]) for number in self.promoted[place].tolist()]
+            caption = ""
+            if tokens:
+                caption = f"promotes {', '.join(tokens)}"
+            terminal.show_table(title, ("activation", "row:position", "text"), rows, left=("text",), caption=caption)
+        if len(self) > MOST_FEATURES:
+            print(f'{len(self) - MOST_FEATURES} more features: only("F12", …) chooses some.')
+
+    def plot(self, feature: int | str | None = None, *, ax: Any = None) -> Any:
+        """How often one feature has an activation of each size, as matplotlib bars (``tensorlens-tl[plot]``).
+
+        Args:
+            feature: its number or name; None is the first.
+            ax: draw here; None makes a figure of fitting size.
+
+        Raises:
+            InvalidInputError: no such feature, or one that is not active at any token.
+            ImportError: matplotlib is not installed.
+        """
+        place = 0
+        if feature is not None:
+            place = self._place(feature)
+        filled = self.counts[place].nonzero()[:, 0].tolist()
+        if not filled:
+            raise InvalidInputError(f"plot: {self._name(place)} is active at no token of these rows.")
+        shown = slice(filled[0], filled[-1] + 1)
+        edges = self.edges[shown.start : shown.stop + 1]
+        return figure.histogram(edges, self.counts[place][shown].tolist(), self._name(place), "activation", ax)
+
+    # ------------------------------------------------------------------ inside
+
+    def _name(self, place: int) -> str:
+        return " · ".join(filter(None, [f"F{self.features[place]}", self.labels[place]]))
+
+    def _place(self, feature: int | str) -> int:
+        text = str(feature)
+        number = -1
+        if text.removeprefix("F").isdecimal() and not isinstance(feature, bool):
+            number = int(text.removeprefix("F"))
+        if number not in self.features:
+            names = ", ".join(f"F{known}" for known in self.features[:8])
+            if len(self) > 8:
+                names += ", …"
+            raise InvalidInputError(f"feature {feature!r}: it is not in here; there are {names}.")
+        return self.features.index(number)
+
+    def _examples(self, place: int, k: int) -> list[feature_examples.Example]:
+        """The k largest examples of one feature."""
+        shown = []
+        for rank in range(min(k, int((self.rows[place] >= 0).sum()))):
+            columns = (self.tokens[place, rank] >= 0).nonzero()[:, 0]
+            start = int(self.positions[place, rank]) - self.before
+            shown.append(
+                feature_examples.Example(
+                    row=int(self.rows[place, rank]),
+                    positions=(columns + start).tolist(),
+                    tokens=[self.texts[number] for number in self.tokens[place, rank, columns].tolist()],
+                    values=self.activations[place, rank, columns].double().tolist(),
+                    peak=columns.tolist().index(self.before),
+                )
+            )
+        return shown
+
+
+def _line(example: feature_examples.Example) -> str:
+    """An example as text, its largest token in guillemets."""
+    tokens: Sequence[str] = [visible(token) for token in example.tokens]
+    return "".join(f"«{token}»" if column == example.peak else token for column, token in enumerate(tokens))
