@@ -158,7 +158,7 @@ def test_scores_that_are_no_numbers_are_null_or_refused(circuit, tmp_path):
     ("attempt", "message"),
     [
         (lambda circuit, folder: circuit.export(folder / "a.xlsx"), "use one of html, json"),
-        (lambda circuit, folder: circuit.export(folder / "a.html", "gexf"), "there is no such format"),
+        (lambda circuit, folder: circuit.export(folder / "a.html", "gexf"), "use one of 'html'"),
         (lambda circuit, folder: circuit.export(folder / "none" / "a.html"), "there is no folder"),
         (lambda circuit, folder: circuit.to_circuit_tracer(""), "slug: empty"),
         (lambda circuit, folder: circuit.to_circuit_tracer(node_threshold=2), "node_threshold=2"),

@@ -828,7 +828,8 @@ def test_results_are_attributions_like_others(tmp_path, model_named):
     assert torch.equal(loaded.scores, result.scores)
     assert (loaded.target, loaded.options, loaded.tokens) == (result.target, result.options, result.tokens)
     assert result.top(1)[0].token in result._repr_html_() or "|" in result._repr_html_()
-    assert len(result.to_dataframe()) == result.scores.numel()
+    frame = result.to_dataframe()
+    assert (frame["kind"] == "token").sum() == result.scores.numel()
     for baseline in (torch.arange(3, 9), torch.zeros(16), a, ["mean", torch.zeros(6, 16)]):
         of_baseline = tlens.attribute(a, 5, method="difference", baseline=baseline)
         again = tlens.Attribution.load(of_baseline.save(tmp_path / "other"))

@@ -409,7 +409,7 @@ MISTAKES = {
         "' value'",
     ),
     "the mean over queries": (
-        lambda c: tlens.attribute(c.frozen, " value", query="mean"),
+        lambda c: circuits.logit_attribution(c.frozen, " value", query="mean"),
         "'mean'",
         "query",
         "query='all'",

@@ -340,6 +340,7 @@ LEFT_OUT = {
     "evaluate.relation_decoding": "needs a tokenizer and text; frozen.operator and its block maps are asked",
     "evaluate.reproduce": "runs other evaluations, which are asked",
     "evaluate.published": "the paper's numbers",
+    "explorer.": "a page of the numbers that are asked here",
     "report.": "pages of the numbers that are asked here",
     "whitening.whiten": "changes a model",
     "methods.": "the functions of registered methods, asked by name",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tensorlens_tl.errors import InvalidInputError
 
 NO_TEXTS = {
-    "mean": "No mean is taken over queries: query='all' gives every one of them.",
+    "mean": "Only `attribute` takes a mean over queries; query='all' gives every one of them here.",
     "last": "The last token is query=-1.",
     "first": "The first token is query=0.",
 }
