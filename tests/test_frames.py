@@ -204,3 +204,18 @@ def test_a_difference_of_two_models_says_of_which(model):
     assert change.target == f"change of the {first.target}"
     moved = second.__class__(**{**vars(second), "bias": second.bias + 1})
     assert float((first - moved).gap.max()) > 1e-3
+
+
+def test_terms_of_several_prompts_show_their_mean(demo, capsys):
+    """As edges and figures do; one prompt is asked for by its number."""
+    frozen = tlens.freeze(demo, ["Return the value. Return the", "If the file is not", "Raise an error if"])
+    for query in (-1, "all"):
+        terms = circuits.logit_attribution(frozen, " value", query=query)
+        rows = [terms.query_row(-1, prompt) for prompt in range(3)]
+        total = sum(float(terms.total[prompt, row]) for prompt, row in enumerate(rows)) / 3
+        terms.show()
+        printed = capsys.readouterr().out
+        assert f"{total:+.4g}" in printed
+        assert f"{total:+.4g}" in terms.to_html()
+        terms.show(batch=1)
+        assert f"{float(terms.total[1, rows[1]]):+.4g}" in capsys.readouterr().out

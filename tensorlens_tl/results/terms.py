@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import nearest
-from tensorlens_tl.algebra.numerics import relative_gap
+from tensorlens_tl.algebra.numerics import maybe, relative_gap
 from tensorlens_tl.drawing import figure, graphs, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
@@ -34,6 +35,9 @@ from tensorlens_tl.results.statistics import bootstrap_interval
 
 if TYPE_CHECKING:
     import pandas as pd
+
+OF_QUERIES = ("scores", "total", "remainder", "queries")
+"""What a mean takes of one query of each prompt."""
 
 BESIDE = 6
 """How many terms stand below a grid of heads that has no place for them."""
@@ -266,10 +270,29 @@ class Terms(Result):
     def _labelled(self, name: str) -> str:
         return " · ".join(filter(None, [name, self.labels.get(name, "")]))
 
+    def _mean_at(self, query: int | str) -> "Terms":
+        """The mean over prompts of one query of each."""
+        if self.queries.shape[1] == 1:
+            return self.mean()
+        rows = torch.tensor([self.query_row(query, prompt) for prompt in range(len(self.tokens))])[:, None]
+        rows = rows.to(self.queries.device)
+        chosen = {name: maybe(partial(_at_rows, rows=rows), getattr(self, name)) for name in OF_QUERIES}
+        return Terms(self.names, mask=self.mask, tokens=self.tokens, target=self.target, **chosen).mean()
+
     def to_html(
-        self, k: int = 15, query: int | str = -1, batch: int = 0, *, title: str = "", style: bool = True
+        self, k: int = 15, query: int | str = -1, batch: int | None = None, *, title: str = "", style: bool = True
     ) -> str:
-        """The k largest parts of one query as bars around zero; what they leave out, and their total, below."""
+        """The k largest parts of one query as bars around zero; what they leave out, and their total, below.
+
+        Args:
+            k, query: as in `top`.
+            batch: one prompt; None for the only one, or for the mean over several.
+            title: above it; an own one by default.
+            style: whether the style sheet comes with it.
+        """
+        if batch is None and len(self.tokens) > 1:
+            return self._mean_at(query).to_html(k, title=title, style=style)
+        batch = batch or 0
         which, lines, sums = self._lines(k, query, batch)
         notes = list(filter(None, [which]))
         if self.additive:
@@ -382,18 +405,26 @@ class Terms(Result):
         named = {_cell(name): score for name, score in zip(self.names, scores.tolist(), strict=True)}
         return {cell: score for cell, score in named.items() if cell is not None}
 
-    def show(self, k: int = 10, query: int | str = -1, batch: int = 0) -> None:
+    def show(self, k: int = 10, query: int | str = -1, batch: int | None = None) -> None:
         """Display the bars in a notebook; elsewhere print the k largest parts, all others in one line, and the total.
 
         Args:
-            k, query, batch: as in `top`.
+            k, query, batch: as in `to_html`.
         """
         if page.display_in_notebook(lambda: self.to_html(k, query, batch)):
             return
-        which, lines, sums = self._lines(k, query, batch)
+        if batch is None and len(self.tokens) > 1:
+            self._mean_at(query).show(k)
+            return
+        which, lines, sums = self._lines(k, query, batch or 0)
         title = " · ".join(filter(None, [shown_target(self.target), which]))
         rows, below = ([(name, number(score)) for name, score in part] for part in (lines, sums))
         terminal.show_table(title, ("part", "score"), rows, below, left=("part",))
+
+
+def _at_rows(values: Float[Tensor, "batch query *term"], rows: Int[Tensor, "batch 1"]) -> Tensor:
+    """One query of each prompt."""
+    return torch.take_along_dim(values, rows.reshape(*rows.shape, *(1,) * (values.ndim - 2)), dim=1)
 
 
 def _cell(name: str) -> tuple[int, str] | None:
