@@ -1,32 +1,41 @@
-"""The picture of a report that README.md shows: ``python -m scripts.picture``, where Chromium is installed.
+"""The pictures of README.md: ``python -m scripts.picture``, where Chromium is installed.
 
-It is the first screen of the report of one prediction of the embedded model, on a light ground.
+They are the explorer with a head opened, and the first screen of a report, of one prediction of the bundled model, on a
+light ground.
 """
 
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from urllib.parse import urlencode
 
 import tensorlens_tl as tlens
 
-PICTURE = Path(__file__).parent.parent / "docs" / "_static" / "report.png"
-SIZE = (1280, 900)
+FOLDER = Path(__file__).parent.parent / "docs" / "_static"
+SIZES = {"report": (1280, 900), "explorer": (1280, 1000)}
+HEAD = {"layer": 1, "head": 0}
 
 
 def main() -> None:
-    """Write the report, and a picture of its first screen."""
+    """Open the explorer, write the report, and take a picture of either."""
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
         raise SystemExit("no Chromium here: apt-get install chromium")
-    width, height = SIZE
+    model = tlens.load_demo_model()
+    explorer = tlens.explore(model, name="bundled model")
     with tempfile.TemporaryDirectory() as folder:
-        page = tlens.report.explain(tlens.load_demo_model(), tlens.demo.PROMPT).save(Path(folder) / "report.html")
-        flags = ["--headless=new", "--no-sandbox", "--hide-scrollbars", f"--window-size={width},{height}"]
-        command = [chromium, *flags, f"--user-data-dir={folder}/profile", f"--screenshot={PICTURE}", page.as_uri()]
-        subprocess.run(command, check=True, capture_output=True)
-    _fewer_colours(PICTURE)
-    print(f"{PICTURE}: {PICTURE.stat().st_size / 1000:.0f} kB")
+        page = tlens.report.explain(model, tlens.demo.PROMPT).save(Path(folder) / "report.html")
+        state = urlencode({"text": tlens.demo.PROMPT, **HEAD})
+        for name, address in {"report": page.as_uri(), "explorer": f"{explorer.url}#{state}"}.items():
+            width, height = SIZES[name]
+            path = FOLDER / f"{name}.png"
+            flags = ["--headless=new", "--no-sandbox", "--hide-scrollbars", "--virtual-time-budget=20000"]
+            flags += [f"--window-size={width},{height}", f"--user-data-dir={folder}/{name}", f"--screenshot={path}"]
+            subprocess.run([chromium, *flags, address], check=True, capture_output=True)
+            _fewer_colours(path)
+            print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+    explorer.close()
 
 
 def _fewer_colours(path: Path) -> None:

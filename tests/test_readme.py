@@ -5,18 +5,37 @@ from pathlib import Path
 
 import pytest
 
+import tensorlens_tl as tlens
+
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.S)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_block_runs(block, tmp_path, monkeypatch):
-    if "from_pretrained(" in block or "boot_transformers(" in block:
-        compile(block, "README.md", "exec")  # needs the hub
-        return
+def test_blocks_run_in_their_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(block, {})
+    names = {}
+    for block in BLOCKS:
+        if "from_pretrained(" in block or "boot_transformers(" in block:
+            compile(block, "README.md", "exec")  # needs the hub
+        else:
+            exec(block, names)
+    assert {path.name for path in tmp_path.iterdir()} == {"graph.html", "circuit.html"}
+
+
+def test_the_output_is_that_of_the_first_block(capsys):
+    exec(BLOCKS[0], {})
+    printed = re.sub(r"[│┃├┤┼─━┏┓┗┛┡┩┴┳╇└┘]", " ", capsys.readouterr().out).split()
+    shown = re.search(r"```\n(tensorlens: .*?)```", TEXT, flags=re.S)[1].split()
+    gap = shown.index("gap") + 1
+    assert float(shown.pop(gap)) < 1e-6
+    assert float(printed.pop(printed.index("gap") + 1)) < 1e-6
+    assert shown == printed
+
+
+def test_it_is_short_and_its_numbers_hold():
+    assert len(TEXT.split()) <= 650
+    assert f"one of {len(tlens.list_methods())} methods" in TEXT
 
 
 def test_there_is_a_ten_line_example():
