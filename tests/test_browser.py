@@ -427,6 +427,13 @@ def click(browser, element):
     webdriver.ActionChains(browser).move_to_element(element).click().perform()
 
 
+def test_tokens_stand_below_a_graph_from_the_start(opened, browser, pages):
+    opened("graphs")
+    labels = browser.find_elements("css selector", ".circuit svg .column")
+    assert labels
+    assert all(label.is_displayed() and label.text for label in labels)
+
+
 def test_a_node_of_a_graph_shows_its_inputs_and_outputs(opened, browser, pages):
     opened("graphs")
     small = pages[2]

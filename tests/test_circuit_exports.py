@@ -1,6 +1,7 @@
 """A circuit leaves the library: pages, figures, networkx, GraphML, tables and circuit-tracer, read back."""
 
 import json
+import re
 
 import networkx
 import pandas as pd
@@ -13,7 +14,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.testing import tiny_model
 
-READS = {"q": "queries", "k": "keys", "v": "values"}
+READS = {"q": "queries", "k": "keys", "v": "values", "g": "gate"}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,8 @@ def expected(circuit):
     rows = circuit.to_dataframe().itertuples(index=False, name=None)
     readings = {}
     for source, destination, score in rows:
-        node, _, letter = destination.partition(".")
+        head = re.fullmatch(r"(L\d+H\d+)\.([qkvg])", destination)
+        node, letter = (destination, "") if head is None else head.groups()
         readings[source, node, READS.get(letter, "")] = score
     return readings
 
@@ -176,3 +178,22 @@ def test_saving_says_what_each_ending_gives():
     text = circuits.Circuit.save.__doc__ or ""
     for ending in {".json", *circuits.Circuit._writers()}:
         assert f"``{ending}``" in text
+
+
+@pytest.mark.parametrize("name", ["bridge/qwen3-next", "bridge/gpt2"])
+def test_circuits_of_mixers_gates_and_hooks_leave_too(name, tmp_path):
+    """Nodes that are neither heads nor MLPs: what stands in place of attention, a gate, and what a hook adds."""
+    model = tiny_model(name)
+    tokens = some_tokens()[:1]
+    clean = tlens.freeze(model, tokens)
+    with model.hooks([("blocks.0.hook_resid_post", lambda x, hook: x + 0.1)]):
+        steered = tlens.freeze(model, tokens)
+    edges = circuits.edge_scores(clean, steered, 5, method="difference")
+    circuit = edges.circuit(int(edges.exists.sum()))
+    assert of_network(circuit.to_networkx()).keys() == expected(circuit).keys()
+    hook = next(source for source in circuit.sources if source.startswith("blocks.0"))
+    assert hook in circuit.nodes
+    circuit.export(tmp_path / "circuit.html")
+    circuit.to_circuit_tracer()
+    into_target = circuit.scores[:, -1][circuit.selection[:, -1]].sum()
+    assert torch.isclose(into_target, edges.clean[0] - edges.corrupted[0])

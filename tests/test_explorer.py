@@ -81,6 +81,7 @@ def test_a_difference_is_that_of_the_two_live_runs(model, session):
     expected = float(change[prompt["target"]["id"]] - change[prompt["minus"]["id"]])
     assert sum(view["scores"]) + view["bias"] == pytest.approx(expected, abs=1e-4)
     assert [at for at, changed in enumerate(prompt["changed"]) if changed] == [3]
+    assert prompt["numbers"][0] - prompt["numbers"][1] == pytest.approx(expected, abs=1e-4)
     routes = session.view("routes", {"text": PROMPT, "other": OTHER})
     assert [sum(row) for row in routes["scores"]] == pytest.approx([expected] * len(routes["layers"]), abs=1e-3)
 
@@ -121,9 +122,13 @@ def test_chosen_nodes_have_the_effects_that_they_have_among_all(model):
         assert chosen.names == ["MLP2", "L1H0"]
         for name in chosen.names:
             assert torch.allclose(chosen[name], whole[name], atol=1e-4)
-    for wrong in (["L9H9"], "L1H0"):
-        with pytest.raises(tlens.InvalidInputError, match=r"nodes=.*name some of L0H0"):
-            circuits.total_effects(frozen, " raised", nodes=wrong)
+    for wrong in (["L9H9"], "L1H0", []):
+        for live in (False, True):
+            with pytest.raises(tlens.InvalidInputError, match=r"nodes=.*name some of L0H0"):
+                circuits.total_effects(frozen, " raised", nodes=wrong, live=live)
+    change = tlens.difference(frozen, tlens.freeze(model, OTHER))
+    with pytest.raises(tlens.InvalidInputError, match="no run of its own"):
+        circuits.total_effects(change, " raised", live=True)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +189,10 @@ def test_passes_are_bounded(model):
         ("tokens", {"text": PROMPT, "method": "nothing"}, "nothing"),
         ("head", {"text": PROMPT}, "layer and head are missing"),
         ("head", {"text": PROMPT, "layer": 9, "head": 0}, "9"),
+        ("head", {"text": PROMPT, "layer": 1, "head": 99}, "99"),
+        ("head", {"text": PROMPT, **HEAD, "key": 999}, "key is 999"),
+        ("tokens", {"text": PROMPT, "target": 10**30}, "the vocabulary has"),
+        ("ablate", {"text": PROMPT, "other": OTHER, "node": "L1H0"}, "of one run"),
         ("ablate", {"text": PROMPT}, "node is missing"),
         ("ablate", {"text": PROMPT, "node": "L9H9"}, "name some of"),
         ("routes", {"text": PROMPT}, "type a second one"),
@@ -299,6 +308,13 @@ def test_a_fault_of_ours_leaves_the_server_up(opened, monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
     monkeypatch.undo()
     assert alive(opened)
+
+
+def test_a_number_that_is_none_is_a_fault_and_no_wrong_question(opened, monkeypatch):
+    monkeypatch.setitem(opened._session._views, "prompt", lambda question: {"value": float("nan")})
+    status, body, _ = send(opened, body={"text": PROMPT})
+    assert status == 500
+    assert "JSON object" not in json.loads(body)["error"]
 
 
 def test_a_question_whose_page_went_away_is_dropped(opened, monkeypatch):
@@ -428,10 +444,15 @@ def test_type_click_ablate_undo_reload(browser, opened, session):
     assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
 
 
+def prompt_numbers(session):
+    return session.view("prompt", {"text": PROMPT, "other": OTHER})["numbers"]
+
+
 def test_two_prompts_show_their_difference(browser, opened, session):
     load(browser, opened, text=PROMPT, other=OTHER, layer=1, head=0)
     changed = several(browser, ".tokens .chip.changed")
     assert [chip.get_attribute("data-at") for chip in changed] == ["3"]
+    assert f"{prompt_numbers(session)[0]:.3g}" in one(browser, ".tokens").text.replace("−", "-")
     routes = session.view("routes", {"text": PROMPT, "other": OTHER})
     cells = [float(cell.get_attribute("title")) for cell in several(browser, ".routes td span")]
     assert cells == pytest.approx([score for row in routes["scores"] for score in row], abs=1e-6)

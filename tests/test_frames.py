@@ -219,3 +219,11 @@ def test_terms_of_several_prompts_show_their_mean(demo, capsys):
         assert f"{total:+.4g}" in terms.to_html()
         terms.show(batch=1)
         assert f"{float(terms.total[1, rows[1]]):+.4g}" in capsys.readouterr().out
+
+
+def test_results_with_runners_up_of_their_own_are_not_subtracted(demo):
+    runs = [tlens.freeze(demo, text) for text in ("Return the value of the",) * 2]
+    for ask in (tlens.attribute, circuits.logit_attribution):
+        value, name = (ask(run, " value", minus="runner-up") for run in runs)
+        with pytest.raises(InvalidInputError, match=r"another runner-up.*Name the token"):
+            value - name

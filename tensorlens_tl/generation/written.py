@@ -17,7 +17,7 @@ from tensorlens_tl.generation.writing import Continuation, Count, Text, refuse_n
 from tensorlens_tl.models import NEXT, RUNNER_UP, ModelLike, ModelView, TokenLike, check_rule
 from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, difference, freeze
 from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find, memory_batches, one_per_prompt, taken
-from tensorlens_tl.passes.operator import Collapse
+from tensorlens_tl.passes.operator import EACH_NEXT, Collapse
 from tensorlens_tl.results import EACH_GENERATED, Attribution, joined
 
 if TYPE_CHECKING:
@@ -133,11 +133,17 @@ class FrozenGeneration:
     ) -> Attribution:
         """What another method says of the tokens that queries predict."""
         result = scored_by(self.frozen, method, queries, settings, span=span is not None, memory=memory)
-        target = result.target
-        if target:
-            target = self._label(queries, span, minus, 0)
+        target = self._method_label(result.target, queries, span, minus)
         generated = {"generated": self.generated_ranges(), "asked": self._token_positions(queries)}
         return replace(result, target=target, options=settings | given(span=span) | generated)
+
+    def _method_label(self, target: str, queries: Int[Tensor, "batch query"], span: Span, minus: TokenLike) -> str:
+        """What a method's scores are of, in words: its own number, of generated tokens; nothing for a map of tokens."""
+        before, logit, _ = target.partition("logit of ")
+        if not logit:
+            return target.replace(EACH_NEXT, EACH_GENERATED)
+        label = self._label(queries, span, minus, 0)
+        return label if label.startswith(before) else before + label
 
     def difference(self, other: "FrozenGeneration") -> "FrozenGeneration":
         """What another text, or the same text in another run, makes otherwise: to ask as of one text.

@@ -76,7 +76,7 @@ def footnotes(results: Mapping[str, Attribution], batch: int, rows: Mapping[str,
     for name, result in results.items():
         if is_loose(result, batch, rows[name]):
             loose.setdefault(_why_loose(result), []).append(name)
-    return [f"Framed residual of {', '.join(names)}: {why}" for why, names in loose.items()]
+    return [f"The residual of {' and '.join(names)} is framed: {why}" for why, names in loose.items()]
 
 
 def is_loose(result: Attribution, batch: int, row: int) -> bool:
@@ -88,9 +88,9 @@ def is_loose(result: Attribution, batch: int, row: int) -> bool:
 def _why_loose(result: Attribution) -> str:
     """Why scores and bias are not the total."""
     if "steps" in result.options:
-        return f"a quadrature that has not converged at steps={result.options['steps']}; raise it."
+        return f"its integral has not converged at steps={result.options['steps']}; take more steps."
     if not result.additive:
-        return "the method claims no sum; the rest of the logit belongs to no token."
+        return "the method does not claim that scores and bias add up to the logit."
     return "scores and bias should add up and do not; compute in float64."
 
 

@@ -40,7 +40,7 @@ SUMS = Group(
 )
 RELEVANCE = Group(
     "Relevance for the prediction, without a sum",
-    "These explain the same prediction and claim no total; each is shown as shares of its own absolute sum.",
+    "These explain the same prediction and do not claim to add up to it; each is shown as shares of its absolute sum.",
 )
 MAPS = Group(
     "Maps of token pairs",
@@ -55,7 +55,7 @@ GROUPS = (SUMS, RELEVANCE, MAPS, PERTURBATION)
 
 
 def group_of(answer: Answer) -> Group:
-    """The group of a method's answer: by what is registered of it, and whether it comes with a total."""
+    """The group of a method's answer: by what is registered of it, and whether it claims a sum."""
     method = answer.method
     if method.alias_of is not None:
         method = get_method(method.alias_of[0])
@@ -63,9 +63,9 @@ def group_of(answer: Answer) -> Group:
         return PERTURBATION
     if not answer.about_target:
         return MAPS
-    if answer.result.total is None:
-        return RELEVANCE
-    return SUMS
+    if answer.result.additive or "steps" in answer.result.options:  # a quadrature sums in the limit
+        return SUMS
+    return RELEVANCE
 
 
 def grouped_html(shown: Mapping[str, Answer], position: int) -> str:
@@ -98,6 +98,7 @@ def _group_html(group: Group, members: Mapping[str, Attribution], position: int)
     estimated = (estimate(name, result, rows[name]) for name, result in members.items())
     notes = [*filter(None, estimated)]
     if not group.in_shares:
+        notes += [_of_change(name, result, rows[name]) for name, result in members.items() if _is_change(result)]
         notes += footnotes(members, 0, rows)
     if trusted and len(trusted) < len(members):
         notes.append("The others set the scale of the colours.")
@@ -106,6 +107,16 @@ def _group_html(group: Group, members: Mapping[str, Attribution], position: int)
         f"{strips(tokens, columns, hints, position, scaled_by=trusted)}{''.join(map(note, notes))}"
         f"{folded(f'The numbers of {count}, token by token', table)}</section>"
     )
+
+
+def _is_change(result: Attribution) -> bool:
+    return result.target.startswith("change of ")
+
+
+def _of_change(name: str, result: Attribution, row: int) -> str:
+    """What scores add up to that explain how a logit differs from that of a baseline."""
+    assert result.total is not None
+    return f"{name} adds up to the {result.target} from its baseline, {float(result.total[0, row]):+.4g}."
 
 
 def _values(result: Attribution, row: int, group: Group) -> np.ndarray:

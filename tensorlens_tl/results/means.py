@@ -1,7 +1,7 @@
 """Terms of two results one less the other, and the mean of terms over prompts."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,7 +10,11 @@ from torch import Tensor
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.statistics import bootstrap_interval
 
+OWN_RUNNER_UP = "the runner-up"
+"""In the target of what was compared with the runner-up, which each prompt and model has its own of."""
 
+
+@runtime_checkable
 class _Parts(Protocol):
     """What is read of terms; see `Terms` for each of them."""
 
@@ -63,6 +67,7 @@ def less(first: _Parts, second: _Parts) -> dict[str, Any]:
             f"difference: no part has the same name ({first.names[0]!r} …, {second.names[0]!r} …); ask for both by= "
             "the same kind of part."
         )
+    refuse_own_runner_up(first.target, second.target)
     names = list(dict.fromkeys([*first.names, *second.names]))
     remainder = None
     if first.remainder is not None and second.remainder is not None:
@@ -85,6 +90,22 @@ def less(first: _Parts, second: _Parts) -> dict[str, Any]:
         "target": f"{first.target} − {second.target}",
         "soft_cap": soft_cap,
     }
+
+
+def refuse_own_runner_up(first: str, second: str) -> None:
+    """Refuse to subtract results that were each compared with a runner-up of their own.
+
+    Args:
+        first, second: what either explains, in words.
+
+    Raises:
+        InvalidInputError: one of them was.
+    """
+    if OWN_RUNNER_UP in first or OWN_RUNNER_UP in second:
+        raise InvalidInputError(
+            f"a − b: each side of {first!r} and {second!r} may have another runner-up, so that the two numbers are not "
+            "of the same tokens. Name the token, minus=' Rome', on both sides; or ask about tlens.difference(a, b)."
+        )
 
 
 def mean_over_prompts(terms: _Parts, level: float) -> dict[str, Any]:
@@ -127,7 +148,7 @@ def intervals(
     Raises:
         InvalidInputError: a level outside (0, 1).
     """
-    if not 0 < level < 1:
+    if not isinstance(level, int | float) or not 0 < level < 1:
         raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
     known = torch.where(real[..., None], scores.detach().double(), torch.nan).cpu()
     low, high = bootstrap_interval(known.movedim(0, -1), level)

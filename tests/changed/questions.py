@@ -252,7 +252,7 @@ CALLS: dict[str, Callable[[Setting], Any]] = {
         s.frozen, TARGET, MINUS, by="head_token"
     ),
     "circuits.qk_attribution [by=component]": lambda s: circuits.qk_attribution(s.frozen, 1, 2, by="component"),
-    "circuits.previous_token_scores": lambda s: circuits.previous_token_scores(s.frozen).scores,
+    "circuits.previous_token_scores": lambda s: circuits.previous_token_scores(s.model, REPEATED).scores,
     "circuits.duplicate_token_scores": lambda s: circuits.duplicate_token_scores(s.model, REPEATED).scores,
     "circuits.induction_scores": lambda s: circuits.induction_scores(s.model, REPEATED).scores,
     "circuits.singular_directions": lambda s: circuits.singular_directions(s.op).values,

@@ -20,7 +20,7 @@ from tensorlens_tl.circuits.live import LiveTarget, losses, sublayer_nodes
 from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, Query, TokenLike
-from tensorlens_tl.passes import PassLike
+from tensorlens_tl.passes import Difference, PassLike
 from tensorlens_tl.results import Terms
 
 BY = ("component", "head")
@@ -73,6 +73,11 @@ def total_effects(
     check_choice("by", by, BY)
     if not isinstance(live, bool):
         raise InvalidInputError(f"live={live!r}: pass True (each component is ablated in the live model) or False.")
+    if live and isinstance(frozen, Difference):
+        raise InvalidInputError(
+            "total_effects(live=True): a difference of two runs is no run of its own. Ask about either of its passes, "
+            "or leave live out."
+        )
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
     if live:
         names, scores = _live(readout, by, nodes, memory)
@@ -90,7 +95,7 @@ def _chosen(names: Sequence[str], nodes: Sequence[str] | None) -> list[int]:
     if nodes is None:
         return list(range(len(names)))
     unknown = [node for node in nodes if node not in names]
-    if unknown or isinstance(nodes, str):
+    if unknown or not nodes or isinstance(nodes, str):
         raise InvalidInputError(f"nodes={nodes!r}: name some of {', '.join(names[:6])}, … in a list.")
     return [names.index(node) for node in nodes]
 

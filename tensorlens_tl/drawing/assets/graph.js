@@ -125,7 +125,8 @@
     edges.forEach((edge) => edge.path.setAttribute("d", way(edge)));
     for (const label of state.columns) {
       const middle = middles.get(Number(label.dataset.at));
-      label.toggleAttribute("hidden", middle === undefined || (state.overTokens && state.layers.some((group) => group.column === Number(label.dataset.at))));
+      const grouped = Boolean(state.overTokens) && state.layers.some((group) => group.column === Number(label.dataset.at));
+      label.toggleAttribute("hidden", middle === undefined || grouped); // undefined would turn it over
       if (middle !== undefined) set(label, { x: middle, y: height - 8 });
     }
     const width = Math.max(start + MARGIN, state.keys * KEY_WIDTH);

@@ -40,6 +40,8 @@ async function show() {
   } catch (refusal) {
     if (mine !== turn || refusal.name === "AbortError") return;
     find("status").textContent = "";
+    find("views").replaceChildren();
+    find("foot").textContent = "";
     find("error").textContent = refusal.message;
     find("error").hidden = false;
   } finally {
@@ -61,10 +63,14 @@ function tokensView(prompt, view, state) {
     ? null
     : h("select", { id: "method", "aria-label": "Method", onchange: (event) => go({ method: event.target.value }) },
       about.methods.map((of) => h("option", { value: of.name, selected: of.name === view.method }, of.name)));
-  const can = about.methods.find((of) => of.name === view.method)?.about;
+  const can = state.other
+    ? `Each token's part of the exact change, with nothing held fixed. First run ${number(prompt.numbers[0])}, second ${number(prompt.numbers[1])}.`
+    : about.methods.find((of) => of.name === view.method)?.about;
   const line = view.additive
     ? sum([["tokens", view.scores.reduce((a, b) => a + b, 0)], ["+ bias", view.bias], ["= ", view.total], ["residual", error(view.gap), view.gap]])
-    : sum([["These scores are not parts of a sum:", "compare them with each other only"]]);
+    : sum(view.total === null
+      ? [["These scores are not parts of a sum:", "compare them with each other only"]]
+      : [["tokens", view.scores.reduce((a, b) => a + b, 0)], ["+ bias", view.bias], ["against the model's", view.total], ["short by", error(view.gap), view.gap]]);
   return card("wide tokens", state.other ? "What changed the answer, by token" : "Which tokens matter", view.label,
     h("div", { class: "row" }, method, menu(view.label, "tokens", table, view.code)),
     can ? h("p", { class: "soft" }, can) : null,
@@ -79,7 +85,7 @@ function nextView(prompt, state) {
     h("option", { value: "", selected: state.minus === undefined }, "the runner-up"),
     h("option", { value: "none", selected: state.minus === null }, "nothing"),
     prompt.next.filter((of) => of.id !== prompt.target?.id).map((of) => h("option", { value: of.id, selected: state.minus === of.id }, visible(of.text))));
-  return card("narrow next", `After “${visible(prompt.tokens[prompt.query])}”`, "the model's next token",
+  return card("narrow next", `After “${visible(prompt.tokens[prompt.query])}”`, state.other ? "the next token of the first run" : "the model's next token",
     menu("next token", "next", table, prompt.code),
     bars(rows, { unsigned: true, label: "Next tokens; press one to explain it", pick: (id) => go({ target: id }) }),
     h("p", { class: "sum row" }, "Explaining ", h("b", {}, `“${visible(prompt.target.text)}”`), " against ", minus));
@@ -119,7 +125,8 @@ function headView(prompt, view, state) {
     h("h3", {}, "What it moves to the answer, by source token"),
     chips(prompt.tokens, { values: view.moved, label: "Effects by source token" }),
     h("div", { class: "pair" },
-      h("div", {}, h("h3", {}, `Why it ${change ? "turned" : "attends"} to “${visible(prompt.tokens[view.key])}”`), why),
+      h("div", {}, h("h3", {}, `Why it ${change ? "turned" : "attends"} to “${visible(prompt.tokens[view.key])}”`),
+        h("small", {}, change ? "by what its query reads, and what its keys read" : "source read by the query × source read by the key"), why),
       h("div", {}, h("h3", {}, `What it promotes where it reads “${visible(prompt.tokens[view.key])}”`),
         view.promotes.length ? bars(view.promotes.map((of) => ({ name: of.text, score: of.score })), { label: "Promoted tokens" }) : h("p", { class: "soft" }, "Not defined for this model."))));
 }
@@ -148,6 +155,11 @@ function open(two) {
 
 find("ask").addEventListener("submit", (event) => {
   event.preventDefault();
+  if (!find("text").value.trim()) {
+    find("error").textContent = "Type a prompt first.";
+    find("error").hidden = false;
+    return;
+  }
   const other = find("second").hidden ? "" : find("other").value;
   write({ method: read().method, text: find("text").value, other: other || undefined });
   show();

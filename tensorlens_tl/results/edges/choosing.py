@@ -62,14 +62,18 @@ def edge_order(
 def pruned(
     selection: Bool[Tensor, "*row source destination"], sources: Sequence[str], destinations: Sequence[str]
 ) -> Bool[Tensor, "*row source destination"]:
-    """A selection of edges without those that no path from the input to the target uses; for many circuits at once."""
+    """A selection of edges without those that no path from the input, or from what hooks add, to the target uses.
+
+    Many circuits at once: any leading rows.
+    """
     node_of = [node_read_at(name) for name in destinations]
     entries = torch.tensor(
         [[node == name for node in node_of] for name in sources], device=selection.device
     )  # [source, destination]: what the node reads at
     fed = torch.zeros(selection.shape[:-1], dtype=torch.bool, device=selection.device)
-    fed[..., 0] = True
-    for source in range(1, len(sources)):  # in the order of the forward pass: what feeds a node is known before it
+    fed[..., ~entries.any(1)] = True  # what reads nothing: the embedding, and what hooks add
+    reading = entries.any(1).nonzero()[:, 0].tolist()
+    for source in reading:  # in the order of the forward pass: what feeds a node is known before it
         fed[..., source] = (selection[..., entries[source]] & fed[..., None]).flatten(-2).any(-1)
     used = torch.zeros_like(fed)
     to_target = torch.tensor([name == TARGET for name in node_of], device=selection.device)

@@ -16,6 +16,10 @@ from tensorlens_tl.errors import InvalidInputError
 
 ARROW = " → "
 TARGET = "target"
+LETTERS = {"q": "0", "k": "1", "v": "2", "g": "3"}
+"""The order of what a head reads by."""
+OTHERS = {"mixer": 0, "mlp": 1}
+"""The order of what else there is in a layer; what hooks add comes last."""
 
 
 def node_read_at(destination: str) -> str:
@@ -24,18 +28,24 @@ def node_read_at(destination: str) -> str:
 
 
 def place(name: str) -> tuple[int, int, str, int]:
-    """Where a name comes in the order of the forward pass: queries of a layer, keys, values, its MLP."""
-    if name == "embed":
-        return -1, 0, "", 0
+    """Where a name comes in the order of the forward pass: a layer's heads, its MLP, what hooks add."""
     if name == TARGET:
         return sys.maxsize, 0, "", 0
-    match = re.fullmatch(r"L(\d+)H(\d+)(?:\.([qkv]))?|MLP(\d+)", name)
-    assert match is not None
-    layer, head, letter, mlp = match.groups()
-    if mlp is not None:
-        return int(mlp), 1, "", 0
-    order = {None: "", "q": "0", "k": "1", "v": "2"}
-    return int(layer), 0, order[letter], int(head)
+    match = re.fullmatch(r"L(\d+)H(\d+)(?:\.([qkvg]))?", name)
+    if match is not None:
+        layer, head, letter = match.groups()
+        return int(layer), 0, LETTERS.get(letter, ""), int(head)
+    number = re.search(r"\d+", name)
+    if number is None:
+        return -1, 0, "", 0
+    return int(number[0]), OTHERS.get(kind_of(name), 2), name, 0
+
+
+def kind_of(name: str) -> str:
+    """What a node is: embedding, head, mixer, mlp, target, or a bias, which a hook adds."""
+    kinds = {"target": TARGET, "embedding": "embed", "head": r"L\d+H\d+", "mlp": r"MLP\d+|L\d+\.per_layer"}
+    kinds["mixer"] = r"L\d+\.mixer"
+    return next((kind for kind, pattern in kinds.items() if re.fullmatch(pattern, name)), "bias")
 
 
 def check_shape(sources: Sequence[str], destinations: Sequence[str], *matrices: Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tensorlens_tl.drawing import graphs
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
-from tensorlens_tl.results.edges.names import ARROW, TARGET, node_read_at, place
+from tensorlens_tl.results.edges.names import ARROW, TARGET, kind_of, node_read_at, place
 
 if TYPE_CHECKING:
     import networkx
@@ -23,28 +23,17 @@ if TYPE_CHECKING:
 Circuit = Any
 """A `Circuit`, whose module imports this one."""
 
-LETTERS = {"q": "queries", "k": "keys", "v": "values"}
+LETTERS = {"q": "queries", "k": "keys", "v": "values", "g": "gate"}
 EVERYWHERE = "every position"
 """The one token of a circuit in circuit-tracer's files."""
 
 
 def reading(destination: str) -> str:
     """What a head reads an edge by: ``"keys"`` at ``"L1H3.k"``; an empty text of anything else."""
-    match = re.fullmatch(r"L\d+H\d+\.([qkv])", destination)
+    match = re.fullmatch(r"L\d+H\d+\.([qkvg])", destination)
     if match is None:
         return ""
     return LETTERS[match[1]]
-
-
-def kind_of(name: str) -> str:
-    """What a node is: embedding, head, mlp or target."""
-    if name == TARGET:
-        return "target"
-    if name == "embed":
-        return "embedding"
-    if name.startswith("MLP"):
-        return "mlp"
-    return "head"
 
 
 def layer_of(name: str) -> int:
