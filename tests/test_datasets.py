@@ -229,7 +229,10 @@ def test_terms_with_rows_that_fail_and_what_is_refused(gpt2, tmp_path):
         (lambda: run(gpt2, tmp_path / "a", method="logit_attribution", target=5, by="head_token"), "no source tokens"),
         (lambda: run(gpt2, tmp_path / "a", method="logit_attribution", target=5, by="heads"), "by='heads'"),
         (lambda: run(gpt2, tmp_path / "a", method="logit_attribution", target=5, quer=1), "Did you mean 'query'"),
-        (lambda: run(gpt2, tmp_path / "run", method="logit_attribution", target=6), "another data|another options"),
+        (
+            lambda: run(gpt2, tmp_path / "run", method="logit_attribution", target=6),
+            "differs in its data|differs in its options",
+        ),
     ):
         with pytest.raises(tlens.InvalidInputError, match=message):
             ask()
@@ -275,7 +278,7 @@ def test_a_perturbation_test_over_rows_is_the_one_in_memory(gpt2, tmp_path, opti
     next((tmp_path / "run").glob("part-*.parquet")).unlink()
     ask(tmp_path / "run", **SMALL)
     assert contents(tmp_path / "run") == before
-    with pytest.raises(tlens.InvalidInputError, match=r"another options .seed: 0, now 1"):
+    with pytest.raises(tlens.InvalidInputError, match=r"differs in its options .seed: 0, now 1"):
         ask(tmp_path / "run", **SMALL, seed=1)
     with pytest.raises(tlens.InvalidInputError, match=r"results of .perturbation., not of method="):
         results.summary()
@@ -492,12 +495,12 @@ def test_a_run_is_resumed_however_its_default_query_is_spelled(gpt2, tmp_path, o
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"target": 6}, "another options .target: 5, now 6"),
-        ({"query": 0}, "another options .query: -1, now 0"),
-        ({"method": "rollout"}, "another method"),
-        ({"keep": "all"}, "another keep"),
-        ({"rows": ROWS[:-1]}, "another data .rows: 6, now 5"),
-        ({"rows": [*ROWS[:-1], ROWS[-1] | {"text": [4]}]}, "another data .tokens: not the same"),
+        ({"target": 6}, "differs in its options .target: 5, now 6"),
+        ({"query": 0}, "differs in its options .query: -1, now 0"),
+        ({"method": "rollout"}, "differs in its method"),
+        ({"keep": "all"}, "differs in its keep"),
+        ({"rows": ROWS[:-1]}, "differs in its data .rows: 6, now 5"),
+        ({"rows": [*ROWS[:-1], ROWS[-1] | {"text": [4]}]}, "differs in its data .tokens: not the same"),
         ({"resume": False}, "a run was begun there"),
     ],
     ids=str,
@@ -515,9 +518,9 @@ def test_another_model_in_the_same_folder_is_refused(model_named, tmp_path):
     changed = tlens.testing.tiny_model("bridge/gpt2")
     with torch.no_grad():
         next(changed.parameters()).mul_(2)
-    with pytest.raises(tlens.InvalidInputError, match=r"another model \(weights"):
+    with pytest.raises(tlens.InvalidInputError, match=r"differs in its model \(weights"):
         run(changed, tmp_path / "run")
-    with pytest.raises(tlens.InvalidInputError, match="another model"):
+    with pytest.raises(tlens.InvalidInputError, match="differs in its model"):
         run(model_named("bridge/llama"), tmp_path / "run")
 
 
@@ -561,7 +564,7 @@ def test_the_same_weights_under_another_configuration_are_another_model(name, ch
     run(tlens.testing.tiny_model(name), tmp_path / "run")  # the same, built again
     before = contents(tmp_path / "run")
     change(model)
-    with pytest.raises(tlens.InvalidInputError, match=r"another model \(" + message):
+    with pytest.raises(tlens.InvalidInputError, match=r"differs in its model \(" + message):
         run(model, tmp_path / "run")
     assert contents(tmp_path / "run") == before
 
@@ -578,7 +581,9 @@ def test_another_version_is_another_run(gpt2, tmp_path, monkeypatch, package):
         fake = lambda name: "99.0" if name == package else real(name)  # noqa: E731
         monkeypatch.setattr(metadata, "version", fake)
         monkeypatch.setattr("tensorlens_tl.datasets.identity.version", fake)
-    with pytest.raises(tlens.InvalidInputError, match=rf"another model \({package.replace('-', '_')}: .*now '99.0'\)"):
+    with pytest.raises(
+        tlens.InvalidInputError, match=rf"differs in its model \({package.replace('-', '_')}: .*now '99.0'\)"
+    ):
         run(gpt2, tmp_path / "run")
 
 
@@ -600,10 +605,10 @@ def test_columns_that_change_places_and_hooks_are_another_run(gpt2, tmp_path):
     columns = {"target": "answer", "minus": "other"}
     tlens.attribute_dataset(gpt2, rows, tmp_path / "run", columns=columns, **SMALL)
     tlens.attribute_dataset(gpt2, rows, tmp_path / "run", columns=dict(reversed(columns.items())), **SMALL)  # the same
-    with pytest.raises(tlens.InvalidInputError, match="another data"):
+    with pytest.raises(tlens.InvalidInputError, match="differs in its data"):
         tlens.attribute_dataset(gpt2, rows, tmp_path / "run", columns={"target": "other", "minus": "answer"}, **SMALL)
     halved = [("blocks.0.hook_resid_pre", lambda stream, hook: stream / 2)]
-    with gpt2.hooks(halved), pytest.raises(tlens.InvalidInputError, match=r"another model \(hooks"):
+    with gpt2.hooks(halved), pytest.raises(tlens.InvalidInputError, match=r"differs in its model \(hooks"):
         tlens.attribute_dataset(gpt2, rows, tmp_path / "run", columns=columns, **SMALL)
 
 

@@ -227,3 +227,22 @@ def test_results_with_runners_up_of_their_own_are_not_subtracted(demo):
         value, name = (ask(run, " value", minus="runner-up") for run in runs)
         with pytest.raises(InvalidInputError, match=r"another runner-up.*Name the token"):
             value - name
+
+
+def test_routes_average_and_subtract(demo, capsys):
+    first = tlens.freeze(demo, ["Return the value of the", "Return the name of the"])
+    second = tlens.freeze(demo, ["Return the index of the", "Return the list of the"])
+    routes = circuits.routes(tlens.difference(first, second), " value")
+    mean = routes.mean()
+    assert close(mean.scores[0], routes.scores.mean(0), 1e-12)
+    assert close(mean.scores.sum(-1), mean.total[..., None].expand_as(mean.scores[..., 0]), 1e-9)
+    routes.show()
+    printed = capsys.readouterr().out
+    assert "mean of 2 prompts" in printed
+    assert f"{float(routes.total.mean()):+.4g}" in printed
+    assert "mean of 2 prompts" in routes.plot().get_title(loc="left").replace("\n", " ")
+    other = circuits.routes(tlens.difference(first, second), " name")
+    both = circuits.routes(tlens.difference(first, second), " value", " name")
+    assert close((routes - other).scores, both.scores, 1e-9)
+    with pytest.raises(InvalidInputError, match="routes of other prompts"):
+        routes - mean

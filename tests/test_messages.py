@@ -507,7 +507,7 @@ MISTAKES = {
         lambda c: circuits.edge_scores(c.frozen, c.longer, " value", " name"),
         "7 tokens",
         "clean",
-        "Replace tokens one for one",
+        "replace words",
     ),
     "an edge with another arrow": (
         lambda c: c.edges["L0H1->target"],
@@ -554,9 +554,9 @@ MISTAKES = {
     "a text for a pass": (lambda c: tlens.difference(c.frozen, "x"), "str", "frozen pass", "tlens.freeze"),
     "runs of other lengths": (
         lambda c: tlens.difference(c.frozen, c.longer),
-        "(1, 7)",
+        "[7] and [9]",
         "difference",
-        "Replace tokens one for one",
+        "replace words",
     ),
     "one run's method for two": (
         lambda c: tlens.attribute(c.difference, " value", method="alti"),

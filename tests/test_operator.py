@@ -345,7 +345,7 @@ def test_wrong_kinds_of_argument(model_named, call, message):
     [
         (lambda f: f.operator(mlp={1: [3]}), "each whole"),
         (lambda f: f.operator(heads=[0, 3]), "layer -> heads"),
-        (lambda f: f.operator().target(minus=5), "minus alone"),
+        (lambda f: f.operator().target(minus=5), "missing .minus=5 is compared with it"),
         (lambda f: f.operator().target([1, 2, 3]), "minus="),
     ],
 )

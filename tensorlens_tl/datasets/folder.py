@@ -143,8 +143,8 @@ class Folder:
             before = earlier.identity.get(name)
             if json.dumps(before, sort_keys=True) != json.dumps(value, sort_keys=True):
                 raise InvalidInputError(
-                    f"out={self.path}: that run was begun with another {name} ({differing(before, value)}). Pass the "
-                    "same to resume it, or name another folder."
+                    f"out={self.path}: the run in this folder differs in its {name} ({differing(before, value)}). Pass "
+                    "the same to resume it, or name another folder."
                 )
 
     def _check_ours(self) -> None:

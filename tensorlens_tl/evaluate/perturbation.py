@@ -372,6 +372,6 @@ def _counts(allowed: Bool[Tensor, "prompt pos"], steps: Sequence[float]) -> Int[
         raise InvalidInputError(
             PromptNumber(row),
             f" has {int(tokens[row])} tokens that may be replaced, and the fraction {steps[1]} of them is "
-            f"none: use prompts of {least} or more, or larger fractions.",
+            f"less than one token: use prompts of {least} or more, or larger fractions.",
         )
     return counts

@@ -79,8 +79,8 @@ def explain_generation(
         ended = list(steps.values())[-1]
         parts += [
             "<h2>By way of generated tokens</h2>",
-            "<p>What the stretch took of generated tokens, sent on to what made those: in proportion to absolute "
-            "scores, the bias among them. Everything sums to the same total at every hop.</p>",
+            "<p>What generated tokens gave to the stretch is passed on to the tokens that made them, in proportion to "
+            "absolute scores, the bias included. The total stays the same at every hop.</p>",
             _hops({0: whole} | steps, text.generated_ranges()[0][0]),
             ended.to_html(style=False),
             _largest(ended),

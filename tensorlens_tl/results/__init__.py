@@ -1,7 +1,7 @@
 """Results: what every method, circuit and evaluation returns, how it is read, shown and kept."""
 
 from tensorlens_tl.results.attribution import AXES as AXES, Attribution
-from tensorlens_tl.results.changes import HEAD_ROUTES as HEAD_ROUTES, ROUTES as ROUTES, ChangeRoutes, ModelChange
+from tensorlens_tl.results.changes import ModelChange
 from tensorlens_tl.results.edges import ARROW as ARROW, CHOICES as CHOICES, TARGET as TARGET, Circuit, EdgeScores
 from tensorlens_tl.results.entry import Entry, check_batch as check_batch, largest as largest
 from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
@@ -22,6 +22,7 @@ from tensorlens_tl.results.joining import (
 from tensorlens_tl.results.pairs import ScoreAttribution, ScoreChange
 from tensorlens_tl.results.queries import one_query as one_query
 from tensorlens_tl.results.result import RESULT_ENDINGS as RESULT_ENDINGS, Result
+from tensorlens_tl.results.routes import HEAD_ROUTES as HEAD_ROUTES, ROUTES as ROUTES, ChangeRoutes
 from tensorlens_tl.results.terms import Paths, Terms
 from tensorlens_tl.results.views import array as array
 

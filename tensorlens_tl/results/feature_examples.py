@@ -185,10 +185,10 @@ class FeatureExamples(Result):
     def _panel(self, place: int, k: int) -> str:
         counts: list[int] = self.counts[place].tolist()
         tokens = [self.texts[number] for number in self.promoted[place].tolist()]
-        facts = f"active at {float(self.density[place]):.3%} of {self.n_tokens} tokens of {self.n_rows} rows"
+        facts = f"active at {float(self.density[place]):.2%} of {self.n_tokens} tokens in {self.n_rows} rows"
         return page.panel(
             self._name(place),
-            f'<div class="n">{escape(facts)}; their sizes, on a logarithmic axis:</div>',
+            f'<div class="n">{escape(facts)}. Activations, on a logarithmic scale:</div>',
             feature_examples.histogram(self.edges, counts),
             feature_examples.promoted(tokens, self.promotion[place].tolist()),
             feature_examples.examples(self._examples(place, k)),

@@ -10,7 +10,7 @@ from torch import Tensor
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.statistics import bootstrap_interval
 
-OWN_RUNNER_UP = "the runner-up"
+EACH_RUNNER_UP = "the runner-up"
 """In the target of what was compared with the runner-up, which each prompt and model has its own of."""
 
 
@@ -67,7 +67,7 @@ def less(first: _Parts, second: _Parts) -> dict[str, Any]:
             f"difference: no part has the same name ({first.names[0]!r} …, {second.names[0]!r} …); ask for both by= "
             "the same kind of part."
         )
-    refuse_own_runner_up(first.target, second.target)
+    refuse_runners_up(first.target, second.target)
     names = list(dict.fromkeys([*first.names, *second.names]))
     remainder = None
     if first.remainder is not None and second.remainder is not None:
@@ -92,7 +92,7 @@ def less(first: _Parts, second: _Parts) -> dict[str, Any]:
     }
 
 
-def refuse_own_runner_up(first: str, second: str) -> None:
+def refuse_runners_up(first: str, second: str) -> None:
     """Refuse to subtract results that were each compared with a runner-up of their own.
 
     Args:
@@ -101,7 +101,7 @@ def refuse_own_runner_up(first: str, second: str) -> None:
     Raises:
         InvalidInputError: one of them was.
     """
-    if OWN_RUNNER_UP in first or OWN_RUNNER_UP in second:
+    if EACH_RUNNER_UP in first or EACH_RUNNER_UP in second:
         raise InvalidInputError(
             f"a − b: each side of {first!r} and {second!r} may have another runner-up, so that the two numbers are not "
             "of the same tokens. Name the token, minus=' Rome', on both sides; or ask about tlens.difference(a, b)."

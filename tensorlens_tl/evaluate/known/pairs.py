@@ -57,9 +57,11 @@ class PromptPairs:
                 raise InvalidInputError(f"PromptPairs: {name} are {tuple(tokens.shape)}, one for each prompt needed.")
         same = self.answers == self.others
         if bool(same.any()):
+            pair = int(same.nonzero()[0])
             raise InvalidInputError(
-                f"PromptPairs: prompt {int(same.nonzero()[0])} has one answer for both prompts; their logit difference "
-                "would be zero."
+                f"PromptPairs: answers and others of pair {pair} are the same token, {int(self.answers[pair])}, whose "
+                "logit difference is zero. Choose a corrupted prompt that the model answers with another token, or name "
+                "the two tokens (answers=, others=)."
             )
 
     def __len__(self) -> int:

@@ -207,8 +207,11 @@ def resolve_target(
         vectors = _directions(frozen, direction, positions.shape[1])
         return Target(vectors, vectors.new_zeros(vectors.shape[:2]), False, "direction")
     if target is None:
-        missing = "missing" if minus is None else "missing (minus alone is no target)"
-        raise InvalidInputError(f"target: {missing}. Pass a token (target=' Paris'), or direction=Tensor[d_model].")
+        beside = "" if minus is None else f" (minus={minus!r} is compared with it)"
+        raise InvalidInputError(
+            f"target: missing{beside}. Pass a token (target=' Paris'), or direction=Tensor[d_model]. "
+            "tlens.report.predict(frozen).target is the model's own prediction."
+        )
     vectors, constant = unembedding_rows(frozen, positions, target, minus)
     return Target(vectors, constant, True, logit_label(frozen.view, target, minus))
 

@@ -311,10 +311,11 @@ def difference(a: PassLike, b: PassLike) -> Difference:
 def _check_alike(a: FrozenPass, b: FrozenPass) -> None:
     """Refuse two runs that do not match position by position and block by block."""
     if a.tokens.shape != b.tokens.shape or a.sides != b.sides or not torch.equal(a.mask, b.mask):
+        lengths = [frozen.mask.sum(1).tolist() for frozen in (a, b)]
         raise InvalidInputError(
-            f"difference: the prompts do not match position by position: {tuple(a.tokens.shape)} and "
-            f"{tuple(b.tokens.shape)} tokens (prompts, positions), or padded otherwise. Replace tokens one for one, or "
-            "freeze prompts of one length."
+            f"difference: the prompts do not match position by position: {lengths[0]} and {lengths[1]} tokens. Both "
+            "runs need as many prompts, each with the same number of tokens and the same padding: replace words by "
+            "others of as many tokens."
         )
     refuse_without_secant(a.view)
     if a.model is not b.model:

@@ -1,0 +1,266 @@
+"""The routes by which the change of a number passes each layer, as cuts that each sum to all of it."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import whole_number
+from tensorlens_tl.algebra.numerics import relative_gap
+from tensorlens_tl.drawing import figure, matrix, page, terminal
+from tensorlens_tl.drawing.marks import number
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.entry import (
+    Entry,
+    check_batch,
+    query_row,
+    shown_query,
+    shown_target,
+    some_numbers,
+    with_style,
+)
+from tensorlens_tl.results.means import mean_of, refuse_runners_up
+from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.terms import Terms
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ROUTES = (
+    "direct",
+    "values", "values, scale", "queries", "queries, scale", "keys", "keys, scale", "gates", "gates, scale",
+    "mixer", "mixer, scale", "MLP", "MLP, scale",
+    "norms", "constants", "later constants",
+)  # fmt: skip
+"""The ways in which a change passes a layer."""
+
+SCALE = ", scale"
+"""What the name of a route ends with that acts by the scale of a norm."""
+
+HEAD_ROUTES = ROUTES[1:9]
+"""Those of them that are heads'."""
+
+NOISE = 1e-9
+"""What share of a table's largest number is rounding, and printed as zero."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ChangeRoutes(Result):
+    """By which routes the change of a number passes each layer; `circuits.routes` returns one.
+
+    Every layer's scores sum to the whole change: layers are cuts through one and the same change at different depths,
+    and do not add up to each other.
+
+    Attributes:
+        layers: what the layer axis is: ``"L0"`` …, and ``"end"``, what follows the last block.
+        scores: `[batch, query, layer, route]`, the routes being `ROUTES`: past the layer (``"direct"``); by each head's
+            values, queries, keys and gates; through what mixes positions in place of attention, and through the MLP;
+            where the norm before a sublayer responds with its scale, under ``", scale"``; by the scales of norms around
+            the stream or after a sublayer (``"norms"``); and what the weights of two models add in this layer and after
+            it (``"constants"``, ``"later constants"``).
+        heads: each head's share of the routes of attention (`HEAD_ROUTES`), `[batch, query, layer, head, route]`.
+        total: the change of the number, `[batch, query]`.
+        queries: the positions that the query axis stands for, `[batch, query]`.
+        mask: True at real tokens, `[batch, pos]`.
+        tokens: readable tokens of each prompt.
+        target: what the change is of, in words.
+        soft_cap: the cap that the model applies to its logits after `total`, or None.
+    """
+
+    TENSORS: ClassVar = ("scores", "heads", "total", "queries", "mask")
+    FACTS: ClassVar = ("layers", "tokens", "target", "soft_cap")
+
+    layers: list[str]
+    scores: Float[Tensor, "batch query layer route"]
+    heads: Float[Tensor, "batch query layer head head_route"]
+    total: Float[Tensor, "batch query"]
+    queries: Int[Tensor, "batch query"]
+    mask: Bool[Tensor, "batch pos"]
+    tokens: list[list[str]]
+    target: str
+    soft_cap: float | None = None
+
+    @property
+    def gap(self) -> Float[Tensor, "batch query layer"]:
+        """abs(Σ scores − total) / Σ abs(scores) of every layer: how far its sum is from holding."""
+        total = self.total[..., None].expand(self.scores.shape[:-1])
+        return relative_gap(self.scores, torch.zeros_like(total), total)
+
+    def __repr__(self) -> str:
+        totals = some_numbers(self.total)
+        gap = float(self.gap.max())
+        return f"ChangeRoutes({self.target!r}, {len(self.layers)} layers, total={totals}, gap={gap:.1e})"
+
+    def __getitem__(self, route: str) -> Float[Tensor, "batch query layer"]:
+        """One route's score at every layer.
+
+        Raises:
+            InvalidInputError: no such route.
+        """
+        if route not in ROUTES:
+            raise InvalidInputError(f"no route {route!r}; there are {', '.join(ROUTES)}.")
+        return self.scores[..., ROUTES.index(route)]
+
+    def at(self, layer: int) -> Terms:
+        """The routes through one layer as terms that sum to the whole change, those of attention head by head.
+
+        Args:
+            layer: counted from the first; the last, -1, is what follows the blocks.
+
+        Raises:
+            InvalidInputError: no such layer.
+        """
+        count = len(self.layers)
+        layer = whole_number("layer", layer, -count, count - 1, why="a layer of this result") % count
+        here = self.layers[layer]
+        names: list[str] = []
+        parts: list[Tensor] = []
+        for column, route in enumerate(ROUTES):
+            if route not in HEAD_ROUTES:
+                names.append(route)
+                parts.append(self.scores[:, :, layer, column, None])
+                continue
+            names += [f"{here}H{head} {route}" for head in range(self.heads.shape[3])]
+            parts.append(self.heads[:, :, layer, :, HEAD_ROUTES.index(route)])
+        scores = torch.cat(parts, dim=-1)
+        return Terms(
+            names=names, scores=scores, total=self.total, remainder=torch.zeros_like(self.total),
+            queries=self.queries, mask=self.mask, tokens=self.tokens, target=f"{self.target}, at {here}",
+            soft_cap=self.soft_cap,
+        )  # fmt: skip
+
+    def top(self, k: int = 10, query: int | str = -1, batch: int = 0, *, layer: int) -> list[Entry]:
+        """The k routes of largest absolute score through one layer.
+
+        Raises:
+            InvalidInputError: k below 1, or no such layer, query or prompt.
+        """
+        return self.at(layer).top(k, query, batch)
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One line per score: batch, query, query_token, layer, route, score."""
+        import pandas as pd
+
+        index = np.indices(self.scores.shape).reshape(4, -1)
+        batch = index[0]
+        positions = self.queries.cpu().numpy()[batch, index[1]]
+        frame = pd.DataFrame({"batch": batch, "query": positions})
+        frame["query_token"] = [self.tokens[b][q] for b, q in zip(batch, positions, strict=True)]
+        frame["layer"] = [self.layers[i] for i in index[2]]
+        frame["route"] = [ROUTES[i] for i in index[3]]
+        frame["score"] = self.scores.detach().double().cpu().reshape(-1).numpy()
+        return frame.loc[self.mask.cpu().numpy()[batch, positions]].reset_index(drop=True)
+
+    def mean(self) -> "ChangeRoutes":
+        """The mean over prompts, as of one prompt, query by query; every layer still sums to the change."""
+        real = torch.take_along_dim(self.mask, self.queries, dim=1)
+        prompts, queries = self.queries.shape
+        of = f"mean of {prompts} prompts"
+        return replace(
+            self,
+            **{name: mean_of(getattr(self, name), real) for name in ("scores", "heads", "total")},
+            queries=torch.arange(queries, device=self.queries.device)[None],
+            mask=real.any(0)[None],
+            tokens=[[of] * queries],
+            target=f"{self.target}, {of}",
+        )
+
+    def __sub__(self, other: "ChangeRoutes") -> "ChangeRoutes":
+        """Each route's score less another change's: of two targets, two pairs of prompts, or two checkpoints.
+
+        Raises:
+            InvalidInputError: other positions, prompts of other lengths, or another number of layers.
+        """
+        if not isinstance(other, ChangeRoutes):
+            return NotImplemented
+        shapes = [(*result.heads.shape, result.queries.tolist()) for result in (self, other)]
+        if shapes[0] != shapes[1]:
+            raise InvalidInputError("a − b: routes of other prompts, queries, layers or heads; subtract their means.")
+        refuse_runners_up(self.target, other.target)
+        parts = {name: getattr(self, name) - getattr(other, name) for name in ("scores", "heads", "total")}
+        return replace(self, **parts, target=f"{self.target} − {other.target}")
+
+    # ------------------------------------------------------------------ showing
+
+    def _table(self, query: int | str, batch: int | None) -> tuple[str, list[str], np.ndarray, float]:
+        """What is shown, in words; the routes that give anything; their scores `[layer, route]`, and their sum."""
+        if batch is None and len(self.tokens) > 1:
+            rows = [
+                query_row(self.queries, self.mask, self.tokens, query, prompt) for prompt in range(len(self.tokens))
+            ]
+            prompts = list(range(len(rows)))
+            which = f"mean of {len(rows)} prompts"
+        else:
+            prompts = [batch or 0]
+            check_batch(prompts[0], self.tokens)
+            rows = [query_row(self.queries, self.mask, self.tokens, query, prompts[0])]
+            which = shown_query(self.queries, self.tokens, rows[0], prompts[0])
+        scores = self.scores[prompts, rows].detach().double().mean(0)
+        used = [column for column in range(len(ROUTES)) if bool(scores[:, column].any())]
+        total = float(self.total[prompts, rows].double().mean())
+        return which, [ROUTES[column] for column in used], scores[:, used].cpu().numpy(), total
+
+    def to_html(self, query: int | str = -1, batch: int | None = None, *, title: str = "", style: bool = True) -> str:
+        """A row per layer and a column per route; every row sums to the change.
+
+        Args:
+            query: as in `top`.
+            batch: one prompt; None for the only one, or for the mean over several.
+            title: above it; an own one by default.
+            style: whether the style sheet comes with it.
+        """
+        which, routes, values, _ = self._table(query, batch)
+        heading = title or self.heading
+        picture = matrix.matrix(self.layers, routes, values, label=heading, corner="layer ↓ route →")
+        gap = float(self.gap.max())
+        notes = " · ".join(filter(None, [which, f"every row sums to the change to {gap:.1e}"]))
+        return with_style(page.panel(heading, picture, notes=notes), style)
+
+    @property
+    def heading(self) -> str:
+        """The title of its page."""
+        return f"How the {shown_target(self.target)} passes each layer"
+
+    def plot(self, query: int | str = -1, batch: int | None = None, *, ax: Any = None) -> Any:
+        """A matplotlib heat map, a row per layer and a column per route (install ``tensorlens-tl[plot]``).
+
+        Args:
+            query, batch: as in `to_html`.
+            ax: draw here; None makes a figure of fitting size.
+
+        Returns:
+            The axes.
+
+        Raises:
+            InvalidInputError: no such query or prompt.
+            ImportError: matplotlib is not installed.
+        """
+        which, routes, values, _ = self._table(query, batch)
+        title = self.heading
+        if len(self.tokens) > 1:
+            title = f"{title} · {which}"
+        return figure.heat_map(values, self.layers, routes, title, ax, names=("layer", "route"))
+
+    def show(self, query: int | str = -1, batch: int | None = None) -> None:
+        """Display the matrix in a notebook; elsewhere print a row per layer and a column per route.
+
+        Every layer sums to the change. In print, the routes by the scale of a norm are a row below their layer's, in
+        the columns of the routes with the scale held.
+        """
+        if page.display_in_notebook(lambda: self.to_html(query, batch)):
+            return
+        which, routes, values, total = self._table(query, batch)
+        values[np.abs(values) < NOISE * np.abs(values).max(initial=0.0)] = 0.0
+        columns = list(dict.fromkeys(route.removesuffix(SCALE) for route in routes))
+        rows: list[tuple[str, ...]] = []
+        for layer, scores in zip(self.layers, values.tolist(), strict=True):
+            shown = {route: f"{score:+.3g}" for route, score in zip(routes, scores, strict=True)}
+            rows.append((layer, *(shown.get(column, "") for column in columns)))
+            if any(score and route.endswith(SCALE) for route, score in zip(routes, scores, strict=True)):
+                rows.append((f"{layer}{SCALE}", *(shown.get(f"{column}{SCALE}", "") for column in columns)))
+        title = " · ".join(filter(None, [self.target, which]))
+        caption = f"every layer sums to {number(total)}"
+        terminal.show_table(title, ("layer", *columns), rows, left=("layer",), caption=caption)
