@@ -507,7 +507,7 @@ MISTAKES = {
         lambda c: circuits.edge_scores(c.frozen, c.longer, " value", " name"),
         "7 tokens",
         "clean",
-        "replace words",
+        "Replace tokens one for one",
     ),
     "an edge with another arrow": (
         lambda c: c.edges["L0H1->target"],

@@ -818,7 +818,7 @@ def test_pairs_differ_in_one_token_and_in_their_answers(task, change):
 def test_pairs_that_are_none_are_refused():
     tokens = torch.tensor([[1, 2]])
     for answers, others, corrupted, message in (
-        ([3], [3], tokens, "one answer"),
+        ([3], [3], tokens, "the same token"),
         ([3, 4], [5], tokens, "answers are"),
         ([3], [4], tokens[:, :1], "positions must match"),
     ):

@@ -60,8 +60,8 @@ class PromptPairs:
             pair = int(same.nonzero()[0])
             raise InvalidInputError(
                 f"PromptPairs: answers and others of pair {pair} are the same token, {int(self.answers[pair])}, whose "
-                "logit difference is zero. Choose a corrupted prompt that the model answers with another token, or name "
-                "the two tokens (answers=, others=)."
+                "logit difference is zero. Choose a corrupted prompt that the model answers with another token, or "
+                "name the two tokens (answers=, others=)."
             )
 
     def __len__(self) -> int:
