@@ -36,9 +36,6 @@ from tensorlens_tl.results.statistics import bootstrap_interval
 if TYPE_CHECKING:
     import pandas as pd
 
-OF_QUERIES = ("scores", "total", "remainder", "queries")
-"""What a mean takes of one query of each prompt."""
-
 BESIDE = 6
 """How many terms stand below a grid of heads that has no place for them."""
 
@@ -276,8 +273,11 @@ class Terms(Result):
             return self.mean()
         rows = torch.tensor([self.query_row(query, prompt) for prompt in range(len(self.tokens))])[:, None]
         rows = rows.to(self.queries.device)
-        chosen = {name: maybe(partial(_at_rows, rows=rows), getattr(self, name)) for name in OF_QUERIES}
-        return Terms(self.names, mask=self.mask, tokens=self.tokens, target=self.target, **chosen).mean()
+        one = partial(_at_rows, rows=rows)
+        return Terms(
+            self.names, one(self.scores), one(self.total), one(self.queries), self.mask, self.tokens, self.target,
+            remainder=maybe(one, self.remainder),
+        ).mean()  # fmt: skip
 
     def to_html(
         self, k: int = 15, query: int | str = -1, batch: int | None = None, *, title: str = "", style: bool = True
