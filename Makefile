@@ -20,7 +20,7 @@ test-whole: .venv/.ready .venv-tl4/.ready
 
 # the default run once more, every signature's types and shapes checked as it is called: three times as slow; without
 # what runs in processes of its own, where nothing is checked, what repeats calls, and what passes wrong things on purpose
-UNCHECKED = notebooks supply_chain changed_models inputs
+UNCHECKED = notebooks supply_chain changed_models inputs messages
 test-shapes: .venv/.ready
 	.venv/bin/python -m pytest --jaxtyping-packages=tensorlens_tl,beartype.beartype $(UNCHECKED:%=--ignore=tests/test_%.py)
 

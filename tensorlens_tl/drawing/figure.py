@@ -169,7 +169,7 @@ def bars(lines: Mapping[str, Sequence[float]], labels: Mapping[str, str], ax: Ax
     mean, low, high = np.array(list(lines.values())[::-1], dtype=float).T
     rows = range(len(mean))
     reach = np.nan_to_num([mean - low, high - mean]).clip(0)
-    ax.barh(rows, mean, xerr=reach, color=of_sign(1), error_kw=INTERVAL, height=0.7)
+    ax.barh(rows, mean, xerr=reach, color=of_sign(1.0), error_kw=INTERVAL, height=0.7)
     ax.set_yticks(rows, [plain(name) for name in lines][::-1])
     ax.axvline(0, color="black", linewidth=0.5)
     _dress(ax, labels)
@@ -276,7 +276,7 @@ def on_white(rgb: tuple[int, int, int]) -> tuple[float, ...]:
     return tuple(1 - STRONGEST * (1 - channel / 255) for channel in rgb)
 
 
-def of_sign(value: float) -> tuple[float, ...]:
+def of_sign(value: int | float) -> tuple[float, ...]:
     """The colour of a value's sign, on paper."""
     return on_white(sign_colour(value))
 

@@ -108,7 +108,7 @@ def refuse_runners_up(first: str, second: str) -> None:
         )
 
 
-def mean_over_prompts(terms: _Parts, level: float) -> dict[str, Any]:
+def mean_over_prompts(terms: _Parts, level: int | float) -> dict[str, Any]:
     """The fields of the mean over prompts, as of one prompt, with an interval for each part.
 
     Raises:
@@ -141,7 +141,7 @@ def mean_of(values: Float[Tensor, "batch query *term"], real: Bool[Tensor, "batc
 
 
 def intervals(
-    scores: Float[Tensor, "batch query term"], real: Bool[Tensor, "batch query"], level: float
+    scores: Float[Tensor, "batch query term"], real: Bool[Tensor, "batch query"], level: int | float
 ) -> tuple[Float[Tensor, "1 query term"], Float[Tensor, "1 query term"]]:
     """The ends of a bootstrap interval over prompts for the mean of each part; NaN of fewer than two prompts.
 

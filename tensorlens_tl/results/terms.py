@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from tensorlens_tl._arguments import nearest
@@ -146,7 +146,7 @@ class Terms(Result):
             return NotImplemented
         return Terms(**less(self, other))
 
-    def mean(self, *, level: float = 0.95) -> "Terms":
+    def mean(self, *, level: int | float = 0.95) -> "Terms":
         """The mean over prompts, as of one prompt, query by query, with an interval for every part; sums still hold.
 
         Args:
@@ -422,7 +422,7 @@ class Terms(Result):
         terminal.show_table(title, ("part", "score"), rows, below, left=("part",))
 
 
-def _at_rows(values: Float[Tensor, "batch query *term"], rows: Int[Tensor, "batch 1"]) -> Tensor:
+def _at_rows(values: Shaped[Tensor, "batch query *term"], rows: Int[Tensor, "batch 1"]) -> Tensor:
     """One query of each prompt."""
     return torch.take_along_dim(values, rows.reshape(*rows.shape, *(1,) * (values.ndim - 2)), dim=1)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -125,7 +125,7 @@ class Circuit(Result):
         notes = f"{len(drawn.strengths)} of the circuit's {len(self)} edges; the model has {int(self.exists.sum())}"
         return with_style(page.panel(self.heading, *parts, notes=notes), style)
 
-    def plot(self, kind: Literal["graph", "matrix"] = "graph", *, most: int = SHOWN_EDGES, ax: Any = None) -> Any:
+    def plot(self, kind: str = "graph", *, most: int = SHOWN_EDGES, ax: Any = None) -> Any:
         """The graph, or the matrix, as a matplotlib figure (install ``tensorlens-tl[plot]``); returns the axes.
 
         Args:
