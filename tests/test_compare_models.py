@@ -440,7 +440,7 @@ def test_what_is_printed_of_routes_is_what_the_figure_and_the_table_have(capsys,
     """Every route, none merged with another; those by a norm's scale in a row below their layer's."""
     monkeypatch.setenv("COLUMNS", "400")
     by = circuits.routes(two_runs(PLAIN), **ASKED)
-    by.show()
+    by.show(batch=0)
     lines = [line.replace("┃", "│").split("│")[1:-1] for line in capsys.readouterr().out.splitlines()]
     headings, *rows = [[cell.strip() for cell in line] for line in lines if line]
     printed = {
