@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models import RUNNER_UP
 
 LONGEST_TEXT = 20_000
 """Characters of a prompt: more is refused before a tokenizer reads it."""
-
-RUNNER_UP = "runner-up"
 
 
 @dataclass(frozen=True)

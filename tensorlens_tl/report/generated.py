@@ -12,11 +12,9 @@ from tensorlens_tl.drawing.marks import note, number, short, visible
 from tensorlens_tl.drawing.page import Picture, folded, table
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.generation import FrozenGeneration, check_hops, freeze_generation
-from tensorlens_tl.models import ModelLike, TokenLike
+from tensorlens_tl.models import RUNNER_UP, ModelLike, TokenLike
 from tensorlens_tl.report.answer import components_card, tokens_card
 from tensorlens_tl.results import Attribution, Terms
-
-RUNNER_UP = "runner-up"
 
 NAMED = 12
 """Source tokens that a table of the page names."""
