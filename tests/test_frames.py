@@ -1,5 +1,6 @@
 """Long tables of results: lines that sum, names that are the same everywhere; differences and means of terms."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -246,3 +247,21 @@ def test_routes_average_and_subtract(demo, capsys):
     assert close((routes - other).scores, both.scores, 1e-9)
     with pytest.raises(InvalidInputError, match="routes of other prompts"):
         routes - mean
+
+
+def test_labels_stay_in_means_and_differences(demo):
+    frozen = tlens.freeze(demo, ["Return the value of the", "Set the name of the"])
+    terms = replace(circuits.logit_attribution(frozen, " value"), labels={"MLP0": "first"})
+    assert terms.mean().labels == (terms - terms).labels == {"MLP0": "first"}
+
+
+def test_a_runner_up_is_no_token_in_a_table(model):
+    result = tlens.attribute(tlens.freeze(model, some_tokens()), [5, 7], minus="runner-up")
+    assert {*result.to_dataframe()["target"]} == {"logit of 5 − the runner-up", "logit of 7 − the runner-up"}
+
+
+def test_a_mean_over_the_queries_of_two_stacks_is_refused_by_name():
+    bart = tiny_model("bridge/bart")
+    frozen = tlens.freeze(bart, some_tokens(), decoder_input_ids=some_tokens()[:, :3])
+    with pytest.raises(tlens.UnsupportedModelError, match="query='mean'"):
+        tlens.attribute(frozen, 5, query="mean")

@@ -162,8 +162,9 @@ class Server:
 
     async def _in_turn(self, request: Request, view: str, fields: dict[str, Any]) -> Response:
         job: Future[Response] = self._worker.submit(partial(self._response, view, fields))
+        answered = asyncio.wrap_future(job)
         while not job.done():
-            await asyncio.wait([asyncio.wrap_future(job)], timeout=PATIENCE)
+            await asyncio.wait([answered], timeout=PATIENCE)
             if not job.done() and await request.is_disconnected() and job.cancel():
                 return _error(499, "The page went away.")
         return job.result()

@@ -16,7 +16,7 @@ from tensorlens_tl.errors import InvalidInputError, TensorLensError, Unsupported
 from tensorlens_tl.explorer.calls import Call, code_of
 from tensorlens_tl.explorer.questions import Question
 from tensorlens_tl.passes import Difference, FrozenPass, difference, freeze
-from tensorlens_tl.passes.operator import chosen_head, logit_label, token_label
+from tensorlens_tl.passes.operator import chosen_head, token_label
 from tensorlens_tl.registry import get_method, list_methods
 from tensorlens_tl.results import Terms
 
@@ -66,16 +66,11 @@ class Session:
             "ablate": self._ablate,
         }
 
-    @property
-    def views(self) -> list[str]:
-        """What can be asked for."""
-        return list(self._views)
-
     def view(self, name: str, fields: Mapping[str, Any]) -> View:
         """One view of one question, with the Python that gives the same numbers as ``"code"``.
 
         Args:
-            name: one of `views`.
+            name: ``"prompt"``, ``"tokens"``, ``"components"``, ``"head"``, ``"routes"`` or ``"ablate"``.
             fields: those of a `Question`.
 
         Raises:
@@ -92,17 +87,15 @@ class Session:
 
     def about(self) -> View:
         """The model and the methods that the page offers."""
-        methods: list[View] = []
-        for method in list_methods():
-            explains = get_method(method).explains_prediction()
-            methods.append({"name": method, "target": explains, "about": _first_sentence(method)})
+        methods = [{"name": method, "about": _first_sentence(method)} for method in list_methods()]
         return {"name": self.name, "two_models": self.other is not None, "methods": methods}
 
     # ------------------------------------------------------------------ passes
 
     def frozen(self, text: str, *, second: bool = False) -> FrozenPass:
         """The pass of a prompt, kept for later questions."""
-        model = self.other if second and self.other is not None else self.model
+        second = second and self.other is not None
+        model: Any = self.other if second else self.model
         return _recent(self._frozen, (second, text), lambda: freeze(model, text), self._passes)
 
     def change(self, text: str, other: str) -> Difference:
@@ -160,16 +153,14 @@ class Session:
         for name, token in (("target", question.target), ("minus", question.minus)):
             if token is not None and token >= size:
                 raise InvalidInputError(f"explorer: {name} is {token}; the vocabulary has {size} tokens.")
-        if question.target is not None and not question.runner_up:
-            chosen: dict[str, int] = {"target": question.target}
-            if question.minus is not None:
-                chosen["minus"] = question.minus
-            return chosen
-        order = self._next(question).argsort(descending=True)[: BEST + 1].tolist()
-        target = order[0] if question.target is None else question.target
+        first, second = self._next(question).topk(2).indices.tolist()
+        target = question.target
+        if target is None:
+            target = first
+        minus = question.minus
         if question.runner_up:
-            return {"target": target, "minus": next(token for token in order if token != target)}
-        return {"target": target} if question.minus is None else {"target": target, "minus": question.minus}
+            minus = second if target == first else first
+        return {"target": target} if minus is None else {"target": target, "minus": minus}
 
     def _aim(self, question: Question) -> dict[str, int]:
         return {**self._target(question), "query": self._query(question)}
@@ -186,11 +177,8 @@ class Session:
         view = {
             "tokens": frozen.str_tokens[0],
             "query": self._query(question),
-            "next": [self._token(token) | {"chance": float(chances[token])} for token in best],
-            **{name: self._token(token) for name, token in target.items()},
-            "label": logit_label(frozen.view, target["target"], target.get("minus")),
-            "layers": frozen.n_layers,
-            "heads": [0 if block.mixer else block.attention.heads for block in frozen.view.blocks],
+            "next": [_token(frozen, token) | {"chance": float(chances[token])} for token in best],
+            **{name: _token(frozen, token) for name, token in target.items()},
             "proof": max(frozen.errors.values(), default=0.0),
         }
         if question.other is not None:
@@ -209,10 +197,6 @@ class Session:
             number = number - logits[0, 0, target["minus"]]
         return float(number)
 
-    def _token(self, token: int) -> View:
-        frozen = next(reversed(self._frozen.values()))
-        return {"id": token, "text": token_label(frozen.view, token)}
-
     def _tokens(self, question: Question) -> View:
         """What each token gives to the target, by the method that was chosen."""
         run = self._run(question)
@@ -222,7 +206,7 @@ class Session:
             options |= self._target(question)
         attribution = self._result(run, "attribute", method=method, **options)
         view: View = {"scores": attribution.scores[0, 0].tolist(), "label": attribution.target, "method": method}
-        view |= {"additive": attribution.additive, "signed": bool((attribution.scores < 0).any())}
+        view["additive"] = attribution.additive
         for name in ("bias", "total", "gap"):
             value = getattr(attribution, name)
             view[name] = None if value is None else float(value[0, 0])
@@ -302,7 +286,7 @@ class Session:
         row = circuit.A[frozen.tokens[0, key]] @ circuit.B
         best = row.topk(min(TOP, len(row)))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return [self._token(token) | {"score": score} for token, score in pairs]
+        return [_token(frozen, token) | {"score": score} for token, score in pairs]
 
     def _routes(self, question: Question) -> View:
         """By which routes the change of two runs passes each layer.
@@ -343,6 +327,10 @@ class Session:
             losses["live" if live else "frozen"] = float(terms.scores[0, 0, 0])
             total = float(terms.total[0, 0])
         return {"node": question.node, "before": total, "after": total - losses["live"], **losses}
+
+
+def _token(frozen: FrozenPass, token: int) -> View:
+    return {"id": token, "text": token_label(frozen.view, token)}
 
 
 def _recent(store: OrderedDict[Key, Value], key: Key, make: Callable[[], Value], most: int) -> Value:

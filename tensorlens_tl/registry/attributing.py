@@ -142,6 +142,7 @@ def _answered(method: Method, frozen: FrozenPass | Difference, options: Mapping[
     query = options.get("query")
     if not isinstance(query, str) or query != MEAN:
         return _computed(method, frozen, options)
+    frozen.view.refuse_encoder_decoder("query='mean'")
     every = _with_prediction(frozen, options.get("target"))
     result = one_query(_computed(method, frozen, {**options, "query": every}), mean=True)
     what = " of the ".join([MEAN_QUERY, *filter(None, [result.target])])

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tensorlens_tl.models import RUNNER_UP
 from tensorlens_tl.passes.operator import EACH_NEXT
 from tensorlens_tl.results.views import AXES, OF_GENERATED, Shown
 
@@ -175,7 +176,8 @@ def _label_of_prompt(result: Shown, batch: int) -> str:
         return result.target
     if any(isinstance(value, list | tuple | Tensor) for value in of_prompt):  # one for each query as well
         return result.target
-    return "logit of " + " − ".join(repr(value) for value in of_prompt if value is not None)
+    names = ["the runner-up" if value == RUNNER_UP else repr(value) for value in of_prompt if value is not None]
+    return "logit of " + " − ".join(names)
 
 
 def _of_prompt(value: Any, batch: int, prompts: int) -> Any:

@@ -144,7 +144,7 @@ class Terms(Result):
         """
         if not isinstance(other, Terms):
             return NotImplemented
-        return Terms(**less(self, other))
+        return Terms(**less(self, other), labels={**other.labels, **self.labels})
 
     def mean(self, *, level: int | float = 0.95) -> "Terms":
         """The mean over prompts, as of one prompt, query by query, with an interval for every part; sums still hold.
@@ -163,7 +163,7 @@ class Terms(Result):
         >>> tlens.circuits.logit_attribution(several, " the", by="head").mean().scores.shape[:2]
         torch.Size([1, 1])
         """
-        return Terms(**mean_over_prompts(self, level))
+        return Terms(**mean_over_prompts(self, level), labels=self.labels)
 
     def query_row(self, query: int | str = -1, batch: int = 0) -> int:
         """Where a query lies on the query axis: counted over the prompt's real queries, or named by its text.
@@ -267,17 +267,16 @@ class Terms(Result):
     def _labelled(self, name: str) -> str:
         return " · ".join(filter(None, [name, self.labels.get(name, "")]))
 
-    def _mean_at(self, query: int | str) -> "Terms":
-        """The mean over prompts of one query of each."""
+    def _of_query(self, query: int | str) -> "Terms":
+        """One query of each prompt."""
         if self.queries.shape[1] == 1:
-            return self.mean()
+            return self
         rows = torch.tensor([self.query_row(query, prompt) for prompt in range(len(self.tokens))])[:, None]
-        rows = rows.to(self.queries.device)
-        one = partial(_at_rows, rows=rows)
+        one = partial(_at_rows, rows=rows.to(self.queries.device))
         return Terms(
             self.names, one(self.scores), one(self.total), one(self.queries), self.mask, self.tokens, self.target,
-            remainder=maybe(one, self.remainder),
-        ).mean()  # fmt: skip
+            remainder=maybe(one, self.remainder), labels=self.labels,
+        )  # fmt: skip
 
     def to_html(
         self, k: int = 15, query: int | str = -1, batch: int | None = None, *, title: str = "", style: bool = True
@@ -291,7 +290,7 @@ class Terms(Result):
             style: whether the style sheet comes with it.
         """
         if batch is None and len(self.tokens) > 1:
-            return self._mean_at(query).to_html(k, title=title, style=style)
+            return self._of_query(query).mean().to_html(k, title=title, style=style)
         batch = batch or 0
         which, lines, sums = self._lines(k, query, batch)
         notes = list(filter(None, [which]))
@@ -343,7 +342,8 @@ class Terms(Result):
 
     def _plot_mean(self, k: int, query: int | str, ax: Any) -> Any:
         """The k parts of largest mean, all others in one line, and the total, each with its interval."""
-        scores, total = self._over_prompts(query)
+        chosen_query = self._of_query(query)
+        scores, total = (values[:, 0].detach().double().cpu() for values in (chosen_query.scores, chosen_query.total))
         entries = largest(scores.mean(0), self.names, k)
         chosen = [self.names.index(entry.name) for entry in entries]
         columns = [scores[:, chosen]]
@@ -363,13 +363,6 @@ class Terms(Result):
         lines = list(zip(names, means[: len(names)], strict=True))
         return figure.signed_bars(lines, title, ax, sums=sums, intervals=intervals)
 
-    def _over_prompts(self, query: int | str) -> tuple[Float[Tensor, "prompt term"], Float[Tensor, "prompt"]]:
-        """Scores and totals of one query of every prompt."""
-        rows = [self.query_row(query, prompt) for prompt in range(len(self.tokens))]
-        scores = torch.stack([self.scores[prompt, row] for prompt, row in enumerate(rows)])
-        total = torch.stack([self.total[prompt, row] for prompt, row in enumerate(rows)])
-        return scores.detach().double().cpu(), total.detach().double().cpu()
-
     def plot_heads(self, query: int | str = -1, batch: int | None = None, *, ax: Any = None) -> Any:
         """Heads and MLPs as a matplotlib heat map, a row per layer (``tensorlens-tl[plot]``); returns the axes.
 
@@ -388,7 +381,7 @@ class Terms(Result):
         title = shown_target(self.target)
         if batch is None and len(self.tokens) > 1:
             title = mean_title(self.target, len(self.tokens))
-            scores = self._over_prompts(query)[0].mean(0)
+            scores = self._of_query(query).scores[:, 0].mean(0)
         else:
             scores = self.scores[batch or 0, self.query_row(query, batch or 0)]
         cells = self._cells(scores)
@@ -414,7 +407,7 @@ class Terms(Result):
         if page.display_in_notebook(lambda: self.to_html(k, query, batch)):
             return
         if batch is None and len(self.tokens) > 1:
-            self._mean_at(query).show(k)
+            self._of_query(query).mean().show(k)
             return
         which, lines, sums = self._lines(k, query, batch or 0)
         title = " · ".join(filter(None, [shown_target(self.target), which]))

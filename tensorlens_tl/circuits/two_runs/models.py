@@ -74,7 +74,8 @@ def compare_models(
         base: the model before.
         tuned: the model after: of the same architecture and vocabulary. Adapters of peft are read as their merge.
         prompts: as in `freeze`, one or several.
-        target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`.
+        target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`; a runner-up is
+            that of the tuned model, for both.
         by: what a term is.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         positions: also where each term acts: `Terms.keys`, `[batch, query, term, pos]`, the token for the embedding,
