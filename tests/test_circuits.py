@@ -16,7 +16,7 @@ from tensorlens_tl import circuits
 from tensorlens_tl.circuits.effects import node_paths
 from tensorlens_tl.circuits.graph import graph
 from tensorlens_tl.circuits.scores import reading as scores
-from tensorlens_tl.circuits.weights import composition, ov_qk as weights
+from tensorlens_tl.circuits.weights import composition, layer_weights as weights
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.operator import resolve_target
 from tensorlens_tl.testing import model_names, tiny_model

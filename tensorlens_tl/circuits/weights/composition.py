@@ -16,7 +16,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Offset, WeightsLike
-from tensorlens_tl.circuits.weights.ov_qk import LayerWeights, as_pass, as_view, refuse_whitened
+from tensorlens_tl.circuits.weights.layer_weights import LayerWeights, as_pass, as_view, refuse_whitened
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 
 KINDS = ("Q", "K", "V")
