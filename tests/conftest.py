@@ -41,6 +41,10 @@ MIXED = ("mamba", "mamba2", "jamba", "lfm2", "qwen3-next")
 `test_mixers`."""
 
 
+def pytest_addoption(parser):
+    parser.addoption("--cases", type=int, help="of each test no more than so many cases, evenly spread")
+
+
 def rest_whole(names, *quick):
     """Names to parametrise by: all but a few belong to the marked set `whole`."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.whole) for name in names]
@@ -58,6 +62,23 @@ def pytest_collection_modifyitems(config, items):
         named = [mark.args[1] for mark in item.iter_markers("parametrize") if mark.args[0] == "name"]
         if asked in model_names() and asked not in REPRESENTATIVES and not (named and len(named[0]) <= FEW):
             item.add_marker(pytest.mark.whole)
+    cases = config.getoption("cases")
+    if cases is not None:
+        _keep_cases(config, items, cases)
+
+
+def _keep_cases(config, items, count):
+    """No more than so many cases of each test, evenly spread over its parameters."""
+    of_test = {}
+    for item in items:
+        if item.get_closest_marker("whole") is None:
+            of_test.setdefault(item.nodeid.split("[")[0], []).append(item)
+    surplus = set()
+    for tests in of_test.values():
+        spread = {len(tests) * number // count for number in range(count)}
+        surplus |= {item for place, item in enumerate(tests) if len(tests) > count and place not in spread}
+    items[:] = [item for item in items if item not in surplus]
+    config.hook.pytest_deselected(items=list(surplus))
 
 
 def _is_mixed(item):
