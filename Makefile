@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons fuzz lint types docs picture bench evaluation compression whitening census support changed gallery package clean
+.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons fuzz lint types docs picture bench guard evaluation compression whitening census support changed gallery package clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -58,6 +58,10 @@ picture: .venv/.ready
 
 bench: .venv/.ready
 	.venv/bin/python benchmarks/run.py
+
+# the same in half a minute: a few costs beside wide limits
+guard: .venv/.ready
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/guard.py
 
 evaluation: .venv/.ready
 	.venv/bin/python benchmarks/evaluation.py
