@@ -9,7 +9,10 @@ from conftest import close, hooks_left, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, compress, evaluate
+from tensorlens_tl.circuits.live import LiveTarget, changes
 from tensorlens_tl.hooks import other_hooks
+from tensorlens_tl.passes.live import EarlierLayers
+from tensorlens_tl.passes.live.layers import Form
 from tensorlens_tl.testing import model_names, tiny_model
 
 MODELS = [name for name in ("hooked/ln", "bridge/gpt2") if name in model_names()]
@@ -361,3 +364,98 @@ def test_a_plan_is_not_applied_before_a_question_is_answered(clean_registry):
         scores = tlens.attribute(frozen, method="slow").scores
         applied.result(timeout=60)
     assert close(scores, tlens.attribute(frozen, target=5).scores)
+
+
+def _forwards(model):
+    return [vars(block).get("forward") for block in model.blocks]
+
+
+def _whole_runs(monkeypatch):
+    monkeypatch.setattr(LiveTarget, "shares_layers", False)
+
+
+def test_runs_that_begin_at_a_later_layer_are_whole_runs(model, monkeypatch):
+    frozen, other = tlens.freeze(model, some_tokens()), tlens.freeze(model, some_tokens(seed=1))
+    forwards = _forwards(model)
+    monkeypatch.setattr(changes, "LEAST", 1)
+    questions = {
+        "total_effects": lambda: circuits.total_effects(frozen, 5, live=True, query=[2, -1]).scores,
+        "patching": lambda: circuits.patch_scores(frozen, other, 5, method="patching").scores,
+        "stream": lambda: circuits.patch_scores(frozen, other, 5, method="patching", by="stream", positions=True).keys,
+    }
+    for name, question in questions.items():
+        try:
+            scores = question()
+        except tlens.UnsupportedModelError:  # a part that no hook reaches
+            continue
+        with monkeypatch.context() as patch:
+            _whole_runs(patch)
+            assert close(scores, question(), atol=1e-6), name
+    assert _forwards(model) == forwards
+    assert hooks_left(model) == 0
+
+
+@every_class
+def test_earlier_layers_are_not_computed_again(name, monkeypatch):
+    model = tiny_model(name)
+    frozen = tlens.freeze(model, some_tokens())
+    monkeypatch.setattr(changes, "LEAST", 1)
+    first, last = (_counted(model.blocks[layer].attn, monkeypatch) for layer in (0, -1))
+    circuits.total_effects(frozen, 5, live=True)
+    assert len(first) < len(last)
+    first.clear()
+    last.clear()
+    _whole_runs(monkeypatch)
+    circuits.total_effects(frozen, 5, live=True)
+    assert len(first) == len(last)
+
+
+def _counted(module, monkeypatch):
+    """A list that grows with each call of a module; by its class, which is no change of this model."""
+    calls = []
+    forward = type(module).forward
+
+    def counting(self, *args, **kwargs):
+        if self is module:
+            calls.append(1)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(module), "forward", counting)
+    return calls
+
+
+@every_class
+def test_a_model_that_reads_earlier_layers_is_run_whole(name, monkeypatch):
+    """The unchanged copy gives another number where a block needs what an earlier one left behind."""
+    model = tiny_model(name)
+    frozen = tlens.freeze(model, some_tokens())
+    monkeypatch.setattr(changes, "LEAST", 1)
+    expected = circuits.total_effects(frozen, 5, live=True).scores
+    monkeypatch.setattr(Form, "output", lambda self, stream: _shifted(self, stream))
+    assert close(circuits.total_effects(frozen, 5, live=True).scores, expected, atol=1e-6)
+
+
+def _shifted(form, stream):
+    return stream + 1 if form.length is None else (stream + 1, *[None] * (form.length - 1))
+
+
+@every_class
+def test_an_error_in_a_later_layer_leaves_every_block_as_it_was(name):
+    model = tiny_model(name)
+    frozen = tlens.freeze(model, some_tokens())
+    earlier = EarlierLayers(frozen.capture)
+    with earlier.seen():
+        model(**frozen.inputs)
+    assert earlier.may_be_skipped
+    forwards = _forwards(model)
+    with earlier.skipped(1, 1):
+        assert _forwards(model) != forwards
+    assert _forwards(model) == forwards
+    with pytest.raises(RuntimeError, match="in between"):
+        _fail_inside(earlier)
+    assert _forwards(model) == forwards
+
+
+def _fail_inside(earlier):
+    with earlier.skipped(1, 1):
+        raise RuntimeError("in between")

@@ -289,4 +289,6 @@ def _live_nodes(live: LiveTarget, by: str) -> Iterator[NodeChange]:
         yield from sublayer_nodes(live, by, "Use method='frozen', which reads weights, or by='stream'.")
         return
     for layer in range(live.frozen.n_layers):
-        yield NodeChange(f"L{layer}.stream", (live.frozen.capture.stream_names(layer)[0],))
+        # the stream before a block is what the block before it gives
+        points = (live.frozen.capture.stream_names(layer)[0],)
+        yield NodeChange(f"L{layer}.stream", points, layer=max(layer - 1, 0))

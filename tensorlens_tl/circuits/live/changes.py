@@ -6,6 +6,7 @@ no hook point shows is taken away where it is called (`tensorlens_tl.circuits.li
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ class NodeChange(NamedTuple):
         part, parts: which of how many equal parts of the vector there it is.
         position: where it is changed.
         expert: the expert that it is, where no hook point shows it.
+        layer: the first that has to be computed for it.
     """
 
     name: str
@@ -44,6 +46,11 @@ class NodeChange(NamedTuple):
     parts: int = 1
     position: int | slice = EVERY_POSITION
     expert: Expert | None = None
+    layer: int = 0
+
+
+LEAST = 8
+"""The fewest changes of one run where runs that begin at later layers could be more: each has two unchanged copies."""
 
 
 def losses(
@@ -65,12 +72,35 @@ def losses(
 
     def run(copies: Copies) -> Float[Tensor, "copy batch query"]:
         chosen = [(copy, changes[number]) for copy, number in enumerate(copies) if number is not None]
-        experts = [(copy, change.expert) for copy, change in chosen if change.expert is not None]
-        calls = without_experts(experts, len(copies), live.frozen.tokens)
-        return live.numbers(len(copies), _hooks(live.frozen, chosen, len(copies), values), changed_calls(calls))
+        first = min((change.layer for _, change in chosen), default=0)
+        if first and copies[0] is None and live.shares_layers:
+            numbers = _numbers(live, chosen, len(copies), values, first)
+            if live.gives_its_number(numbers[0]):
+                return numbers
+        return _numbers(live, chosen, len(copies), values, 0)
 
-    remaining = [numbers for _, numbers in live.changed(len(changes), run, memory, title)]
+    parts = 1
+    if live.shares_layers:
+        layers = {change.layer for change in changes}
+        parts = max(1, min(len(layers), len(changes) // LEAST))
+    remaining = [numbers for _, numbers in live.changed(len(changes), run, memory, title, parts)]
     return live.readout.total[..., None] - torch.cat(remaining).permute(1, 2, 0)
+
+
+def _numbers(
+    live: LiveTarget,
+    changes: Sequence[tuple[int, NodeChange]],
+    copies: int,
+    values: Mapping[str, Float[Tensor, "batch pos width"]] | None,
+    first: int,
+) -> Float[Tensor, "copy batch query"]:
+    """The number in each copy of the prompts, one run that begins at layer `first`."""
+    experts = [(copy, change.expert) for copy, change in changes if change.expert is not None]
+    with ExitStack() as stack:
+        stack.enter_context(changed_calls(without_experts(experts, copies, live.frozen.tokens)))
+        if first:
+            stack.enter_context(live.earlier.skipped(first, copies))
+        return live.numbers(copies, _hooks(live.frozen, changes, copies, values))
 
 
 def _hooks(
@@ -143,7 +173,8 @@ def sublayer_nodes(live: LiveTarget, by: str, advice: str) -> Iterator[NodeChang
                     f"changed by a hook (a gate or a norm inside, a mixer in place of attention). {advice}"
                 )
             names = _node_names(live.frozen, sublayer, by)
-            yield from (NodeChange(name, (point,), part, len(names)) for part, name in enumerate(names))
+            for part, name in enumerate(names):
+                yield NodeChange(name, (point,), part, len(names), layer=sublayer.layer)
 
 
 def _hidden_point(frozen: FrozenPass, sublayer: Sublayer) -> str | None:
@@ -178,17 +209,18 @@ def _expert_nodes(live: LiveTarget, sublayer: Sublayer, by: str) -> Iterator[Nod
     assert isinstance(weights, ExpertsWeights)
     assert points.mlp is not None  # experts are held as a whole
     shared = () if points.shared is None else (points.shared.out,)
+    layer = sublayer.layer
     if by == "component":
-        yield NodeChange(sublayer.name, (points.mlp.out, *shared))
+        yield NodeChange(sublayer.name, (points.mlp.out, *shared), layer=layer)
         return
     for name in sublayer.nodes:
-        number = name.removeprefix(f"L{sublayer.layer}E")
+        number = name.removeprefix(f"L{layer}E")
         if number != name:
-            yield NodeChange(name, expert=Expert(weights, int(number)))
+            yield NodeChange(name, expert=Expert(weights, int(number)), layer=layer)
         elif shared:
-            yield NodeChange(name, shared)
+            yield NodeChange(name, shared, layer=layer)
         elif weights.shared_module is not None:
-            yield NodeChange(name, expert=Expert(weights, None))
+            yield NodeChange(name, expert=Expert(weights, None), layer=layer)
         else:
             raise UnsupportedModelError(
                 f"{live.question}: no hook and no module is known where {name} could be taken away. "

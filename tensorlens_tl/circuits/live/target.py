@@ -10,7 +10,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.circuits.stream import StreamTarget
 from tensorlens_tl.hooks import FwdHook, capture
-from tensorlens_tl.passes.live import Copies, prove_obedience, repeated
+from tensorlens_tl.passes.live import Copies, EarlierLayers, prove_obedience, repeated
 
 
 class LiveTarget:
@@ -20,6 +20,7 @@ class LiveTarget:
         readout: the target of the pass.
         frozen: the pass.
         question: the function that was called, for messages.
+        earlier: the layers that a change need not compute again.
 
     Raises:
         UnsupportedModelError: the model ignores hooks.
@@ -31,13 +32,14 @@ class LiveTarget:
         self.readout = readout
         self.frozen = readout.stream.run
         self.question = question
+        self.earlier = EarlierLayers(self.frozen.capture)
         self._model = self.frozen.live(question)
         activations = torch.take_along_dim(self.frozen.activation(readout.read_at), readout.positions[..., None], dim=1)
         sizes = activations.norm(dim=-1).to(readout.vectors) * readout.vectors.norm(dim=-1)
         # a difference of two logits may be small beside the rounding of the logits themselves
         rounding = 32 * torch.finfo(activations.dtype).eps / activations.shape[-1] ** 0.5
         self._scale = max(float(readout.total.abs().max()), rounding / self._model.tolerance * float(sizes.max()))
-        error = self._error(self.numbers(1, [])[0])
+        error = self._error(self.numbers(1, [], self.earlier.seen())[0])
         self._model.refuse(error, f"they differ by {error:.1e}")
         prove_obedience(self.frozen.maps)  # after the number: a hook put on since would look like disobedience
 
@@ -69,9 +71,19 @@ class LiveTarget:
         run: Callable[[Copies], Float[Tensor, "copy batch query"]],
         memory: Memory,
         title: str,
+        parts: int = 1,
     ) -> Iterator[tuple[range, Float[Tensor, "change batch query"]]]:
         """The number under each of some changes; see `LiveModel.changed`."""
-        return self._model.changed(changes, run, self._error, self._bytes_per_copy, memory, title)
+        return self._model.changed(changes, run, self._error, self._bytes_per_copy, memory, title, parts)
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether a run may begin at the first layer that a change reaches: nobody's hooks count on the others."""
+        return self.earlier.may_be_skipped and not self._model.alone
+
+    def gives_its_number(self, numbers: Float[Tensor, "batch query"]) -> bool:
+        """Whether a copy that is left as it is gives the pass's number."""
+        return self._error(numbers) <= self._model.tolerance
 
     def check_other(self, other: Float[Tensor, "batch query"], held: Float[Tensor, "batch query"]) -> None:
         """Refuse a run of other prompts that gives another number than their pass holds."""
