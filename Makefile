@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons fuzz lint types docs picture bench guard evaluation compression whitening census support changed gallery package clean
+.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons fuzz lint types docs picture bench guard evaluation compression whitening census support changed gallery choose package clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -91,6 +91,10 @@ changed: .venv/.ready .venv-tl4/.ready
 # the figures of docs/gallery.md, by the code of that page
 gallery: .venv/.ready
 	.venv/bin/python -m scripts.gallery
+
+# the table of docs/choose.md, measured on the bundled model
+choose: .venv/.ready
+	.venv/bin/python -m scripts.choose
 
 # what users would install, in an environment of its own, away from the checkout
 package: .venv/.ready

@@ -29,7 +29,7 @@ nb_merge_streams = True
 nb_output_stderr = "remove"  # progress bars, and what the machine at hand warns about
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 default_role = "code"  # docstrings write `names` as Markdown does
 

@@ -12,6 +12,8 @@ from types import FunctionType, ModuleType
 import pytest
 
 import tensorlens_tl as tlens
+from scripts import choose
+from tensorlens_tl.testing.building import HookedTransformer
 
 DOCS = Path(__file__).parent.parent / "docs"
 API = sorted((DOCS / "api").glob("*.md"))
@@ -120,6 +122,24 @@ def test_every_method_has_its_page(method):
     assert resolve(target) is tlens.get_method(method).function
     assert f'method="{method}"' in text
     assert f"methods/{method}.md" in (DOCS / "methods.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(HookedTransformer is None, reason="measured on a HookedTransformer")
+def test_the_table_of_methods_is_what_is_measured():
+    """`make choose` writes it again."""
+    assert choose.PAGE.read_text(encoding="utf-8") == choose.page()
+
+
+def test_every_method_is_in_the_table_of_methods():
+    assert set(choose.QUESTIONS) == set(choose.built_in())
+
+
+def test_equal_methods_are_recognised():
+    """The table would not call two methods the same whose scores differ."""
+    model = tlens.load_demo_model()
+    scores = choose.results(model)
+    assert choose.equals("relp", scores) == ["tensorlens", "cp-lrp"]
+    assert choose.equals("alti", scores) == []
 
 
 @pytest.mark.parametrize("package", ["tensorlens_tl", *PACKAGES])
