@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons fuzz lint types docs picture bench guard evaluation compression whitening census support changed gallery choose package clean
+.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons fuzz lint types docs picture bench guard evaluation compression whitening census support changed gallery choose package release clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -104,6 +104,10 @@ package: .venv/.ready
 	.venv-package/bin/python -m pip install $(PIP_FLAGS) torch "transformer-lens==3.9.0" dist/*.whl
 	.venv-package/bin/python -m pip check
 	cd dist && ../.venv-package/bin/tensorlens-tl demo && ../.venv-package/bin/tensorlens-tl verify
+
+# the checks before a release: archives, README, sizes, times, and the wheel in its own environment
+release: package
+	.venv/bin/python -m scripts.release check .venv-package/bin/python
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

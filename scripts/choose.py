@@ -1,7 +1,7 @@
 """Writes the table of `docs/choose.md` (`make choose`): what is known of every built-in method, most of it measured.
 
 Signs, sums, equal scores and costs come from runs on the bundled language model; targets and refusals come from the
-registrations. Only the question that a method answers, and how it change of attention counts, are written by hand.
+registrations. Only the question that a method answers, and whether a change of attention counts, are written by hand.
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ QUESTIONS = {
     "decompx": ("each token's vector carried through the model, biases spread", "frozen", "no"),
     "alti-logit": ("what attention adds to a logit directly, by source token", "frozen", "no"),
     "input-x-gradient": (
-        "how the logit responds to scaling a token's vector a little",
+        "how the logit responds to scaling a token's vector",
         "live backward",
         "to first order",
     ),
@@ -144,8 +144,8 @@ def table() -> str:
         signed = bool((scores[name].scores < 0).any())
         needs = [f"`{need.name}`" for need in method.requirements(options(name))]
         cells = [
-            f"[`{name}`](methods/{name}.md)", question, yes(signed), yes(method.takes("target")), sum_text(scores[name]),
-            change, run, cost_text(short[name], long[name]), ", ".join(needs) or "–",
+            f"[`{name}`](methods/{name}.md)", question, yes(signed), yes(method.takes("target")),
+            sum_text(scores[name]), change, run, cost_text(short[name], long[name]), ", ".join(needs) or "–",
             ", ".join(f"`{other}`" for other in equals(name, scores)) or "–",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
