@@ -14,8 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
-MOST_BYTES = 8_000_000
-"""Of the wheel."""
+MOST_BYTES = 10_000_000
+"""Of the wheel, of which the weights of the bundled models are 8.4 million bytes."""
 MOST_SECONDS = 2.0
 """That importing takes beyond TransformerLens, and `--help` at all."""
 MOST_WORDS, MOST_WORDS_WITH_CODE = 650, 900
@@ -25,6 +25,7 @@ TIMES = """
 import time, transformer_lens
 start = time.perf_counter()
 import tensorlens_tl
+tensorlens_tl.freeze, tensorlens_tl.attribute  # names are imported when they are used
 print(time.perf_counter() - start)
 """
 

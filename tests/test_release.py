@@ -51,7 +51,7 @@ def test_too_large_a_wheel_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(release.subprocess, "run", lambda *args, **options: type("Run", (), {"returncode": 0}))
     (tmp_path / "a.tar.gz").write_bytes(b"")
     (tmp_path / "a.whl").write_bytes(b"0" * (release.MOST_BYTES + 1))
-    assert ["at most 8" in fault for fault in release.archives_fit()] == [True]
+    assert ["at most 10" in fault for fault in release.archives_fit()] == [True]
 
 
 def test_licences_of_data_are_named():
