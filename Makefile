@@ -69,7 +69,7 @@ evaluation: .venv/.ready
 compression: .venv/.ready
 	.venv/bin/python benchmarks/compression.py
 
-# from the runs beside the embedded model; to train them again (half an hour):
+# from the runs beside the bundled model; to train them again (half an hour):
 #   python -m scripts.train_whitened OUT --seeds 0 1 2 --rows standard larger whitened control attention
 #   python benchmarks/whitening.py OUT
 whitening: .venv/.ready

@@ -93,7 +93,7 @@ BESIDE_INSEQ = {
 
 
 def saved_gpt2(folder: Path) -> None:
-    """A random GPT-2 of the embedded model's shape with its tokenizer, as Hugging Face saves them."""
+    """A random GPT-2 of the bundled model's shape with its tokenizer, as Hugging Face saves them."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -191,7 +191,7 @@ def measure(count: int = ROWS) -> Iterator[tuple[Any, ...]]:
             (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
             made = in_turn(interpreters, folder, few)
         base = made["plain forward, batched"]["seconds"]
-        shape = "embedded" if candidates is OURS else "random GPT-2"
+        shape = "bundled" if candidates is OURS else "random GPT-2"
         for name, one in made.items():
             late = one["late"]
             grown = max(late[len(late) // 2 :]) - max(late[: len(late) // 2]) if len(late) > 3 else 0.0

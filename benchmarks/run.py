@@ -25,7 +25,7 @@ import torch
 from browser import CLICK, SLIDE, chromium
 from data_sets import measure as measure_data_sets
 from difference import measure as measure_difference
-from shapes import Shape, bert_base, embedded, embedded_longer, gpt2_small, llama_160m, mixture, small_neox
+from shapes import Shape, bert_base, bundled, bundled_longer, gpt2_small, llama_160m, mixture, small_neox
 from timing import LEAST_SHARE, beside_a_product, interleaved
 
 import tensorlens_tl as tlens
@@ -71,7 +71,7 @@ def costs() -> Lines:
         "logits",
         "all queries ÷ tokens",
     )
-    for shape in (embedded(), gpt2_small(), llama_160m(), bert_base()):
+    for shape in (bundled(), gpt2_small(), llama_160m(), bert_base()):
         for threads in THREADS:
             torch.set_num_threads(threads)
             for length in (16, 64, 128, 256):
@@ -93,9 +93,9 @@ def costs() -> Lines:
                     "in_out": lambda frozen=frozen: frozen.operator().in_out(),
                     "logits": logits,
                 }
-                rounds = 15 if shape.name == "embedded" else 3
+                rounds = 15 if shape.name == "bundled" else 3
                 seconds, _, share = beside_a_product(calls, rounds, shape.d_model, shape.flops(length))
-                if share < LEAST_SHARE and shape.name != "embedded":
+                if share < LEAST_SHARE and shape.name != "bundled":
                     yield row(shape.name, threads, length, f"discarded: {share:.0%} of the product rate", *[""] * 8)
                     continue
                 everything = ""
@@ -123,7 +123,7 @@ def batches_of_prompts() -> Lines:
     """
     yield table("shape", "proof", *(f"batch {size}" for size in (1, 8, 32)), "8 padded prompts")
     torch.set_num_threads(1)
-    for shape in (embedded(),):
+    for shape in (bundled(),):
         for verify in (True, "sample", False):
             prompts = {size: shape.tokens(64, size) for size in (1, 8, 32)}
             lengths = [64, 40, 57, 33, 61, 48, 52, 36]
@@ -289,13 +289,13 @@ def jacobians() -> Lines:
 
 
 def probes() -> Lines:
-    """## Norm by random probes, embedded model, 64 tokens of held-out text
+    """## Norm by random probes, bundled model, 64 tokens of held-out text
 
     Over 100 seeds and all source tokens of the last query: relative error of the norm, and how often the stated 95 % interval
     holds the exact one.
     """
     torch.set_num_threads(THREADS[-1])
-    shape = embedded()
+    shape = bundled()
     stream = shape.model.tokenizer(" ".join(tlens.demo.held_out_text()), add_special_tokens=False)["input_ids"]
     op = tlens.freeze(shape.model, torch.tensor([[0, *stream[:63]]])).operator()
     exact = op.norm().scores
@@ -366,7 +366,7 @@ def long_prompts() -> Lines:
         "shape", "tokens", "patterns", "one pattern", "forward", "kept", "freezing", "target", "freeze ÷ forward",
         "target ÷ forward",
     )  # fmt: skip
-    for make, lengths in ((embedded_longer, (1024, 2048, 4096, 8192)), (gpt2_long, (1024, 2048, 4096))):
+    for make, lengths in ((bundled_longer, (1024, 2048, 4096, 8192)), (gpt2_long, (1024, 2048, 4096))):
         shape = make(lengths[-1])
         for length in lengths:
             ids = shape.tokens(length)
@@ -559,9 +559,9 @@ def composition() -> Lines:
 
 
 def graphs() -> Lines:
-    """## Circuits of one target, embedded model, 32 tokens, in forwards"""
+    """## Circuits of one target, bundled model, 32 tokens, in forwards"""
     torch.set_num_threads(THREADS[-1])
-    shape = embedded()
+    shape = bundled()
     ids = shape.tokens(32)
     frozen = tlens.freeze(shape.model, ids)
     frozen.operator().target(5)
@@ -585,7 +585,7 @@ def graphs() -> Lines:
 def clicks() -> Lines:
     """## From a click in a contribution graph to the picture, in milliseconds
 
-    Chromium without a window, a page of the embedded model's graph with neurons and source tokens. From the click's dispatch to the
+    Chromium without a window, a page of the bundled model's graph with neurons and source tokens. From the click's dispatch to the
     second frame after it (at 60 frames a second two frames are 33 ms by themselves), and the script's own part; medians and largest of 30 nodes.
     """
     try:
@@ -593,7 +593,7 @@ def clicks() -> Lines:
     except Exception as error:
         yield f"Not measured: no Chromium with selenium here ({type(error).__name__})."
         return
-    shape = embedded()
+    shape = bundled()
     frozen = tlens.freeze(shape.model, shape.tokens(32))
     graph = circuits.contribution_graph(frozen, 5, threshold=0, neurons=2, sources=1)
     yield table(
@@ -694,7 +694,7 @@ def whitened() -> Lines:
     yield table("shape", "threads", "parameters", "training step", "forward", "freeze", "target")
     for threads in THREADS:
         torch.set_num_threads(threads)
-        for make, rows in ((small_neox, 16), (embedded, 16), (lambda: gpt2_small(layers=4), 1)):
+        for make, rows in ((small_neox, 16), (bundled, 16), (lambda: gpt2_small(layers=4), 1)):
             plain, changed = make(), make()
             tlens.whiten(changed.model)
             ids, tokens, calls = plain.tokens(64), plain.tokens(128, rows), {}
@@ -748,7 +748,7 @@ def profile() -> Lines:
 def imports() -> Lines:
     """## Import time, in imports of TransformerLens
 
-    Fresh interpreters, minima of five. The first result is freezing and attributing one sentence on the embedded model, after both imports.
+    Fresh interpreters, minima of five. The first result is freezing and attributing one sentence on the bundled model, after both imports.
     """
     first = "tlens.attribute(tlens.freeze(tlens.load_demo_model(), 'Return the value of the'))"
     code = {
@@ -860,7 +860,7 @@ def routes() -> Lines:
 def data_sets() -> Lines:
     """## Rows of a data set: how many a second, and how much memory
 
-    2,000 rows of held-out text, 16 to 79 tokens long, on the embedded model; and 200 of them on a random GPT-2 of its shape, beside inseq. Each
+    2,000 rows of held-out text, 16 to 79 tokens long, on the bundled model; and 200 of them on a random GPT-2 of its shape, beside inseq. Each
     candidate has processes of its own, in turn; model and libraries are loaded before. Memory is what the work adds to them, and how much more
     its second half needed at most than its first.
     """

@@ -46,18 +46,18 @@ def bridge(module: Any, architecture: str, config: Any) -> Any:
     return build_bridge_from_module(module.eval(), architecture, hf_config=config).eval()
 
 
-def embedded() -> Shape:
+def bundled() -> Shape:
     model = tlens.load_demo_model()
 
     def forward(ids: torch.Tensor) -> None:
         with torch.no_grad():
             model(ids, stop_at_layer=4)
 
-    return Shape("embedded", model, forward, 128, 4, 12 * 128**2, 10 * 128**2)
+    return Shape("bundled", model, forward, 128, 4, 12 * 128**2, 10 * 128**2)
 
 
-def embedded_longer(context: int) -> Shape:
-    """The embedded model's shape with a longer context, random weights."""
+def bundled_longer(context: int) -> Shape:
+    """The bundled model's shape with a longer context, random weights."""
     from transformer_lens import HookedTransformer
 
     torch.manual_seed(0)
@@ -68,7 +68,7 @@ def embedded_longer(context: int) -> Shape:
         with torch.no_grad():
             model(ids, stop_at_layer=4)
 
-    return Shape("embedded", model, forward, 128, 4, 12 * 128**2, 10 * 128**2)
+    return Shape("bundled", model, forward, 128, 4, 12 * 128**2, 10 * 128**2)
 
 
 def plain(body: Any) -> Callable[[torch.Tensor], Any]:
@@ -92,7 +92,7 @@ def gpt2_small(layers: int = 12, context: int = 1024) -> Shape:
 
 
 def small_neox() -> Shape:
-    """The architecture of the embedded whitened model."""
+    """The architecture of the bundled whitened model."""
     torch.manual_seed(0)
     module = small_gpt(96, 32, 128)
     module.set_attn_implementation("eager")

@@ -1,6 +1,6 @@
 """What whitening does: ``make whitening`` writes docs/whitening.md.
 
-The training table is read from what `scripts/train_whitened.py` left beside the embedded whitened model, or from
+The training table is read from what `scripts/train_whitened.py` left beside the bundled whitened model, or from
 another folder: ``python benchmarks/whitening.py OUT_DIR``. What stands between the two comment lines of the page is
 written by people and kept.
 """
@@ -95,7 +95,7 @@ def training(facts: dict) -> list[str]:
 
 
 def measured(name: str) -> list[str]:
-    """The measures of one embedded model, as it is and after filters made from other prompts."""
+    """The measures of one bundled model, as it is and after filters made from other prompts."""
     model = tlens.load_demo_model(name)
     tokens = demo.held_out_prompts(model, PROMPTS, LENGTH)
     blocks = range(model.cfg.n_layers)
@@ -145,7 +145,7 @@ def main() -> None:
         findings,
         "",
         *training(facts),
-        "## Whiteness and stationarity of the embedded models' streams",
+        "## Whiteness and stationarity of the bundled models' streams",
         "",
         "* **Ψ** (Eq. 12) is the mean absolute covariance of two numbers of the stream, over all positions and channels, divided by their mean variance; *of correlations* scales "
         "every number to variance 1 first. The *floor* is what independent numbers show with so many prompts. Lower is whiter.",

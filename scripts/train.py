@@ -1,4 +1,4 @@
-"""Train the embedded language model: ``python -m scripts.train OUT_DIR``.
+"""Train the bundled language model: ``python -m scripts.train OUT_DIR``.
 
 About an hour on two cores. The text is what every Python installation carries (the language
 reference in ``pydoc_data.topics`` and the standard library's docstrings), so the exact numbers depend

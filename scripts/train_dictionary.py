@@ -1,4 +1,4 @@
-"""Train the embedded model's sparse dictionaries: ``python -m scripts.train_dictionary OUT_DIR``.
+"""Train the bundled model's sparse dictionaries: ``python -m scripts.train_dictionary OUT_DIR``.
 
 Nineteen minutes on one core of a busy machine. One TopK sparse autoencoder (Gao et al., 2024, arXiv 2406.04093) for
 each of `DICTIONARIES`, both trained on the same rows of the text that the model was trained on

@@ -5,9 +5,9 @@
 | `recall` | GPT-2 architecture, 2 layers: key–value recall (`tensorlens_tl.evaluate.recall`) | 3 |
 | `brackets` | the same, 3 layers: the closing bracket of the innermost open one | 5 |
 | `relations` | the same, 3 layers: knows the shipped relations, in every order of examples | 5 |
-| `encoder` | BERT architecture, 3 layers: masked words of the embedded model's own text, with its tokenizer | 20 |
+| `encoder` | BERT architecture, 3 layers: masked words of the bundled model's own text, with its tokenizer | 20 |
 
-Tokenizers of the first three are lists of words; the encoder's is the embedded model's with ``[CLS]``, ``[SEP]``,
+Tokenizers of the first three are lists of words; the encoder's is the bundled model's with ``[CLS]``, ``[SEP]``,
 ``[PAD]`` and ``[MASK]`` added.
 """
 
@@ -56,7 +56,7 @@ def word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
 
 
 def masking_tokenizer() -> PreTrainedTokenizerFast:
-    """The embedded model's tokenizer with the special tokens of a masked language model."""
+    """The bundled model's tokenizer with the special tokens of a masked language model."""
     tokenizer = Tokenizer.from_file(str(MODEL_FOLDER / "tokenizer.json"))
     tokenizer.add_special_tokens(["[CLS]", "[SEP]", "[PAD]", "[MASK]"])
     at = {name: tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]")}
@@ -91,7 +91,7 @@ def small_bert(vocabulary: int, pad: Any) -> Any:
     known = load_file(MODEL_FOLDER / "model.safetensors")
     words, places = known["transformer.wte.weight"], known["transformer.wpe.weight"]
     embeddings = model.bert.embeddings
-    with torch.no_grad():  # the same tokens and width: the embedded model's embeddings save much of a long plateau
+    with torch.no_grad():  # the same tokens and width: the bundled model's embeddings save much of a long plateau
         embeddings.word_embeddings.weight[: len(words)] = words
         embeddings.position_embeddings.weight[:] = places[: config.max_position_embeddings]
     return model

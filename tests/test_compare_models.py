@@ -228,7 +228,7 @@ def test_tied_and_untied_embeddings(tied):
 
 @pytest.fixture(scope="module")
 def tuned_recall():
-    """The embedded model of recall, and the same after some steps towards another rule."""
+    """The bundled model of recall, and the same after some steps towards another rule."""
     base = tlens.load_demo_model("recall", dtype=torch.float64)
     tuned = copy.deepcopy(base).requires_grad_(True)
     task = evaluate.recall(64, seed=3)

@@ -1,4 +1,4 @@
-"""The embedded model keeps its promises: text, induction, both classes; and the main job runs."""
+"""The bundled model keeps its promises: text, induction, both classes; and the main job runs."""
 
 import json
 import math

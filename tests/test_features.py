@@ -641,7 +641,7 @@ def test_bad_questions(model_named):
             call()
 
 
-# ------------------------------------------------------------------ the embedded model
+# ------------------------------------------------------------------ the bundled model
 
 
 def test_the_shipped_dictionaries(demo_model):

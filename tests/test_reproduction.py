@@ -255,7 +255,7 @@ def test_the_command_on_the_embedded_model_that_fits(tmp_path, capsys):
 @pytest.mark.whole
 @pytest.mark.parametrize("name", evaluate.EXPERIMENTS)
 def test_the_command_whole(name, capsys):
-    """As the paper has it, 128 tokens, on the embedded models."""
+    """As the paper has it, 128 tokens, on the bundled models."""
     assert main(["reproduce", name]) == 0
     assert name in capsys.readouterr().out
 

@@ -36,7 +36,7 @@ def python(code, **environment):
 
 @pytest.mark.whole
 def test_nothing_is_asked_of_the_network():
-    """Neither by importing nor by freezing, attributing, drawing, saving and evaluating on the embedded model."""
+    """Neither by importing nor by freezing, attributing, drawing, saving and evaluating on the bundled model."""
     job = """
 import tensorlens_tl as tlens, tempfile
 model = tlens.load_demo_model()

@@ -1,4 +1,4 @@
-"""The scripts that made the embedded models run from end to end: a few steps, and what comes out can be loaded."""
+"""The scripts that made the bundled models run from end to end: a few steps, and what comes out can be loaded."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""``tensorlens-tl demo``: the main job on the embedded model, with its proofs and its cost."""
+"""``tensorlens-tl demo``: the main job on the bundled model, with its proofs and its cost."""
 
 import argparse
 import time
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tensorlens_tl.report import Prediction
     from tensorlens_tl.results import Attribution
 
-HELP = "Freeze a sentence on the embedded model and show where its prediction comes from."
+HELP = "Freeze a sentence on the bundled model and show where its prediction comes from."
 EXAMPLE = 'tensorlens-tl demo "Return the value of the" -o demo.html'
 
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Freeze a sentence on the embedded model, show what moved its prediction, prove it, and write a page."""
+    """Freeze a sentence on the bundled model, show what moved its prediction, prove it, and write a page."""
     import tensorlens_tl as tlens
     from tensorlens_tl.drawing.terminal import show_table
     from tensorlens_tl.report import predict

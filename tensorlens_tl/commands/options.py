@@ -172,7 +172,7 @@ def load_model(
 ) -> Any:
     """A model by name: ``"demo"``, ``"demo:recall"``, ``"program:sort"``, a hub name, or a folder (always a Bridge).
 
-    ``images=True`` allows the embedded model that reads images, for a command that can give it some.
+    ``images=True`` allows the bundled model that reads images, for a command that can give it some.
 
     Raises:
         InvalidInputError: the model cannot be loaded, or there is no such device; carries the loader's own message.

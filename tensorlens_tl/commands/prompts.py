@@ -15,7 +15,7 @@ HELP = "a text file, one prompt a line, or a .csv, .jsonl or .parquet file with 
 
 
 def prompts_of(args: argparse.Namespace, model: Any, *, most: int = PROMPTS, length: int = 48) -> Any:
-    """The prompts of a file, or `most` windows of the text that an embedded model was not trained on.
+    """The prompts of a file, or `most` windows of the text that a bundled model was not trained on.
 
     Raises:
         InvalidInputError: no such file, an empty one, a table without prompts, or a model without text.

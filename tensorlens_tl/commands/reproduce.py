@@ -22,7 +22,7 @@ HELP = "Run a table or a figure of the TensorLens paper on a model; published nu
 EXAMPLE = "tensorlens-tl reproduce table-1 -n 2 --length 16"
 EXPERIMENTS = ("table-1", "table-2", "figure-3", "figure-4", "figure-5", "figure-6", "figure-7")
 DEMO_INPUTS = 16
-"""How many texts or images an embedded model is run on unless said."""
+"""How many texts or images a bundled model is run on unless said."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,12 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="texts, one a line, or .jsonl with a field 'text'; of figure-3 and figure-7 images as .npy, [image, "
-        "channel, height, width]; of figure-5 a folder of relations in LRE's format (default: what comes with embedded "
+        "channel, height, width]; of figure-5 a folder of relations in LRE's format (default: what comes with bundled "
         "models)",
     )
     parser.add_argument("--length", type=count, help="tokens of each text (default: 128, as in the paper)")
     parser.add_argument(
-        "-n", type=count, help=f"how many texts or images (default: all; {DEMO_INPUTS} of embedded ones)"
+        "-n", type=count, help=f"how many texts or images (default: all; {DEMO_INPUTS} of bundled ones)"
     )
     parser.add_argument("--replacement", help="mask, pad, mean, zero or a token (default: mask where there is one)")
     parser.add_argument("--seed", type=int, default=0)
@@ -60,14 +60,14 @@ def run(args: argparse.Namespace) -> None:
     model = loaded_model(args, name, images=True)
     options: dict[str, Any] = {"length": args.length, "n": args.n, "replacement": args.replacement}
     if data is None and name.startswith("demo"):
-        data, options = _embedded(name.partition(":")[2], model, experiment, options)
+        data, options = _bundled(name.partition(":")[2], model, experiment, options)
     result = evaluate.reproduce(args.name, model, data, seed=args.seed, **options)
     result.show()
     write_result(result, args.output)
 
 
-def _embedded(name: str, model: Any, experiment: "Experiment", options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Held-out text or images of an embedded model, and the options that are left; None where it has none."""
+def _bundled(name: str, model: Any, experiment: "Experiment", options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Held-out text or images of a bundled model, and the options that are left; None where it has none."""
     from tensorlens_tl import demo
     from tensorlens_tl.evaluate.paper import LENGTH
 

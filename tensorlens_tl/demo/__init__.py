@@ -1,4 +1,4 @@
-"""The embedded models. Everything is on disk; nothing is downloaded.
+"""The bundled models. Everything is on disk; nothing is downloaded.
 
 | name | what |
 | --- | --- |
@@ -55,7 +55,7 @@ INDUCTION_WORDS = ("<|bos|>", "<|pad|>", *"abcdefghijklmnopqrstuv")
 """What the model of these checkpoints reads."""
 
 DICTIONARIES = ("blocks.0.hook_resid_post", "blocks.2.hook_resid_post")
-"""Where the embedded model `language` has sparse autoencoders."""
+"""Where the bundled model `language` has sparse autoencoders."""
 
 ONLY_BRIDGE = ("encoder", "whitened", "digits", "reversal")
 
@@ -78,7 +78,7 @@ def held_out_prompts(
     """Windows of the held-out text, spread evenly over it, between the special tokens that the model expects.
 
     Args:
-        model: an embedded text model (`language`, `encoder` or `whitened`).
+        model: a bundled text model (`language`, `encoder` or `whitened`).
         prompts: how many.
         length: tokens of text in each.
         mask_at: a position that gets the tokenizer's mask token.
@@ -171,7 +171,7 @@ class Dictionary:
 def load_demo_dictionary(
     hook: str = "blocks.2.hook_resid_post", dtype: torch.dtype = torch.float32, *, folder: Path | str | None = None
 ) -> Dictionary:
-    """A sparse autoencoder of the embedded model `language`: 512 features, of which 16 are active at a token.
+    """A sparse autoencoder of the bundled model `language`: 512 features, of which 16 are active at a token.
 
     Trained by the repository's ``scripts/train_dictionary.py``; how well it reconstructs held-out text stands in
     ``dictionaries/training.json``.
@@ -198,7 +198,7 @@ def load_demo_dictionary(
 
 
 def dictionary_of(weights: dict[str, Tensor], k: int, hook: str) -> Dictionary:
-    """A dictionary of the embedded model from the weights that a file holds."""
+    """A dictionary of the bundled model from the weights that a file holds."""
     W_enc, b_enc, W_dec, b_dec = (weights[name] for name in ("W_enc", "b_enc", "W_dec", "b_dec"))
     return Dictionary(W_enc, b_enc, W_dec, b_dec, k, hook)
 
@@ -210,7 +210,7 @@ def load_demo_model(
     kind: str | None = None,
     folder: Path | str | None = None,
 ) -> Any:
-    """An embedded model in eval mode, its norms unfolded and its weights uncentred.
+    """A bundled model in eval mode, its norms unfolded and its weights uncentred.
 
     A HookedTransformer's loader folds the value biases into b_O: no token's score depends on it, single heads' do.
 

@@ -326,7 +326,7 @@ LEFT_OUT = {
     "hooks.": "plumbing of the hooks, seen through freeze and attached",
     "models.": "reads modules, seen through freeze",
     "testing.": "for tests of maps and methods; check_model is asked",
-    "demo.": "the embedded models",
+    "demo.": "the bundled models",
     "passes.patch_embedding": "models of images",
     "passes.pixel_scores": "models of images",
     "passes.difference": "two runs: test_difference",

@@ -54,7 +54,7 @@ class Experiment:
         metrics: of `perturbation`.
         methods: the paper's names.
         query: whose final hidden state is compared: ``"last"`` token or ``"cls"``, the first.
-        demo: the embedded model that it runs on without any other.
+        demo: the bundled model that it runs on without any other.
     """
 
     name: str

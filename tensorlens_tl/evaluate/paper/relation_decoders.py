@@ -309,7 +309,7 @@ def relation_decoding(
 
     Args:
         model: a TransformerLens model that predicts tokens and has a tokenizer.
-        relations: `Relation` objects, or None for those that are shipped (the embedded relations model knows them).
+        relations: `Relation` objects, or None for those that are shipped (the bundled relations model knows them).
         m: prompts the operators are averaged over.
         shots: examples that each prompt shows before its subject; None is m − 1.
         splits: how many draws per relation.

@@ -67,7 +67,7 @@ class Relation:
 
 @lru_cache
 def shipped_relations() -> dict[str, Relation]:
-    """The relations that come with the library, by name; the embedded relations model was trained on them.
+    """The relations that come with the library, by name; the bundled relations model was trained on them.
 
     >>> from tensorlens_tl import evaluate
     >>> sorted(evaluate.shipped_relations())[:2]
