@@ -35,8 +35,18 @@ def model():
 
 
 @pytest.fixture(scope="module")
+def dictionary():
+    return tlens.load_demo_dictionary()
+
+
+@pytest.fixture(scope="module")
 def session(model):
     return Session(model, name="demo")
+
+
+@pytest.fixture(scope="module")
+def with_features(model, dictionary):
+    return Session(model, name="demo", dictionaries=dictionary, labels={357: "forms of to be"})
 
 
 # ------------------------------------------------------------------ numbers
@@ -115,6 +125,92 @@ def test_ablation_is_the_live_model_without_the_node(model, session):
     )
 
 
+@pytest.mark.parametrize("fields", [{}, {"other": OTHER}, {"query": 20, "nodes": 15}], ids=str)
+def test_the_graph_is_the_librarys_and_what_enters_a_node_sums_to_it(model, session, fields):
+    view = session.view("graph", {"text": PROMPT, **fields})
+    run = tlens.freeze(model, PROMPT)
+    best, second = run.logits(fields.get("query", -1))[0, 0].argsort(descending=True)[:2].tolist()
+    if "other" in fields:
+        run = tlens.difference(run, tlens.freeze(model, OTHER))
+    whole = circuits.contribution_graph(run, best, second, query=fields.get("query", -1), threshold=0)
+    nodes = view["nodes"]
+    assert len(nodes) == fields.get("nodes", 40) + 1
+    assert nodes[-1]["name"] == "target"
+    assert nodes[-1]["weight"] == pytest.approx(view["total"])
+    weights = {
+        (name, pos): weight for name, pos, weight in whole.nodes[["name", "pos", "weight"]].itertuples(index=False)
+    }
+    scale = max(map(abs, weights.values()))
+    for node in nodes:
+        assert node["weight"] == pytest.approx(weights[node["name"], node["pos"]], abs=1e-5 * scale)
+    ends = whole.nodes[["name", "pos"]].apply(tuple, axis=1).tolist()
+    entering = {}
+    for source, end, weight in whole.edges.itertuples(index=False):
+        entering.setdefault(ends[end], {})[ends[source]] = weight
+    shown = {(node["name"], node["pos"]) for node in nodes}
+    for number, node in enumerate(nodes):  # what is said to come from other nodes does come from these
+        place = (node["name"], node["pos"])
+        edges = sum(weight for _, end, weight in view["edges"] if end == number)
+        others = sum(weight for source, weight in entering.get(place, {}).items() if source not in shown)
+        assert node["others"] == pytest.approx(others, abs=1e-4 * scale)
+        if node["kind"] not in ("embedding", "bias"):
+            assert edges + node["bias"] + others == pytest.approx(node["weight"], abs=1e-4 * scale)
+
+
+def test_neurons_sum_to_their_mlp(session):
+    for fields in ({"text": PROMPT}, {"text": PROMPT, "other": OTHER}):
+        view = session.view("neurons", {**fields, "node": "MLP2"})
+        assert sum(row["score"] for row in view["top"]) + view["others"] == pytest.approx(view["total"], abs=1e-5)
+        assert view["total"] == pytest.approx(session.view("components", fields)["mlps"][2], abs=1e-4)
+        assert len(view["top"]) + view["count"] == 512
+
+
+def test_features_and_what_is_none_sum_to_the_answer(model, with_features, dictionary):
+    view = with_features.view("features", {"text": PROMPT})
+    active = circuits.features(tlens.freeze(model, PROMPT), dictionary)
+    best = with_features.view("prompt", {"text": PROMPT})
+    terms = circuits.feature_effects(active, best["target"]["id"], best["minus"]["id"])
+    for row in view["top"]:
+        assert row["score"] == pytest.approx(float(terms[row["name"]]), abs=1e-5)
+    assert view["top"][0]["label"] == "forms of to be"
+    rest = sum(row["score"] for row in view["rest"])
+    assert sum(row["score"] for row in view["top"]) + view["others"] + rest == pytest.approx(view["whole"], abs=1e-4)
+    assert {row["name"] for row in view["rest"]} >= {"error", "b_dec", "bias"}
+
+
+def test_a_feature_says_what_makes_it_active_and_what_it_promotes(model, with_features, dictionary):
+    view = with_features.view("feature", {"text": PROMPT, "feature": 357, "at": 34})
+    active = circuits.features(tlens.freeze(model, PROMPT), dictionary)
+    assert view["value"] == pytest.approx(float(active.value(357)[0, 34]))
+    assert sum(view["scores"]) + view["bias"] == pytest.approx(view["total"], abs=1e-4)
+    assert view["total"] == pytest.approx(
+        view["value"], abs=1e-4
+    )  # it is active: the same number before its activation
+    row = dictionary.W_dec[357].detach()
+    centred = (row - row.mean()) * model.ln_final.w
+    logits = (centred @ model.W_U).detach()
+    assert view["promotes"][0]["score"] == pytest.approx(float(logits.max()), rel=1e-4)
+    assert view["promotes"][0]["text"] == model.tokenizer.decode([int(logits.argmax())])
+
+
+def test_both_runs_say_what_comes_next(model, session):
+    view = session.view("prompt", {"text": PROMPT, "other": OTHER})
+    chances = [tlens.freeze(model, text).logits()[0, 0].double().softmax(-1) for text in (PROMPT, OTHER)]
+    for token in view["next"]:
+        assert token["chance"] == pytest.approx(float(chances[0][token["id"]]), rel=1e-4)
+        assert token["other_chance"] == pytest.approx(float(chances[1][token["id"]]), rel=1e-4)
+    assert {int(run.argmax()) for run in chances} <= {token["id"] for token in view["next"]}
+
+
+def test_every_dictionary_has_its_labels(model, dictionary):
+    early = tlens.load_demo_dictionary("blocks.0.hook_resid_post")
+    session = Session(model, dictionaries=[early, dictionary], labels=[None, {357: "to be"}])
+    assert session.about()["dictionaries"] == ["blocks.0.hook_resid_post", "blocks.2.hook_resid_post"]
+    assert session.view("features", {"text": PROMPT, "dictionary": 1})["top"][0]["label"] == "to be"
+    with pytest.raises(tlens.InvalidInputError, match="there are 2 dictionaries; pass a list"):
+        Session(model, dictionaries=[early, dictionary], labels={357: "to be"})
+
+
 def test_chosen_nodes_have_the_effects_that_they_have_among_all(model):
     frozen = tlens.freeze(model, PROMPT)
     for live in (False, True):
@@ -144,17 +240,26 @@ def test_chosen_nodes_have_the_effects_that_they_have_among_all(model):
         ("components", {"other": OTHER}),
         ("head", {"other": OTHER, **HEAD}),
         ("routes", {"other": OTHER}),
+        ("graph", {"nodes": 20}),
+        ("graph", {"other": OTHER}),
+        ("neurons", {"node": "MLP2"}),
+        ("features", {}),
+        ("feature", {"feature": 98, "at": 20}),
     ],
 )
-def test_the_code_gives_the_result_again(model, session, view, fields):
-    answer = session.view(view, {"text": PROMPT, **fields})
-    names = {"model": model}
+def test_the_code_gives_the_result_again(model, with_features, dictionary, view, fields):
+    answer = with_features.view(view, {"text": PROMPT, **fields})
+    names = {"model": model, "dictionary": dictionary, "labels": {357: "forms of to be"}}
     exec(answer["code"], names)
-    assert type(names["result"]) is type(session.last)
-    for name in type(session.last).TENSORS:
-        value = getattr(session.last, name)
+    result = with_features.last
+    assert type(names["result"]) is type(result)
+    for name in type(result).TENSORS:
+        table, _, column = name.partition(".")  # a graph's are columns of its tables
+        value, again = getattr(result, table), getattr(names["result"], table)
+        if column:
+            value, again = (torch.tensor(of[column].to_numpy(float)) for of in (value, again))
         if value is not None:
-            assert torch.allclose(getattr(names["result"], name), value, equal_nan=True)
+            assert torch.allclose(again, value, equal_nan=True)
 
 
 def test_two_models_are_compared(model):
@@ -197,12 +302,32 @@ def test_passes_are_bounded(model):
         ("ablate", {"text": PROMPT}, "node is missing"),
         ("ablate", {"text": PROMPT, "node": "L9H9"}, "name some of"),
         ("routes", {"text": PROMPT}, "type a second one"),
+        ("neurons", {"text": PROMPT}, "node is missing; click an MLP"),
+        ("neurons", {"text": PROMPT, "node": "L1H0"}, "node is 'L1H0'; click an MLP, which has neurons"),
+        ("neurons", {"text": PROMPT, "node": "MLP"}, "click an MLP, which has neurons"),
+        ("graph", {"text": PROMPT, "nodes": -3}, "nodes is -3; send a whole number of at least 0"),
+        ("features", {"text": PROMPT}, r"dictionary 0 of 0; pass explore\(model, dictionaries=…\)"),
+        ("feature", {"text": PROMPT}, "feature is missing; click a feature"),
         ("secrets", {"text": PROMPT}, "use one of prompt, tokens"),
     ],
 )
 def test_wrong_questions_are_refused(session, view, fields, message):
     with pytest.raises(tlens.TensorLensError, match=message):
         session.view(view, fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"other": OTHER}, "features are of one run"),
+        ({"feature": 99999}, "feature"),
+        ({"at": 99}, "99"),
+        ({"dictionary": 1}, "dictionary 1 of 1"),
+    ],
+)
+def test_wrong_questions_about_features_are_refused(with_features, fields, message):
+    with pytest.raises(tlens.TensorLensError, match=message):
+        with_features.view("feature", {"text": PROMPT, "feature": 1, **fields})
 
 
 # ------------------------------------------------------------------ the server

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -223,9 +224,7 @@ class Session:
             logits = change.b.logits(view["query"])
             assert logits is not None
             others = logits[0, 0].double().softmax(-1)
-            view["other_next"] = _likeliest(change.b, others)
-            for token in view["next"]:
-                token["other_chance"] = float(others[token["id"]])
+            view["next"] = _of_both(frozen, chances, others)
         return view
 
     def _number(self, run: FrozenPass, target: Mapping[str, int], query: int) -> float:
@@ -429,6 +428,15 @@ def _likeliest(frozen: FrozenPass, chances: Tensor) -> list[View]:
     """The tokens that may come next, likeliest first."""
     best = chances.argsort(descending=True)[:BEST].tolist()
     return [_token(frozen, token) | {"chance": float(chances[token])} for token in best]
+
+
+def _of_both(frozen: FrozenPass, chances: Tensor, others: Tensor) -> list[View]:
+    """The tokens that either of two runs finds likely, with the probability in each."""
+    order = torch.maximum(chances, others).argsort(descending=True)[:BEST].tolist()
+    return [
+        _token(frozen, token) | {"chance": float(chances[token]), "other_chance": float(others[token])}
+        for token in order
+    ]
 
 
 def _token(frozen: FrozenPass, token: int) -> View:
