@@ -13,7 +13,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlencode
 from urllib.request import urlopen
+from xml.etree import ElementTree
 
+import pandas
 import pytest
 import torch
 
@@ -588,6 +590,189 @@ def test_two_prompts_show_their_difference(browser, opened, session):
     assert "do not match position by position" in one(browser, "#error").text
 
 
+def values(browser, selector):
+    return [float(value.get_attribute("title")) for value in several(browser, selector)]
+
+
+def test_both_runs_stand_side_by_side(browser, opened, session):
+    load(browser, opened, text=PROMPT, other=OTHER)
+    shown = values(browser, ".next .runs .value")
+    view = session.view("prompt", {"text": PROMPT, "other": OTHER})
+    assert shown == pytest.approx([token[run] for token in view["next"] for run in ("chance", "other_chance")])
+    first, second = view["numbers"]
+    sums = one(browser, ".tokens .sum + .sum").text.replace("−", "-")
+    assert f"first run {first:+.3g}" in sums
+    assert f"second run {second:+.3g}" in sums
+
+
+def node(browser, name):
+    return one(browser, f'.graph [data-node="{name}"]')
+
+
+def test_a_node_of_the_graph_is_selected_in_every_view(browser, opened, session):
+    load(browser, opened, text=PROMPT)
+    wait(browser, lambda: several(browser, ".graph .node"))
+    view = session.view("graph", {"text": PROMPT})
+    drawn = [mark.get_attribute("data-node") for mark in several(browser, ".graph .node")]
+    assert drawn == [f"{node['name']}@{node['pos']}" for node in view["nodes"]]
+    node(browser, "L3H1@34").click()
+    wait(browser, lambda: "L3H1" in one(browser, ".head h2").text)
+    settled(browser)
+    assert one(browser, '.components [data-cell="3,1"]').get_attribute("aria-pressed") == "true"
+    assert one(browser, ".tokens .chip.linked").get_attribute("data-at") == "34"
+    number = drawn.index("L3H1@34")
+    edges = [weight for _, end, weight in view["edges"] if end == number]
+    expected = [*edges[:6], sum(edges[6:]), view["nodes"][number]["bias"], view["nodes"][number]["others"]]
+    bars = one(browser, '.panel .bars[aria-label="What enters the node"]')
+    shown = [float(value.get_attribute("title")) for value in bars.find_elements("css selector", ".value")]
+    assert shown == pytest.approx(expected, abs=1e-5)
+    assert sum(shown) == pytest.approx(view["nodes"][number]["weight"], abs=1e-5)
+    assert f"{view['nodes'][number]['weight']:.3g}".replace("-", "−") in one(browser, ".panel .sum").text
+    node(browser, "MLP2@34").click()  # another node: an MLP opens its neurons
+    wait(browser, lambda: several(browser, ".neurons"))
+    neurons = session.view("neurons", {"text": PROMPT, "node": "MLP2"})
+    assert values(browser, ".neurons .value") == pytest.approx(
+        [*(row["score"] for row in neurons["top"]), neurons["others"]], abs=1e-5
+    )
+    one(browser, "#ablate").click()
+    wait(browser, lambda: several(browser, ".ablate"))
+    assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def test_the_sliders_change_the_graph(browser, opened):
+    load(browser, opened, text=PROMPT)
+    wait(browser, lambda: several(browser, ".graph .node"))
+    assert len(several(browser, ".graph .edges path")) == 60
+    slide = "const s = document.querySelector('.graph input'); s.value = 7; s.dispatchEvent(new Event('input'));"
+    browser.execute_script(slide)
+    assert len(several(browser, ".graph .edges path")) == 7
+    browser.execute_script(slide.replace("= 7", "= 60"))  # other tests begin with as many
+    browser.execute_script(
+        "const s = document.querySelector('.graph select'); s.value = 20; s.dispatchEvent(new Event('change'));"
+    )
+    wait(browser, lambda: len(several(browser, ".graph .node")) == 21)
+    assert "nodes=20" in browser.current_url
+
+
+def test_the_graph_is_exported_and_its_code_runs(browser, opened, model, session, tmp_path):
+    load(browser, opened, text=PROMPT)
+    wait(browser, lambda: several(browser, ".graph .node"))
+    view = session.view("graph", {"text": PROMPT})
+    names = {"model": model}
+    exec(one(browser, ".graph .code").get_attribute("data-code"), names)
+    assert len(names["result"].nodes) == len(view["nodes"])
+    folder = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", folder)
+    one(browser, ".graph .menu summary").click()
+    for ending in ("csv", "svg", "png"):
+        one(browser, f'.graph [data-save="{ending}"]').click()
+    files = [tmp_path / f"graph.{ending}" for ending in ("csv", "svg", "png")]
+    wait(browser, lambda: all(file.exists() and file.stat().st_size for file in files))
+    table = pandas.read_csv(files[0])
+    assert table["weight"].tolist() == pytest.approx([weight for *_, weight in view["edges"]])
+    root = ElementTree.parse(files[1]).getroot()
+    space = {"svg": "http://www.w3.org/2000/svg"}
+    assert len(root.findall(".//svg:path", space)) == 60
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_keyboard_does_what_the_pointer_does(browser, opened):
+    from selenium.webdriver.common.keys import Keys
+
+    def press(*keys):
+        for key in keys:
+            browser.switch_to.active_element.send_keys(key)
+
+    load(browser, opened, text=PROMPT)
+    wait(browser, lambda: several(browser, ".graph .node"))
+    one(browser, '.tokens [data-at="34"]').send_keys(Keys.ARROW_LEFT)
+    assert browser.switch_to.active_element.get_attribute("data-at") == "33"
+    press(Keys.ENTER)
+    wait(browser, lambda: "query=33" in browser.current_url)
+    settled(browser)
+    assert browser.switch_to.active_element.get_attribute("data-at") == "33"  # it is drawn anew and stays focused
+    press("z")
+    wait(browser, lambda: "query" not in browser.current_url)
+    settled(browser)
+    one(browser, '.components [data-cell="0,0"]').send_keys(Keys.ARROW_DOWN)
+    press(Keys.ARROW_RIGHT)
+    assert browser.switch_to.active_element.get_attribute("data-cell") == "1,1"
+    press(Keys.ENTER)
+    wait(browser, lambda: several(browser, ".head"))
+    settled(browser)
+    press(Keys.ESCAPE)
+    wait(browser, lambda: not several(browser, ".head"))
+    settled(browser)
+    browser.execute_script("document.querySelector('.graph [data-node=\"MLP2@34\"]').focus()")
+    press(Keys.ARROW_DOWN)
+    assert browser.switch_to.active_element.get_attribute("data-node") == "L2H2@34"
+    press(Keys.ENTER)
+    wait(browser, lambda: "L2H2" in one(browser, ".head h2").text)
+    settled(browser)
+    assert browser.switch_to.active_element.get_attribute("data-node") == "L2H2@34"
+    press("/")
+    assert browser.switch_to.active_element.get_attribute("id") == "text"
+
+
+def test_a_feature_is_opened(browser, with_features):
+    explorer = Explorer(with_features, 0).start()
+    try:
+        load(browser, explorer, text=PROMPT)
+        view = with_features.view("features", {"text": PROMPT})
+        shown = values(browser, ".features > .bars .value")
+        assert shown == pytest.approx([*(row["score"] for row in view["top"]), view["others"]], abs=1e-5)
+        one(browser, ".features .bars button").click()
+        wait(browser, lambda: several(browser, ".feature"))
+        assert one(browser, ".feature h2").text == "F357 · forms of to be"
+        feature = with_features.view("feature", {"text": PROMPT, "feature": 357, "at": 34})
+        tokens = [float(chip.get_attribute("title")) for chip in several(browser, ".feature .chip")]
+        assert tokens == pytest.approx(feature["scores"], abs=1e-5)
+        assert values(browser, ".feature .bars .value") == pytest.approx([row["score"] for row in feature["promotes"]])
+    finally:
+        explorer.close()
+
+
+def test_what_is_refused_in_one_view_leaves_the_others(browser, opened, session, monkeypatch):
+    def refuse(question):
+        raise tlens.UnsupportedModelError("no graph of this model")
+
+    monkeypatch.setitem(session._views, "graph", refuse)
+    load(browser, opened, text=PROMPT)
+    assert "no graph of this model" in one(browser, ".refused").text
+    assert several(browser, ".tokens .chip")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read(browser, opened, scheme):
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    try:
+        load(browser, opened, text=PROMPT, node="L1H0", **HEAD)
+        assert browser.execute_script(CONTRAST) > 4.5  # WCAG AA
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+CONTRAST = """
+    const canvas = new OffscreenCanvas(1, 1).getContext('2d', { willReadFrequently: true });
+    const over = (colours) => {  // painted one over the other, as the browser itself mixes them
+        canvas.clearRect(0, 0, 1, 1);
+        for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const linear = (v) => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+    const bright = (c) => c.reduce((sum, v, i) => sum + linear(v / 255) * [.2126, .7152, .0722][i], 0);
+    const grounds = (e) => e ? [...grounds(e.parentElement), getComputedStyle(e).backgroundColor] : [];
+    const texts = '.chip, .matrix button, .soft, small, .sum, .sum b, .value, .name, h2, h3, .main';
+    const all = document.querySelectorAll(texts);
+    return Math.min(...[...all].filter((e) => e.checkVisibility()).map((e) => {
+        const ground = grounds(e);
+        const pair = [over(ground), over([...ground, getComputedStyle(e).color])].map(bright);
+        return (Math.max(...pair) + .05) / (Math.min(...pair) + .05);
+    }))"""
+"""The least contrast between a text and what lies behind it."""
+
+
 def test_text_of_a_prompt_is_text(browser, opened):
     load(browser, opened, text="<img src=x onerror=document.title='hit'><script>document.title='hit'</script>")
     assert browser.title == "demo · Explorer"
@@ -600,7 +785,8 @@ def test_nothing_sticks_out(browser, opened, width):
         "Emulation.setDeviceMetricsOverride", {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     )
     try:
-        for state in ({"text": PROMPT, "node": "L1H0", **HEAD}, {"text": PROMPT, "other": OTHER}):
+        states = [{"node": "L1H0", **HEAD}, {"node": "MLP2", "pick": "MLP2@34"}, {"other": OTHER, "nodes": 120}]
+        for state in ({"text": PROMPT, **state} for state in states):
             load(browser, opened, **state)
             assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     finally:
