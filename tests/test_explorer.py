@@ -13,7 +13,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlencode
 from urllib.request import urlopen
+from xml.etree import ElementTree
 
+import pandas
 import pytest
 import torch
 
@@ -35,8 +37,18 @@ def model():
 
 
 @pytest.fixture(scope="module")
+def dictionary():
+    return tlens.load_demo_dictionary()
+
+
+@pytest.fixture(scope="module")
 def session(model):
     return Session(model, name="demo")
+
+
+@pytest.fixture(scope="module")
+def with_features(model, dictionary):
+    return Session(model, name="demo", dictionaries=dictionary, labels={357: "forms of to be"})
 
 
 # ------------------------------------------------------------------ numbers
@@ -115,6 +127,92 @@ def test_ablation_is_the_live_model_without_the_node(model, session):
     )
 
 
+@pytest.mark.parametrize("fields", [{}, {"other": OTHER}, {"query": 20, "nodes": 15}], ids=str)
+def test_the_graph_is_the_librarys_and_what_enters_a_node_sums_to_it(model, session, fields):
+    view = session.view("graph", {"text": PROMPT, **fields})
+    run = tlens.freeze(model, PROMPT)
+    best, second = run.logits(fields.get("query", -1))[0, 0].argsort(descending=True)[:2].tolist()
+    if "other" in fields:
+        run = tlens.difference(run, tlens.freeze(model, OTHER))
+    whole = circuits.contribution_graph(run, best, second, query=fields.get("query", -1), threshold=0)
+    nodes = view["nodes"]
+    assert len(nodes) == fields.get("nodes", 40) + 1
+    assert nodes[-1]["name"] == "target"
+    assert nodes[-1]["weight"] == pytest.approx(view["total"])
+    weights = {
+        (name, pos): weight for name, pos, weight in whole.nodes[["name", "pos", "weight"]].itertuples(index=False)
+    }
+    scale = max(map(abs, weights.values()))
+    for node in nodes:
+        assert node["weight"] == pytest.approx(weights[node["name"], node["pos"]], abs=1e-5 * scale)
+    ends = whole.nodes[["name", "pos"]].apply(tuple, axis=1).tolist()
+    entering = {}
+    for source, end, weight in whole.edges.itertuples(index=False):
+        entering.setdefault(ends[end], {})[ends[source]] = weight
+    shown = {(node["name"], node["pos"]) for node in nodes}
+    for number, node in enumerate(nodes):  # what is said to come from other nodes does come from these
+        place = (node["name"], node["pos"])
+        edges = sum(weight for _, end, weight in view["edges"] if end == number)
+        others = sum(weight for source, weight in entering.get(place, {}).items() if source not in shown)
+        assert node["others"] == pytest.approx(others, abs=1e-4 * scale)
+        if node["kind"] not in ("embedding", "bias"):
+            assert edges + node["bias"] + others == pytest.approx(node["weight"], abs=1e-4 * scale)
+
+
+def test_neurons_sum_to_their_mlp(session):
+    for fields in ({"text": PROMPT}, {"text": PROMPT, "other": OTHER}):
+        view = session.view("neurons", {**fields, "node": "MLP2"})
+        assert sum(row["score"] for row in view["top"]) + view["others"] == pytest.approx(view["total"], abs=1e-5)
+        assert view["total"] == pytest.approx(session.view("components", fields)["mlps"][2], abs=1e-4)
+        assert len(view["top"]) + view["count"] == 512
+
+
+def test_features_and_what_is_none_sum_to_the_answer(model, with_features, dictionary):
+    view = with_features.view("features", {"text": PROMPT})
+    active = circuits.features(tlens.freeze(model, PROMPT), dictionary)
+    best = with_features.view("prompt", {"text": PROMPT})
+    terms = circuits.feature_effects(active, best["target"]["id"], best["minus"]["id"])
+    for row in view["top"]:
+        assert row["score"] == pytest.approx(float(terms[row["name"]]), abs=1e-5)
+    assert view["top"][0]["label"] == "forms of to be"
+    rest = sum(row["score"] for row in view["rest"])
+    assert sum(row["score"] for row in view["top"]) + view["others"] + rest == pytest.approx(view["whole"], abs=1e-4)
+    assert {row["name"] for row in view["rest"]} >= {"error", "b_dec", "bias"}
+
+
+def test_a_feature_says_what_makes_it_active_and_what_it_promotes(model, with_features, dictionary):
+    view = with_features.view("feature", {"text": PROMPT, "feature": 357, "at": 34})
+    active = circuits.features(tlens.freeze(model, PROMPT), dictionary)
+    assert view["value"] == pytest.approx(float(active.value(357)[0, 34]))
+    assert sum(view["scores"]) + view["bias"] == pytest.approx(view["total"], abs=1e-4)
+    assert view["total"] == pytest.approx(
+        view["value"], abs=1e-4
+    )  # it is active: the same number before its activation
+    row = dictionary.W_dec[357].detach()
+    centred = (row - row.mean()) * model.ln_final.w
+    logits = (centred @ model.W_U).detach()
+    assert view["promotes"][0]["score"] == pytest.approx(float(logits.max()), rel=1e-4)
+    assert view["promotes"][0]["text"] == model.tokenizer.decode([int(logits.argmax())])
+
+
+def test_both_runs_say_what_comes_next(model, session):
+    view = session.view("prompt", {"text": PROMPT, "other": OTHER})
+    chances = [tlens.freeze(model, text).logits()[0, 0].double().softmax(-1) for text in (PROMPT, OTHER)]
+    for token in view["next"]:
+        assert token["chance"] == pytest.approx(float(chances[0][token["id"]]), rel=1e-4)
+        assert token["other_chance"] == pytest.approx(float(chances[1][token["id"]]), rel=1e-4)
+    assert {int(run.argmax()) for run in chances} <= {token["id"] for token in view["next"]}
+
+
+def test_every_dictionary_has_its_labels(model, dictionary):
+    early = tlens.load_demo_dictionary("blocks.0.hook_resid_post")
+    session = Session(model, dictionaries=[early, dictionary], labels=[None, {357: "to be"}])
+    assert session.about()["dictionaries"] == ["blocks.0.hook_resid_post", "blocks.2.hook_resid_post"]
+    assert session.view("features", {"text": PROMPT, "dictionary": 1})["top"][0]["label"] == "to be"
+    with pytest.raises(tlens.InvalidInputError, match="there are 2 dictionaries; pass a list"):
+        Session(model, dictionaries=[early, dictionary], labels={357: "to be"})
+
+
 def test_chosen_nodes_have_the_effects_that_they_have_among_all(model):
     frozen = tlens.freeze(model, PROMPT)
     for live in (False, True):
@@ -144,17 +242,26 @@ def test_chosen_nodes_have_the_effects_that_they_have_among_all(model):
         ("components", {"other": OTHER}),
         ("head", {"other": OTHER, **HEAD}),
         ("routes", {"other": OTHER}),
+        ("graph", {"nodes": 20}),
+        ("graph", {"other": OTHER}),
+        ("neurons", {"node": "MLP2"}),
+        ("features", {}),
+        ("feature", {"feature": 98, "at": 20}),
     ],
 )
-def test_the_code_gives_the_result_again(model, session, view, fields):
-    answer = session.view(view, {"text": PROMPT, **fields})
-    names = {"model": model}
+def test_the_code_gives_the_result_again(model, with_features, dictionary, view, fields):
+    answer = with_features.view(view, {"text": PROMPT, **fields})
+    names = {"model": model, "dictionary": dictionary, "labels": {357: "forms of to be"}}
     exec(answer["code"], names)
-    assert type(names["result"]) is type(session.last)
-    for name in type(session.last).TENSORS:
-        value = getattr(session.last, name)
+    result = with_features.last
+    assert type(names["result"]) is type(result)
+    for name in type(result).TENSORS:
+        table, _, column = name.partition(".")  # a graph's are columns of its tables
+        value, again = getattr(result, table), getattr(names["result"], table)
+        if column:
+            value, again = (torch.tensor(of[column].to_numpy(float)) for of in (value, again))
         if value is not None:
-            assert torch.allclose(getattr(names["result"], name), value, equal_nan=True)
+            assert torch.allclose(again, value, equal_nan=True)
 
 
 def test_two_models_are_compared(model):
@@ -197,12 +304,32 @@ def test_passes_are_bounded(model):
         ("ablate", {"text": PROMPT}, "node is missing"),
         ("ablate", {"text": PROMPT, "node": "L9H9"}, "name some of"),
         ("routes", {"text": PROMPT}, "type a second one"),
+        ("neurons", {"text": PROMPT}, "node is missing; click an MLP"),
+        ("neurons", {"text": PROMPT, "node": "L1H0"}, "node is 'L1H0'; click an MLP, which has neurons"),
+        ("neurons", {"text": PROMPT, "node": "MLP"}, "click an MLP, which has neurons"),
+        ("graph", {"text": PROMPT, "nodes": -3}, "nodes is -3; send a whole number of at least 0"),
+        ("features", {"text": PROMPT}, r"dictionary 0 of 0; pass explore\(model, dictionaries=…\)"),
+        ("feature", {"text": PROMPT}, "feature is missing; click a feature"),
         ("secrets", {"text": PROMPT}, "use one of prompt, tokens"),
     ],
 )
 def test_wrong_questions_are_refused(session, view, fields, message):
     with pytest.raises(tlens.TensorLensError, match=message):
         session.view(view, fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"other": OTHER}, "features are of one run"),
+        ({"feature": 99999}, "feature"),
+        ({"at": 99}, "99"),
+        ({"dictionary": 1}, "dictionary 1 of 1"),
+    ],
+)
+def test_wrong_questions_about_features_are_refused(with_features, fields, message):
+    with pytest.raises(tlens.TensorLensError, match=message):
+        with_features.view("feature", {"text": PROMPT, "feature": 1, **fields})
 
 
 # ------------------------------------------------------------------ the server
@@ -463,6 +590,189 @@ def test_two_prompts_show_their_difference(browser, opened, session):
     assert "do not match position by position" in one(browser, "#error").text
 
 
+def values(browser, selector):
+    return [float(value.get_attribute("title")) for value in several(browser, selector)]
+
+
+def test_both_runs_stand_side_by_side(browser, opened, session):
+    load(browser, opened, text=PROMPT, other=OTHER)
+    shown = values(browser, ".next .runs .value")
+    view = session.view("prompt", {"text": PROMPT, "other": OTHER})
+    assert shown == pytest.approx([token[run] for token in view["next"] for run in ("chance", "other_chance")])
+    first, second = view["numbers"]
+    sums = one(browser, ".tokens .sum + .sum").text.replace("−", "-")
+    assert f"first run {first:+.3g}" in sums
+    assert f"second run {second:+.3g}" in sums
+
+
+def node(browser, name):
+    return one(browser, f'.graph [data-node="{name}"]')
+
+
+def test_a_node_of_the_graph_is_selected_in_every_view(browser, opened, session):
+    load(browser, opened, text=PROMPT)
+    wait(browser, lambda: several(browser, ".graph .node"))
+    view = session.view("graph", {"text": PROMPT})
+    drawn = [mark.get_attribute("data-node") for mark in several(browser, ".graph .node")]
+    assert drawn == [f"{node['name']}@{node['pos']}" for node in view["nodes"]]
+    node(browser, "L3H1@34").click()
+    wait(browser, lambda: "L3H1" in one(browser, ".head h2").text)
+    settled(browser)
+    assert one(browser, '.components [data-cell="3,1"]').get_attribute("aria-pressed") == "true"
+    assert one(browser, ".tokens .chip.linked").get_attribute("data-at") == "34"
+    number = drawn.index("L3H1@34")
+    edges = [weight for _, end, weight in view["edges"] if end == number]
+    expected = [*edges[:6], sum(edges[6:]), view["nodes"][number]["bias"], view["nodes"][number]["others"]]
+    bars = one(browser, '.panel .bars[aria-label="What enters the node"]')
+    shown = [float(value.get_attribute("title")) for value in bars.find_elements("css selector", ".value")]
+    assert shown == pytest.approx(expected, abs=1e-5)
+    assert sum(shown) == pytest.approx(view["nodes"][number]["weight"], abs=1e-5)
+    assert f"{view['nodes'][number]['weight']:.3g}".replace("-", "−") in one(browser, ".panel .sum").text
+    node(browser, "MLP2@34").click()  # another node: an MLP opens its neurons
+    wait(browser, lambda: several(browser, ".neurons"))
+    neurons = session.view("neurons", {"text": PROMPT, "node": "MLP2"})
+    assert values(browser, ".neurons .value") == pytest.approx(
+        [*(row["score"] for row in neurons["top"]), neurons["others"]], abs=1e-5
+    )
+    one(browser, "#ablate").click()
+    wait(browser, lambda: several(browser, ".ablate"))
+    assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def test_the_sliders_change_the_graph(browser, opened):
+    load(browser, opened, text=PROMPT)
+    wait(browser, lambda: several(browser, ".graph .node"))
+    assert len(several(browser, ".graph .edges path")) == 60
+    slide = "const s = document.querySelector('.graph input'); s.value = 7; s.dispatchEvent(new Event('input'));"
+    browser.execute_script(slide)
+    assert len(several(browser, ".graph .edges path")) == 7
+    browser.execute_script(slide.replace("= 7", "= 60"))  # other tests begin with as many
+    browser.execute_script(
+        "const s = document.querySelector('.graph select'); s.value = 20; s.dispatchEvent(new Event('change'));"
+    )
+    wait(browser, lambda: len(several(browser, ".graph .node")) == 21)
+    assert "nodes=20" in browser.current_url
+
+
+def test_the_graph_is_exported_and_its_code_runs(browser, opened, model, session, tmp_path):
+    load(browser, opened, text=PROMPT)
+    wait(browser, lambda: several(browser, ".graph .node"))
+    view = session.view("graph", {"text": PROMPT})
+    names = {"model": model}
+    exec(one(browser, ".graph .code").get_attribute("data-code"), names)
+    assert len(names["result"].nodes) == len(view["nodes"])
+    folder = {"behavior": "allow", "downloadPath": str(tmp_path)}
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", folder)
+    one(browser, ".graph .menu summary").click()
+    for ending in ("csv", "svg", "png"):
+        one(browser, f'.graph [data-save="{ending}"]').click()
+    files = [tmp_path / f"graph.{ending}" for ending in ("csv", "svg", "png")]
+    wait(browser, lambda: all(file.exists() and file.stat().st_size for file in files))
+    table = pandas.read_csv(files[0])
+    assert table["weight"].tolist() == pytest.approx([weight for *_, weight in view["edges"]])
+    root = ElementTree.parse(files[1]).getroot()
+    space = {"svg": "http://www.w3.org/2000/svg"}
+    assert len(root.findall(".//svg:path", space)) == 60
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_keyboard_does_what_the_pointer_does(browser, opened):
+    from selenium.webdriver.common.keys import Keys
+
+    def press(*keys):
+        for key in keys:
+            browser.switch_to.active_element.send_keys(key)
+
+    load(browser, opened, text=PROMPT)
+    wait(browser, lambda: several(browser, ".graph .node"))
+    one(browser, '.tokens [data-at="34"]').send_keys(Keys.ARROW_LEFT)
+    assert browser.switch_to.active_element.get_attribute("data-at") == "33"
+    press(Keys.ENTER)
+    wait(browser, lambda: "query=33" in browser.current_url)
+    settled(browser)
+    assert browser.switch_to.active_element.get_attribute("data-at") == "33"  # it is drawn anew and stays focused
+    press("z")
+    wait(browser, lambda: "query" not in browser.current_url)
+    settled(browser)
+    one(browser, '.components [data-cell="0,0"]').send_keys(Keys.ARROW_DOWN)
+    press(Keys.ARROW_RIGHT)
+    assert browser.switch_to.active_element.get_attribute("data-cell") == "1,1"
+    press(Keys.ENTER)
+    wait(browser, lambda: several(browser, ".head"))
+    settled(browser)
+    press(Keys.ESCAPE)
+    wait(browser, lambda: not several(browser, ".head"))
+    settled(browser)
+    browser.execute_script("document.querySelector('.graph [data-node=\"MLP2@34\"]').focus()")
+    press(Keys.ARROW_DOWN)
+    assert browser.switch_to.active_element.get_attribute("data-node") == "L2H2@34"
+    press(Keys.ENTER)
+    wait(browser, lambda: "L2H2" in one(browser, ".head h2").text)
+    settled(browser)
+    assert browser.switch_to.active_element.get_attribute("data-node") == "L2H2@34"
+    press("/")
+    assert browser.switch_to.active_element.get_attribute("id") == "text"
+
+
+def test_a_feature_is_opened(browser, with_features):
+    explorer = Explorer(with_features, 0).start()
+    try:
+        load(browser, explorer, text=PROMPT)
+        view = with_features.view("features", {"text": PROMPT})
+        shown = values(browser, ".features > .bars .value")
+        assert shown == pytest.approx([*(row["score"] for row in view["top"]), view["others"]], abs=1e-5)
+        one(browser, ".features .bars button").click()
+        wait(browser, lambda: several(browser, ".feature"))
+        assert one(browser, ".feature h2").text == "F357 · forms of to be"
+        feature = with_features.view("feature", {"text": PROMPT, "feature": 357, "at": 34})
+        tokens = [float(chip.get_attribute("title")) for chip in several(browser, ".feature .chip")]
+        assert tokens == pytest.approx(feature["scores"], abs=1e-5)
+        assert values(browser, ".feature .bars .value") == pytest.approx([row["score"] for row in feature["promotes"]])
+    finally:
+        explorer.close()
+
+
+def test_what_is_refused_in_one_view_leaves_the_others(browser, opened, session, monkeypatch):
+    def refuse(question):
+        raise tlens.UnsupportedModelError("no graph of this model")
+
+    monkeypatch.setitem(session._views, "graph", refuse)
+    load(browser, opened, text=PROMPT)
+    assert "no graph of this model" in one(browser, ".refused").text
+    assert several(browser, ".tokens .chip")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read(browser, opened, scheme):
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    try:
+        load(browser, opened, text=PROMPT, node="L1H0", **HEAD)
+        assert browser.execute_script(CONTRAST) > 4.5  # WCAG AA
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+CONTRAST = """
+    const canvas = new OffscreenCanvas(1, 1).getContext('2d', { willReadFrequently: true });
+    const over = (colours) => {  // painted one over the other, as the browser itself mixes them
+        canvas.clearRect(0, 0, 1, 1);
+        for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
+        return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const linear = (v) => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+    const bright = (c) => c.reduce((sum, v, i) => sum + linear(v / 255) * [.2126, .7152, .0722][i], 0);
+    const grounds = (e) => e ? [...grounds(e.parentElement), getComputedStyle(e).backgroundColor] : [];
+    const texts = '.chip, .matrix button, .soft, small, .sum, .sum b, .value, .name, h2, h3, .main';
+    const all = document.querySelectorAll(texts);
+    return Math.min(...[...all].filter((e) => e.checkVisibility()).map((e) => {
+        const ground = grounds(e);
+        const pair = [over(ground), over([...ground, getComputedStyle(e).color])].map(bright);
+        return (Math.max(...pair) + .05) / (Math.min(...pair) + .05);
+    }))"""
+"""The least contrast between a text and what lies behind it."""
+
+
 def test_text_of_a_prompt_is_text(browser, opened):
     load(browser, opened, text="<img src=x onerror=document.title='hit'><script>document.title='hit'</script>")
     assert browser.title == "demo · Explorer"
@@ -475,7 +785,8 @@ def test_nothing_sticks_out(browser, opened, width):
         "Emulation.setDeviceMetricsOverride", {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     )
     try:
-        for state in ({"text": PROMPT, "node": "L1H0", **HEAD}, {"text": PROMPT, "other": OTHER}):
+        states = [{"node": "L1H0", **HEAD}, {"node": "MLP2", "pick": "MLP2@34"}, {"other": OTHER, "nodes": 120}]
+        for state in ({"text": PROMPT, **state} for state in states):
             load(browser, opened, **state)
             assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     finally:

@@ -127,6 +127,54 @@ def test_parts_are_worth_what_their_removal_costs(model_named, name):
     assert part["weight"] == pytest.approx(float(lost), abs=atol)
 
 
+def of_nodes(graph):
+    """Edges by the names, positions and parts of their ends."""
+    names = list(zip(*(graph.nodes[column] for column in ("name", "pos", "part")), strict=True))
+    table = (graph.edges[column].tolist() for column in ("source", "target", "weight"))
+    return names, {(names[source], names[end]): weight for source, end, weight in zip(*table, strict=True)}
+
+
+@pytest.mark.parametrize("split", [{}, {"neurons": 2}, {"sources": 2}, "features", "difference"], ids=str)
+@pytest.mark.parametrize("name", [*FAMILIES[:2], "demo"])
+def test_the_strongest_nodes_have_the_edges_that_they_have_in_the_whole_graph(model_named, demo_model, name, split):
+    if split == "features" and name != "demo":
+        pytest.skip("the dictionary is the bundled model's")
+    tokens = some_tokens(batch=1)
+    run = tlens.freeze(demo_model if name == "demo" else model_named(name), tokens)
+    options = split
+    if split == "features":
+        options = {
+            "dictionaries": circuits.features(run, tlens.load_demo_dictionary(dtype=torch.float64)),
+            "features": 3,
+        }
+    if split == "difference":
+        other = tokens.clone()
+        other[0, 1] += 1
+        run = tlens.difference(run, tlens.freeze(demo_model if name == "demo" else model_named(name), other))
+        options = {}
+    whole = circuits.contribution_graph(run, 5, 7, threshold=0, **options)
+    part = circuits.contribution_graph(run, 5, 7, threshold=0, nodes=20, **options)
+    names, edges = of_nodes(whole)
+    chosen, inner = of_nodes(part)
+    sizes = whole.nodes["weight"].iloc[:-1].abs()
+    assert part.nodes["weight"].iloc[:-1].abs().min() >= sizes.nlargest(20).min() - 1e-6 * scale(whole)
+    assert len(chosen) == 21
+    atol = 1e-5 * scale(whole)
+    for ends, weight in edges.items():
+        if set(ends) <= set(chosen):
+            assert inner.pop(ends, 0.0) == pytest.approx(weight, abs=atol)
+    assert all(abs(weight) < atol for weight in inner.values())
+    entering = whole.nodes["entering"].to_numpy()[[names.index(node) for node in chosen]]
+    assert part.nodes["entering"].to_numpy() == pytest.approx(entering, rel=1e-4, abs=atol)
+    assert (part.total, part.gap) == (whole.total, whole.gap)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "all"])
+def test_a_number_of_nodes_that_is_none_is_refused(demo_model, value):
+    with pytest.raises(tlens.InvalidInputError, match="contribution_graph: nodes"):
+        circuits.contribution_graph(tlens.freeze(demo_model, "The value"), 5, nodes=value)
+
+
 def test_what_has_no_neurons_or_no_pattern(model_named):
     moe = next(name for name in model_names() if "mixtral" in name)
     one = tlens.freeze(model_named(moe), some_tokens(batch=1))

@@ -28,7 +28,7 @@ def asset(name: str) -> str:
 
 def head(body: str = "") -> str:
     """What every picture needs beside it, once: style, and the script that reads values; and what only some need."""
-    names = ["style.css", "script.js"]
+    names = ["base.css", "style.css", "script.js"]
     names += dict.fromkeys(name for mark, files in ONLY_WITH.items() if mark in body for name in files)
     style, script = ("".join(asset(name) for name in names if name.endswith(kind)) for kind in (".css", ".js"))
     return f"<style>{style}</style><script>{script}</script>"

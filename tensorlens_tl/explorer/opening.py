@@ -68,13 +68,24 @@ class Explorer:
         self._server.close()
 
 
-def explore(model: Any, tuned: Any = None, *, name: str = "", port: int = 0, tab: bool = False) -> Explorer:
+def explore(
+    model: Any,
+    tuned: Any = None,
+    *,
+    name: str = "",
+    dictionaries: Any = None,
+    labels: Any = None,
+    port: int = 0,
+    tab: bool = False,
+) -> Explorer:
     """Open the explorer: a local page for prompts, tokens, heads and two runs; the last line of a cell shows it inline.
 
     Args:
         model: a model of either class of TransformerLens.
         tuned: a second model of the same architecture; comparisons of two prompts are then between the two models.
         name: what the page calls the model.
+        dictionaries: sparse autoencoders of the model, one or several: the page shows their features.
+        labels: what their features are called: for each dictionary what `circuits.feature_labels` takes.
         port: where it listens, on this machine only; 0 takes a free port.
         tab: open it in a tab of the browser.
 
@@ -88,7 +99,8 @@ def explore(model: Any, tuned: Any = None, *, name: str = "", port: int = 0, tab
     >>> page.result  # doctest: +SKIP
     Attribution('tensorlens', "logit of ' raised' − ' not'", batch=1, query=1, key=35, gap=3.1e-07)
     """
-    page = Explorer(Session(model, tuned, name=name), port).start()
+    session = Session(model, tuned, name=name, dictionaries=dictionaries, labels=labels)
+    page = Explorer(session, port).start()
     if tab:
         webbrowser.open(page.url)
     return page

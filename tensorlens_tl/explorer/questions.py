@@ -24,7 +24,10 @@ class Question:
         method: of the token scores.
         layer, head: the head that is looked at, or None.
         key: the position that the head attends to, or None: the one it attends to most.
-        node: what is ablated, such as ``"L1H3"``, or None.
+        node: what is ablated or taken apart, such as ``"L1H3"`` or ``"MLP2"``, or None.
+        nodes: how many the graph has.
+        dictionary: which of the session's dictionaries the features are of, counted from 0.
+        feature, at: a feature, and the position that it is active at; None for the query.
     """
 
     text: str
@@ -38,6 +41,10 @@ class Question:
     head: int | None = None
     key: int | None = None
     node: str | None = None
+    nodes: int | None = None
+    dictionary: int | None = None
+    feature: int | None = None
+    at: int | None = None
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Question":
@@ -59,6 +66,7 @@ class Question:
             head=_number(fields, "head"),
             key=_number(fields, "key"),
             node=_text(fields, "node"),
+            **{name: _number(fields, name) for name in ("nodes", "dictionary", "feature", "at")},
         )
 
 

@@ -26,10 +26,13 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Message, Receive, Scope, Send
 
+from tensorlens_tl.drawing.page import asset
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.explorer.session import Session
 
 STATIC = Path(__file__).parent / "static"
+SHARED = ("base.css", "page.css")
+"""Style sheets that reports have too."""
 LARGEST_BODY = 256 * 1024
 """Bytes of a question."""
 MOST_WAITING = 16
@@ -79,6 +82,7 @@ class Server:
         routes = [
             Route("/", self._page),
             Route("/api/{view}", self._answer, methods=["POST"]),
+            *(Route(f"/static/{name}", partial(_shared, name)) for name in SHARED),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
         self._app = Starlette(routes=routes)
@@ -190,6 +194,10 @@ async def _body(request: Request) -> bytes | None:
         if len(body) > LARGEST_BODY:
             return None
     return body
+
+
+async def _shared(name: str, request: Request) -> Response:
+    return Response(asset(name), media_type="text/css")
 
 
 def _error(status: int, message: str) -> JSONResponse:

@@ -8,17 +8,25 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.circuits import full_ov
+from tensorlens_tl.circuits import Features, full_ov
 from tensorlens_tl.errors import InvalidInputError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.explorer.calls import Call, code_of
+from tensorlens_tl.explorer.parts import (
+    component_view,
+    feature_effects_view,
+    feature_view,
+    graph_view,
+    neuron_view,
+    with_labels,
+)
 from tensorlens_tl.explorer.questions import Question
 from tensorlens_tl.passes import Difference, FrozenPass, difference, freeze
 from tensorlens_tl.passes.operator import chosen_head, token_label
 from tensorlens_tl.registry import get_method, list_methods
-from tensorlens_tl.results import Terms
 
 View = dict[str, Any]
 Key = TypeVar("Key")
@@ -28,6 +36,10 @@ BEST = 10
 """Next tokens that are listed."""
 TOP = 12
 """Components and tokens that a head's lists name."""
+NODES = 40
+"""Nodes of the graph, where the page asks for no other number."""
+MOST_NODES = 200
+"""Nodes of the graph at most: more are a thicket."""
 
 
 class Session:
@@ -37,6 +49,8 @@ class Session:
         model: the model, of either class.
         other: a second model of its architecture, such as a fine-tuned one: runs of two prompts are then of both.
         name: what the page calls it.
+        dictionaries: sparse autoencoders of the model, one or several, in which the page shows features.
+        labels: what their features are called, for each dictionary as `circuits.feature_labels` takes it.
         passes: how many prompts' passes stay in memory.
 
     >>> from tensorlens_tl.explorer import Session
@@ -46,13 +60,23 @@ class Session:
     True
     """
 
-    def __init__(self, model: Any, other: Any = None, *, name: str = "", passes: int = 16) -> None:
+    def __init__(
+        self,
+        model: Any,
+        other: Any = None,
+        *,
+        name: str = "",
+        dictionaries: Any = None,
+        labels: Any = None,
+        passes: int = 16,
+    ) -> None:
         self.model = model
         self.other = other
         self.name = name
+        self.dictionaries = with_labels(dictionaries, labels)
         self.last: Any = None
         self.question: Question | None = None
-        self._calls: list[Call] = []
+        self._calls: list[Call | str] = []
         self._passes = passes
         self._frozen: OrderedDict[tuple[bool, str], FrozenPass] = OrderedDict()
         self._differences: OrderedDict[tuple[str, str], Difference] = OrderedDict()
@@ -64,13 +88,18 @@ class Session:
             "head": self._head,
             "routes": self._routes,
             "ablate": self._ablate,
+            "graph": self._graph,
+            "neurons": self._neurons,
+            "features": self._features,
+            "feature": self._feature,
         }
 
     def view(self, name: str, fields: Mapping[str, Any]) -> View:
         """One view of one question, with the Python that gives the same numbers as ``"code"``.
 
         Args:
-            name: ``"prompt"``, ``"tokens"``, ``"components"``, ``"head"``, ``"routes"`` or ``"ablate"``.
+            name: ``"prompt"``, ``"tokens"``, ``"components"``, ``"head"``, ``"routes"``, ``"ablate"``, ``"graph"``,
+                ``"neurons"``, ``"features"`` or ``"feature"``.
             fields: those of a `Question`.
 
         Raises:
@@ -88,7 +117,12 @@ class Session:
     def about(self) -> View:
         """The model and the methods that the page offers."""
         methods = [{"name": method, "about": _first_sentence(method)} for method in list_methods()]
-        return {"name": self.name, "two_models": self.other is not None, "methods": methods}
+        return {
+            "name": self.name,
+            "two_models": self.other is not None,
+            "methods": methods,
+            "dictionaries": [dictionary.hook for dictionary in self.dictionaries],
+        }
 
     # ------------------------------------------------------------------ passes
 
@@ -108,8 +142,10 @@ class Session:
 
     def _result(self, run: FrozenPass | Difference, path: str, *places: int, **options: Any) -> Any:
         """Call a public function, and remember the call for the code and its result for Python."""
-        call = Call(path, places, options)
-        self.last = call(run)
+        return self._answer(Call(path, places, options), run)
+
+    def _answer(self, call: Call, subject: Any) -> Any:
+        self.last = call(subject)
         self._calls.append(call)
         return self.last
 
@@ -168,24 +204,27 @@ class Session:
     # ------------------------------------------------------------------ views
 
     def _prompt(self, question: Question) -> View:
-        """Tokens of the prompt, and what the model says after the query."""
+        """Tokens of the prompt, and what the model says after the query; of two runs, what each of them says."""
         frozen = self.frozen(question.text)
-        logits = self._next(question).double()
-        chances = logits.softmax(-1)
-        best = logits.argsort(descending=True)[:BEST].tolist()
+        chances = self._next(question).double().softmax(-1)
         target = self._target(question)
         view = {
             "tokens": frozen.str_tokens[0],
             "query": self._query(question),
-            "next": [_token(frozen, token) | {"chance": float(chances[token])} for token in best],
+            "next": _likeliest(frozen, chances),
             **{name: _token(frozen, token) for name, token in target.items()},
             "proof": max(frozen.errors.values(), default=0.0),
+            "numbers": [self._number(frozen, target, self._query(question))],
         }
         if question.other is not None:
             change = self.change(question.text, question.other)
             view |= {"tokens": change.str_tokens[0], "proof": max(change.errors.values(), default=0.0)}
             view["changed"] = (change.a.tokens != change.b.tokens)[0].tolist()
             view["numbers"] = [self._number(run, target, view["query"]) for run in change.runs]
+            logits = change.b.logits(view["query"])
+            assert logits is not None
+            others = logits[0, 0].double().softmax(-1)
+            view["next"] = _of_both(frozen, chances, others)
         return view
 
     def _number(self, run: FrozenPass, target: Mapping[str, int], query: int) -> float:
@@ -216,7 +255,7 @@ class Session:
         """The direct effects of heads and MLPs, and of all else that writes to the stream."""
         run = self._run(question)
         terms = self._result(run, "circuits.logit_attribution", by="head", **self._aim(question))
-        return _by_layer(terms, self.frozen(question.text)) | {
+        return component_view(terms, self.frozen(question.text)) | {
             "total": float(terms.total[0, 0]),
             "gap": float(terms.gap[0, 0]),
             "label": terms.target,
@@ -328,6 +367,77 @@ class Session:
             total = float(terms.total[0, 0])
         return {"node": question.node, "before": total, "after": total - losses["live"], **losses}
 
+    def _graph(self, question: Question) -> View:
+        """The strongest nodes through which the target came about, and the edges between them."""
+        count = min(question.nodes or NODES, MOST_NODES)
+        run = self._run(question)
+        graph = self._result(run, "circuits.contribution_graph", **self._aim(question), nodes=count, threshold=0)
+        return graph_view(graph)
+
+    def _neurons(self, question: Question) -> View:
+        """The neurons of one MLP that write most to the target.
+
+        Raises:
+            InvalidInputError: no MLP was named.
+        """
+        if question.node is None:
+            raise InvalidInputError("explorer: node is missing; click an MLP.")
+        terms = self._result(self._run(question), "circuits.logit_attribution", **self._aim(question), by="neuron")
+        return neuron_view(terms, question.node)
+
+    def _features(self, question: Question) -> View:
+        """The features of a dictionary that give most to the target."""
+        features = self._active(question)
+        call = Call("circuits.feature_effects", options=self._aim(question), subject="features")
+        return feature_effects_view(features, self._answer(call, features))
+
+    def _feature(self, question: Question) -> View:
+        """What makes one feature active, and which tokens it promotes.
+
+        Raises:
+            InvalidInputError: no feature was named.
+        """
+        if question.feature is None:
+            raise InvalidInputError("explorer: feature is missing; click a feature.")
+        features = self._active(question)
+        at = self._query(question) if question.at is None else question.at
+        call = Call("circuits.feature_attribution", (question.feature,), {"query": at}, "features")
+        sources = self._answer(call, features)
+        shown = self.dictionaries[question.dictionary or 0].examples(self.model, features.frozen, question.feature)
+        return feature_view(features, question.feature, at, sources, shown)
+
+    def _active(self, question: Question) -> Features:
+        """The active features of the dictionary that is asked about.
+
+        Raises:
+            InvalidInputError: there is none, or two prompts are compared.
+        """
+        number = question.dictionary or 0
+        if number >= len(self.dictionaries):
+            raise InvalidInputError(
+                f"explorer: dictionary {number} of {len(self.dictionaries)}; pass explore(model, dictionaries=…)."
+            )
+        if question.other is not None:
+            raise InvalidInputError("explorer: features are of one run; leave the second prompt out.")
+        dictionary = self.dictionaries[number]
+        self._calls.append(dictionary.code)
+        return dictionary.features(self.frozen(question.text))
+
+
+def _likeliest(frozen: FrozenPass, chances: Tensor) -> list[View]:
+    """The tokens that may come next, likeliest first."""
+    best = chances.argsort(descending=True)[:BEST].tolist()
+    return [_token(frozen, token) | {"chance": float(chances[token])} for token in best]
+
+
+def _of_both(frozen: FrozenPass, chances: Tensor, others: Tensor) -> list[View]:
+    """The tokens that either of two runs finds likely, with the probability in each."""
+    order = torch.maximum(chances, others).argsort(descending=True)[:BEST].tolist()
+    return [
+        _token(frozen, token) | {"chance": float(chances[token]), "other_chance": float(others[token])}
+        for token in order
+    ]
+
 
 def _token(frozen: FrozenPass, token: int) -> View:
     return {"id": token, "text": token_label(frozen.view, token)}
@@ -341,19 +451,6 @@ def _recent(store: OrderedDict[Key, Value], key: Key, make: Callable[[], Value],
     while len(store) > most:
         store.popitem(last=False)
     return store[key]
-
-
-def _by_layer(terms: Terms, frozen: FrozenPass) -> View:
-    """Heads and MLPs as rows of a matrix, and the other terms by name."""
-    scores = dict(zip(terms.names, terms.scores[0, 0].tolist(), strict=True))
-    heads: list[list[float | None]] = []
-    mlps: list[float | None] = []
-    for layer, block in enumerate(frozen.view.blocks):
-        count = 0 if block.mixer else block.attention.heads
-        heads.append([scores.pop(f"L{layer}H{head}", None) for head in range(count)])
-        mlps.append(scores.pop(f"MLP{layer}", None))
-    rest = sorted(scores.items(), key=lambda item: -abs(item[1]))
-    return {"heads": heads, "mlps": mlps, "rest": [{"name": name, "score": score} for name, score in rest]}
 
 
 def _first_sentence(method: str) -> str:

@@ -1,11 +1,11 @@
 """The edges of a contribution graph: what enters each node from every source before it, and which of it is large."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain
@@ -50,11 +50,14 @@ class Edges:
     Attributes:
         threshold: the share of the largest edge below which edges are left out.
         most: how many there may be.
+        selection: nodes between which edges are kept, by their numbers, the target last; None for all. Of other
+            heads' edges nothing is computed.
         entering: Σ abs of all edges into nodes, `[row, pos]`, by the first of the rows.
     """
 
     threshold: float
     most: int
+    selection: Bool[Tensor, "node"] | None = None
     entering: dict[int, Tensor] = field(default_factory=dict)
     tables: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     largest: float = 0.0
@@ -109,6 +112,10 @@ class Edges:
         carried: Carried,
     ) -> None:
         """Edges into heads, from every position that they read; arguments as in `into_positionwise`."""
+        if self.selection is not None and not any(len(node.chosen) for node in nodes):
+            for number, part in enumerate(sublayer.split(cotangent[0, 0]).unbind(-2)):
+                self.into_mixing(first + number, sublayer.read_of(number), part, carried)
+            return
         outputs = carried.outputs
         pos = outputs.shape[1]
         at = carried.positions
@@ -137,9 +144,11 @@ class Edges:
         outputs = carried.outputs
         pos, width = cotangent.shape
         at = carried.positions
+        if self.selection is not None:
+            at = at[self.selection[row * pos : (row + 1) * pos]]
         self.entering[row] = torch.zeros(1, pos).to(outputs)
         at_once = _at_once((len(outputs) + 3 * width) * pos, outputs)
-        for start in range(0, pos, at_once):
+        for start in range(0, len(at), at_once):
             queries = at[start : start + at_once]
             rows = place(cotangent[queries][:, None], queries[:, None], cotangent[None])
             weights = torch.einsum("qkd,mkd->mqk", m.pull(rows)[:, 0], outputs)
@@ -149,6 +158,8 @@ class Edges:
     def add(self, source: Tensor, target: Tensor, weights: Tensor) -> None:
         """Add the edges that are large enough; numbers of nodes broadcast to `weights`."""
         sizes = weights.abs()
+        if self.selection is not None:
+            sizes = sizes * (self.selection[source] & self.selection[target])
         self.largest = max(self.largest, float(sizes.max()))
         large = (sizes >= self.threshold * self.largest) & (sizes > 0)
         self.tables.append((source.expand_as(weights)[large], target.expand_as(weights)[large], weights[large]))
@@ -179,6 +190,15 @@ class Edges:
         source, target, weights = (torch.cat(column) for column in zip(*self.tables, strict=True))
         large = weights.abs() >= self.threshold * self.largest
         self.tables = [(source[large], target[large], weights[large])]
+
+
+class NoEdges(Edges):
+    """No edges: for a walk that only weighs the nodes."""
+
+    def into_positionwise(self, *_: Any) -> None:
+        """Nothing."""
+
+    into_rows = into_heads = into_mixing = add = into_positionwise
 
 
 def _at_once(numbers: int, like: Tensor) -> int:

@@ -39,16 +39,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import ZERO
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Direction, Share
 from tensorlens_tl.circuits.graph import nodes as graph_nodes
-from tensorlens_tl.circuits.graph.edges import Carried, Edges
+from tensorlens_tl.circuits.graph.edges import Carried, Edges, NoEdges
 from tensorlens_tl.circuits.graph.features import Dictionaries, FeatureSplit, feature_splits
-from tensorlens_tl.circuits.graph.nodes import Choice
+from tensorlens_tl.circuits.graph.nodes import Choice, Node
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, Sublayer, stream_target, token_pairs
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models import LayerRange, ModelView, Query, TokenLike
@@ -69,6 +70,7 @@ def contribution_graph(
     minus: TokenLike = None,
     *,
     threshold: Any = 0.01,
+    nodes: int | None = None,
     neurons: Share = None,
     sources: Share = None,
     dictionaries: Dictionaries = None,
@@ -86,6 +88,8 @@ def contribution_graph(
         target, minus, direction, layers, final_norm: as in `logit_attribution`.
         threshold: edges smaller than this share of the largest edge are left out (0 keeps all but exact zeros); nodes
             keep their weights, and `ContributionGraph.completeness` says what the kept edges carry.
+        nodes: only so many, those of the largest abs(weight), and the edges between them: a large model's graph in a
+            fraction of the time. What enters them from others is counted in ``entering``. None gives every node.
         neurons: split MLPs into neurons: an integer, so many at each position of each MLP, the largest; or a number
             below 1, all whose abs(weight) is at least this share of the largest neuron's. None leaves MLPs whole.
         sources: split heads by the token they read, in the same way: so many for each head and query, or all that are
@@ -98,10 +102,10 @@ def contribution_graph(
         activation: the rule for MLPs.
 
     Raises:
-        InvalidInputError: several prompts or queries, a threshold outside [0, 1], neurons, sources or features that are
-            neither a number of them nor a share, features without dictionaries, dictionaries of another pass, outside
-            the layers or two at one place, transcoders (`feature_effects` takes them), and what `logit_attribution`
-            refuses.
+        InvalidInputError: several prompts or queries, a threshold outside [0, 1], nodes below 1, neurons, sources or
+            features that are neither a number of them nor a share, features without dictionaries, dictionaries of
+            another pass, outside the layers or two at one place, transcoders (`feature_effects` takes them), and what
+            `logit_attribution` refuses.
         UnsupportedModelError: neurons of a mixture of experts.
         SizeError: more than `MOST_NODES` nodes, or more than `MOST_EDGES` edges would be kept.
 
@@ -110,6 +114,8 @@ def contribution_graph(
     True
     """
     check_options(threshold, neurons, sources, features)
+    if nodes is not None:
+        whole_number("contribution_graph: nodes", nodes, 1)
     if features is not None and dictionaries in (None, [], ()):
         raise InvalidInputError(f"features={features!r}: there are none without dictionaries=.")
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
@@ -127,7 +133,13 @@ def contribution_graph(
             (float(split.weights.abs().max()) for split in splits.values() if len(split.weights)), default=0.0
         )
         choices["features"] = _of_largest("features", features, largest)
-    builder = _Builder(readout, pulled, Edges(float(threshold), MOST_EDGES), choices, splits)
+    edges = Edges(float(threshold), MOST_EDGES)
+    builder = _Builder(readout, pulled, edges, choices, splits)
+    if nodes is not None:
+        weighed = _Builder(readout, pulled, NoEdges(0.0, MOST_EDGES), choices, splits)
+        weighed.walk()
+        edges.selection = weighed.largest(nodes)
+        builder.prepared = weighed.prepared
     return builder.graph(_prediction(readout, target, minus, direction))
 
 
@@ -224,6 +236,13 @@ class _Row:
         return torch.full_like(self.weights, -1, dtype=torch.long)
 
     @property
+    def exists(self) -> Bool[Tensor, "pos"]:
+        """Where there is a node."""
+        if self.numbers is not None:
+            return self.numbers >= 0
+        return torch.ones_like(self.weights, dtype=torch.bool)
+
+    @property
     def names(self) -> list[str]:
         """Its name at every position."""
         if self.numbers is None:
@@ -235,7 +254,8 @@ class _Row:
 class _Builder:
     """Walks the steps forwards with every source's output, and collects nodes and edges.
 
-    `carried` are the rows whose outputs the stream still carries, directly, to the stream before the current step.
+    `carried` are the rows whose outputs the stream still carries, directly, to the stream before the current step;
+    `prepared` are the nodes of sublayers, in their order, those of an earlier walk included.
     """
 
     readout: StreamTarget
@@ -245,9 +265,14 @@ class _Builder:
     splits: dict[int, FeatureSplit] = field(default_factory=dict[int, FeatureSplit])
     rows: list[_Row] = field(default_factory=list)
     carried: list[int] = field(default_factory=list)
+    prepared: dict[int, list[Node]] = field(default_factory=dict[int, "list[Node]"])
 
     def graph(self, prediction: dict[str, Any]) -> ContributionGraph:
         """The whole graph."""
+        return self._tables(self.walk(), prediction)
+
+    def walk(self) -> Float[Tensor, "source pos"]:
+        """All rows and their edges; what each source that is still carried adds to the target itself."""
         stream = self.readout.stream
         sources = stream.sources()
         outputs = torch.stack([part[0] for part in sources.values()])
@@ -274,7 +299,15 @@ class _Builder:
             self.carried += range(before, len(self.rows))
         if len(stream.steps) in self.splits:
             outputs = self._features(self.splits[len(stream.steps)], outputs)
-        return self._tables((outputs * self.pulled.stream[-1][0, 0]).sum(-1), prediction)
+        return (outputs * self.pulled.stream[-1][0, 0]).sum(-1)
+
+    def largest(self, count: int) -> Bool[Tensor, "node"]:
+        """Which nodes have the largest weights, by their numbers; the target, the last, is one of them."""
+        sizes = torch.stack([row.weights.abs().masked_fill(~row.exists, -1) for row in self.rows]).flatten()
+        selection = torch.zeros(len(sizes) + 1, dtype=torch.bool, device=sizes.device)
+        selection[sizes.topk(min(count, len(sizes))).indices] = True
+        selection[-1] = True
+        return selection
 
     def _tables(self, final: Float[Tensor, "source pos"], prediction: dict[str, Any]) -> ContributionGraph:
         import pandas as pd
@@ -312,8 +345,9 @@ class _Builder:
                 "entering": [*entering.flatten().tolist(), float(final.abs().sum())],
             }
         )
-        is_whole = torch.tensor([row.numbers is None for row in self.rows])
-        exists = torch.cat([((numbers >= 0) | is_whole[:, None]).flatten(), torch.tensor([True])])
+        exists = torch.cat([*(row.exists.cpu() for row in self.rows), torch.tensor([True])])
+        if self.edges.selection is not None:
+            exists &= self.edges.selection.cpu()
         source, end, weight = self.edges.table()
         renumbered = exists.cumsum(0) - 1
         edges = pd.DataFrame(
@@ -368,14 +402,10 @@ class _Builder:
     ) -> list[Float[Tensor, "row pos d_model"]]:
         """A sublayer's nodes with their edges, and what each of them wrote."""
         cotangent = sublayer.write.pull(g)
-        choice = self.choices.get(_splits(sublayer))
-        if choice is None:
-            nodes = graph_nodes.whole(sublayer, hidden, cotangent)
-        elif sublayer.is_attention:
-            nodes = graph_nodes.sources(sublayer, x, cotangent, choice)
-        else:
-            nodes = graph_nodes.neurons(sublayer, hidden, cotangent, choice)
         first = len(self.rows)
+        if first not in self.prepared:
+            self.prepared[first] = self._nodes(sublayer, x, hidden, cotangent)
+        nodes = self.prepared[first]
         for node in nodes:
             for (name, kind, numbers), weights, biases in zip(node.rows, node.weights, node.biases, strict=True):
                 self._add(name, kind, sublayer.layer, weights, biases, numbers)
@@ -389,6 +419,15 @@ class _Builder:
         else:
             self.edges.into_positionwise(sublayer, nodes, first, cotangent, carried)
         return [node.outputs for node in nodes]
+
+    def _nodes(self, sublayer: Sublayer, x: Tensor, hidden: Tensor, cotangent: Tensor) -> list[Node]:
+        """A sublayer's nodes, whole or in the parts that were chosen."""
+        choice = self.choices.get(_splits(sublayer))
+        if choice is None:
+            return graph_nodes.whole(sublayer, hidden, cotangent)
+        if sublayer.is_attention:
+            return graph_nodes.sources(sublayer, x, cotangent, choice)
+        return graph_nodes.neurons(sublayer, hidden, cotangent, choice)
 
     def _check_count(self, pos: int, layer: int) -> None:
         if len(self.rows) * pos > MOST_NODES:

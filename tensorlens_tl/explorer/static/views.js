@@ -1,0 +1,110 @@
+// The views that are always there: tokens, next tokens, components; of two runs, routes; of dictionaries, features.
+import { bars, card, chips, error, h, matrix, menu, number, percent, plain, quoted, sum, visible } from "./draw.js";
+import { NOTHING } from "./state.js";
+
+const LISTED = 8;
+
+export function tokensView(prompt, view, state, go, about) {
+  const two = Boolean(state.other);
+  const scores = prompt.tokens.map((token, at) => ({ name: `${quoted(token)} ${at}`, score: view.scores[at] }));
+  const top = [...scores].sort((a, b) => Math.abs(b.score) - Math.abs(a.score)).slice(0, LISTED).filter((row) => row.score);
+  const table = { columns: ["token", "score"], rows: prompt.tokens.map((token, at) => [`${at} ${visible(token)}`, view.scores[at]]) };
+  const method = two ? null : h("select", { id: "method", "aria-label": "Method", onchange: (event) => go({ method: event.target.value }) },
+    about.methods.map((of) => h("option", { value: of.name, selected: of.name === view.method }, of.name)));
+  const says = two ? "Each token’s part of the exact change, with nothing held fixed." : about.methods.find((of) => of.name === view.method)?.about;
+  return card("tokens", two ? "What changed the answer, by token" : "Which tokens matter", view.label,
+    h("div", { class: "row" }, method, menu(view.label, "tokens", table, view.code)),
+    chips(prompt.tokens, {
+      values: view.scores, selected: prompt.query, changed: prompt.changed, linked: state.at,
+      label: "Tokens; press one to ask about the prediction after it",
+      pick: (at) => go({ ...NOTHING, query: at, target: undefined, minus: undefined }),
+    }),
+    h("p", { class: "soft hint" }, "Press a token to ask about the prediction after it."),
+    bars(top, { label: "Largest token scores" }), tokenSum(prompt, view, two),
+    says ? h("details", { class: "soft" }, h("summary", {}, `About ${view.method}`), h("p", {}, says)) : null);
+}
+
+// Frozen beside live: the parts sum to the frozen model's number, and the live model's is what it has to be.
+function tokenSum(prompt, view, two) {
+  const parts = view.scores.reduce((a, b) => a + b, 0);
+  if (view.total === null) return sum([["Not parts of a sum:", "compare these scores with each other only"]]);
+  const live = two ? prompt.numbers[0] - prompt.numbers[1] : prompt.numbers[0];
+  const line = view.additive ? [["tokens", parts], ["+ bias", view.bias], ["=", parts + view.bias]] : [["tokens", parts], ["+ bias", view.bias], ["not the whole of it", parts + view.bias]];
+  const runs = two ? [["first run", prompt.numbers[0]], ["− second run", prompt.numbers[1]], ["=", live]] : [["live model", live]];
+  return h("div", {}, sum([...line, [view.additive ? "residual" : "short by", error(view.gap), view.gap]]), sum(runs));
+}
+
+export function nextView(prompt, state, go) {
+  const two = Boolean(state.other);
+  const minus = h("select", { "aria-label": "Compared with", onchange: (event) => go({ minus: event.target.value === "" ? undefined : event.target.value === "none" ? null : Number(event.target.value) }) },
+    h("option", { value: "", selected: state.minus === undefined }, "the runner-up"),
+    h("option", { value: "none", selected: state.minus === null }, "nothing"),
+    prompt.next.filter((of) => of.id !== prompt.target?.id).map((of) => h("option", { value: of.id, selected: state.minus === of.id }, visible(of.text))));
+  const columns = two ? ["token", "first run", "second run"] : ["token", "probability"];
+  const table = { columns, rows: prompt.next.map((of) => (two ? [of.text, of.chance, of.other_chance] : [of.text, of.chance])) };
+  return card("next", `After ${quoted(prompt.tokens[prompt.query])}`, two ? "what each run predicts" : "the model’s next token",
+    menu("next token", "next", table, prompt.code),
+    two ? bothRuns(prompt, go) : bars(prompt.next.map((of) => ({ name: of.text, score: of.chance, shown: percent(of.chance), pick: of.id })), {
+      unsigned: true, label: "Next tokens; press one to explain it", selected: prompt.target.id, pick: (id) => go({ target: id }),
+    }),
+    h("p", { class: "sum row" }, h("span", {}, "Explaining ", h("b", {}, quoted(prompt.target.text))), h("label", { class: "inline" }, "against ", minus)));
+}
+
+// The probabilities of both runs, side by side on one scale.
+function bothRuns(prompt, go) {
+  const most = Math.max(...prompt.next.map((of) => Math.max(of.chance, of.other_chance)));
+  const bar = (chance, kind) => [
+    h("span", { class: "bars-bar", "aria-hidden": "true" }, h("i", { class: kind, style: { width: `${100 * chance / most}%` } })),
+    h("span", { class: "value", title: String(chance) }, percent(chance))];
+  return h("div", { class: "bars runs", role: "group", "aria-label": "Next tokens of both runs; press one to explain it" },
+    h("span", {}), h("small", {}, "first run"), h("span", {}), h("small", {}, "second run"), h("span", {}),
+    prompt.next.flatMap((of) => [
+      h("button", { type: "button", class: "name", title: visible(of.text), "aria-pressed": String(of.id === prompt.target.id), onclick: () => go({ target: of.id }) }, visible(of.text)),
+      ...bar(of.chance, "first"), ...bar(of.other_chance, "second")]));
+}
+
+export function componentsView(view, state, go) {
+  const count = Math.max(...view.heads.map((row) => row.length));
+  const columns = [...Array.from({ length: count }, (_, head) => `H${head}`), "MLP"];
+  const values = view.heads.map((row, layer) => [...row, ...Array(count - row.length).fill(null), view.mlps[layer]]);
+  const names = view.heads.map((_, layer) => `L${layer}`);
+  const others = view.rest.reduce((total, term) => total + term.score, 0);
+  const table = { columns: ["layer", ...columns], rows: values.map((row, at) => [names[at], ...row.map((value) => value ?? "")]) };
+  return card("components", state.other ? "What changed the answer, by component" : "Which components write it",
+    `${view.label}; direct effects`, menu(view.label, "components", table, view.code),
+    matrix(names, columns, values, {
+      label: "Direct effects, layers by heads and MLP",
+      selected: (layer, column) => (column < count ? state.layer === layer && state.head === column : state.node === `MLP${layer}`),
+      pick: (layer, column) => (column < count ? go({ ...NOTHING, layer, head: column }) : go({ ...NOTHING, node: `MLP${layer}` })),
+    }),
+    h("p", { class: "soft hint" }, "Press a head or an MLP to look into it."),
+    h("details", { class: "soft" }, h("summary", {}, `Embeddings and biases ${number(others)}`), bars(view.rest, { label: "Other terms" })),
+    sum([["heads and MLPs", view.total - others], ["+ embeddings and biases", others], ["=", view.total], ["residual", error(view.gap), view.gap]]));
+}
+
+export function routesView(view) {
+  const table = { columns: ["layer", ...view.routes], rows: view.scores.map((row, at) => [view.layers[at], ...row]) };
+  return card("routes", "By which routes it passes each layer", "each row sums to the whole change; rows are cuts at different depths and do not add up",
+    menu("routes", "routes", table, view.code), matrix(view.layers, view.routes, view.scores, { label: "Routes" }),
+    sum([["each row =", view.total], ["residual", error(view.gap), view.gap]]));
+}
+
+const named = (row) => [row.name, row.label].filter(Boolean).join(" · ");
+
+export function featuresView(view, state, go, about) {
+  const choice = about.dictionaries.length < 2 ? null : h("select", { "aria-label": "Dictionary", onchange: (event) => go({ ...NOTHING, dictionary: Number(event.target.value) }) },
+    about.dictionaries.map((hook, number) => h("option", { value: number, selected: number === (state.dictionary ?? 0) }, hook)));
+  const rows = view.top.map((row) => ({ name: `${named(row)} ${quoted(row.token)}`, score: row.score, pick: row.name }));
+  const others = view.count ? [{ name: `${view.count} other features`, score: view.others, muted: true }] : [];
+  const table = { columns: ["feature", "score"], rows: [...view.top.map((row) => [named(row), row.score]), ...view.rest.map((row) => [row.name, row.score])] };
+  const rest = view.rest.reduce((total, row) => total + row.score, 0);
+  const picked = state.feature === undefined ? undefined : `F${state.feature}@${state.at}`;
+  return card("features", "Which features write it", `${view.label}; ${view.hook} explains ${percent(view.explained)} of the variance, ${plain(view.active)} active at a token`,
+    h("div", { class: "row" }, choice, menu(view.label, "features", table, view.code)),
+    bars([...rows, ...others], {
+      label: "Features; press one to look into it", selected: picked,
+      pick: (name) => { const row = view.top.find((of) => of.name === name); go({ ...NOTHING, feature: row.feature, at: row.at }); },
+    }),
+    h("details", { class: "soft" }, h("summary", {}, `Error, b_dec and biases ${number(rest)}`), bars(view.rest, { label: "What belongs to no feature" })),
+    sum([["features", view.total], ["+ what is no feature", rest], ["=", view.whole], ["residual", error(view.gap), view.gap]]));
+}
