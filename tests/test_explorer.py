@@ -569,7 +569,7 @@ def test_type_click_ablate_undo_reload(browser, opened, session):
     wait(browser, lambda: several(browser, ".ablate") and several(browser, ".head"))
     one(browser, "#undo").click()
     wait(browser, lambda: not several(browser, ".ablate"))
-    assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
 def prompt_numbers(session):
@@ -636,7 +636,7 @@ def test_a_node_of_the_graph_is_selected_in_every_view(browser, opened, session)
     )
     one(browser, "#ablate").click()
     wait(browser, lambda: several(browser, ".ablate"))
-    assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
 def test_the_sliders_change_the_graph(browser, opened):
