@@ -538,6 +538,7 @@ def settled(browser):
 
 def load(browser, opened, **state):
     browser.get("about:blank")
+    browser.get_log("browser")  # what earlier tests provoked
     browser.get(f"{opened.url}#{urlencode(state)}")
     settled(browser)
 
