@@ -45,7 +45,7 @@ measured beyond that on fewer models, method by method, is in [Which models are 
   where they suffice, under hooks that share no code with this library), and the scores of a token and their bias are
   its logit, all to 1e-9. The number is the worst of these errors, relative to the largest value; what is refused beside
   it was not measured.
-* **exact (float32 inside)**: the same to 1e-6, where the model itself makes float32 of float64 activations on its way
+* **exact (float32 inside)**: the same to 1e-6, where the model itself casts float64 activations to float32
   (most RMS norms do), which is noticed as it runs.
 * **refused**: the library says that it cannot freeze the model, and why.
 * **crash**: it fails with an error that is not its own, hangs, or ends the process.

@@ -1,4 +1,4 @@
-"""Every method on models built from programs, whose truth is known: a section of docs/evaluation.md.
+"""Every method on models built from programs, whose truth is known: a section of docs/evaluation_tables.md.
 
 ``make evaluation`` writes the section with the whole page; ``python benchmarks/programs.py`` writes this section alone,
 in about a minute. Methods that are registered but not among `evaluate.STANDARD` run with their defaults.
@@ -16,7 +16,7 @@ from tensorlens_tl import demo, evaluate
 from tensorlens_tl.evaluate.known import ranking
 from tensorlens_tl.evaluate.scorers import Scorer, scorers_of
 
-PAGE = Path(__file__).parent.parent / "docs" / "evaluation.md"
+PAGE = Path(__file__).parent.parent / "docs" / "evaluation_tables.md"
 HEADING = "## Models built from programs"
 PROMPTS, PAIRS = 12, 8
 IN_PLACE_OF = ("own position", "first token", "another token")
@@ -139,7 +139,7 @@ def sections() -> list[str]:
     lines = [
         HEADING,
         "",
-        "Weights that were written down (`tensorlens_tl.demo.programs`), without norms and with LayerNorms, so that the truth about every answer is known.",
+        "Hand-constructed weights (`tensorlens_tl.demo.programs`), without norms and with LayerNorms, so that the truth about every answer is known.",
         "",
         "### Programs: source tokens",
         "",

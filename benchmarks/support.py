@@ -31,8 +31,8 @@ goes through `check_model`, every method through `check_method`, and one head's 
   Errors around 1e-7 are of families whose own norms compute in float32 whatever the dtype.
 * **padding**: the sides on which padding changes nothing. Where a side is missing, the model itself computes something else when padded there, and such a batch is refused.
 * **QK**: whether attention scores can be read from weights (`circuits.qk_attribution`).
-* ✓ holds everything, a number is why it is refused. Nothing is ever silently wrong: a model that is in no row is proved or refused when it is frozen,
-  and `tensorlens-tl verify --model NAME` runs the same proof on yours.
+* ✓ passes everything; numbers refer to the reasons below each table. A model that is in no row is checked when it is frozen, and raises an error if the checks fail ([what they cover](guarantees.md));
+  `tensorlens-tl verify --model NAME` runs the same proof on yours.
 * Encoder–decoders (`freeze(model, input, decoder_input_ids=...)`) hold everything that needs the operator, the difference of two runs or the live model alone, with scores over both sides; T5 runs on TransformerLens 4 only.
 * Every architecture that TransformerLens 4 maps, exact or refused and why: [the census](census.md).
 

@@ -88,7 +88,7 @@ def test_a_model_wrapped_twice_is_right_or_told():
     """Some families wrap over their first wrapping without harm; Llama's attention does not."""
     module = made("LlamaForCausalLM", **GROUPED)
     wrapped(module)
-    with pytest.raises(tlens.UnsupportedModelError, match="wrapped by a Bridge before: load it anew"):
+    with pytest.raises(tlens.UnsupportedModelError, match="wrapped by a Bridge before: load it again"):
         tlens.freeze(wrapped(module), some_tokens())
     module = made("GPT2LMHeadModel", **GPT2)
     wrapped(module)

@@ -1,4 +1,4 @@
-"""Models that somebody changed: every public question is exact, or refused (`docs/changed_models.md`).
+"""Models that were changed: every public question is exact, or refused (`docs/changed_models.md`).
 
 The default run is a cross-section: every third change, and every question. What carries the mark `whole` asks a share
 of the questions about every change; `make changed` asks others, and writes the page.

@@ -17,7 +17,7 @@ HOOKED = pytest.mark.skipif("hooked/ln" not in model_names(), reason="HookedTran
 
 
 def fresh(model):
-    """A configuration that is read anew, with nothing remembered."""
+    """A configuration that is read again, with nothing remembered."""
     settings._readings.pop(model, None)
     return dict(configuration(model))
 

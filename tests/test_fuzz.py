@@ -155,7 +155,7 @@ def test_any_configuration_holds_everything_or_is_refused(configuration, prompt,
     assert hooks_left(model) == 0
 
 
-# ------------------------------------------------------------------ other people's hooks, caches and loops
+# ------------------------------------------------------------------ user-installed hooks, caches and loops
 
 FAMILIES = [
     name

@@ -745,7 +745,7 @@ MISTAKES = {
     ),
     "a ratio below 1": (lambda c: compress.plan(c.model, ratio=0.5), "ratio=0.5", "ratio", "at least 1"),
     "layers to compress": (lambda c: compress.plan(c.model, ratio=2, layers=[9]), "layers=9", "layers", "-4 to 3"),
-    "whitening twice": (lambda c: tlens.whiten(c.whitened), "whitened already", "whiten", "load it anew"),
+    "whitening twice": (lambda c: tlens.whiten(c.whitened), "whitened already", "whiten", "load it again"),
     "whitening's start": (lambda c: tlens.whiten(c.model, init="zero"), "'zero'", "init", "'identity'"),
 }
 

@@ -1,4 +1,4 @@
-"""The model is changed between freezing and use: refused, or valid and right; and other people's hooks."""
+"""The model is changed between freezing and use: refused, or valid and right; and user-installed hooks."""
 
 import pytest
 import torch
@@ -232,7 +232,7 @@ def test_two_passes_do_not_interfere(model_named):
     assert torch.equal(a.operator().in_out().scores, first)
 
 
-# ------------------------------------------------------------------------------- other people's hooks
+# ------------------------------------------------------------------------------- user-installed hooks
 
 
 def test_other_peoples_hooks_are_respected_and_reported(model):

@@ -181,7 +181,7 @@ def test_digits_are_distorted_a_little():
     images, labels = (part[:64] for part in tlens.demo.digit_images(held_out=False))
     first, second = (train_vision.distorted(images, torch.Generator().manual_seed(seed)) for seed in (0, 1))
     assert torch.equal(first, train_vision.distorted(images, torch.Generator().manual_seed(0)))
-    assert (first - second).abs().amax((1, 2, 3)).min() > 0.05  # each is drawn anew
+    assert (first - second).abs().amax((1, 2, 3)).min() > 0.05  # each is resampled
     assert 0 <= float(first.min()) <= float(first.max()) <= 1
     with torch.no_grad():
         read = tlens.load_demo_model("digits")(first).argmax(-1)

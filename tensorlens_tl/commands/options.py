@@ -26,8 +26,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="demo",
-        help="'demo', 'demo:NAME' (recall, brackets, relations, encoder, whitened), 'program:NAME' (a model that was "
-        "written down, such as program:induction; program:induction:norm has norms), a Hugging Face name, or a folder",
+        help="'demo', 'demo:NAME' (recall, brackets, relations, encoder, whitened), 'program:NAME' (a hand-constructed "
+        "model, such as program:induction; program:induction:norm has norms), a Hugging Face name, or a folder",
     )
     parser.add_argument("--kind", choices=("hooked", "bridge"), help="model class (default: hooked where it exists)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")

@@ -1,4 +1,4 @@
-"""``tensorlens-tl reproduce``: the tables and figures of TensorLens (2026) on a model of yours."""
+"""``tensorlens-tl reproduce``: the tables and figures of TensorLens (2026) on your model."""
 
 import argparse
 import json

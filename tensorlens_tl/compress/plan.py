@@ -142,7 +142,7 @@ def _compressed(method: Method, weights: HeadWeights, options: Mapping[str, obje
     if not isinstance(replacement, Replacement):
         raise InvalidInputError(
             f"method: {method!r} returns a {type(replacement).__name__}; return changed HeadWeights, "
-            "compress.Dense.of(weights, {'O': …}, count=…), or a Replacement of yours."
+            "compress.Dense.of(weights, {'O': …}, count=…), or your own Replacement."
         )
     return replacement
 
@@ -303,7 +303,7 @@ class Plan:
         """Write the compressed factors to one safetensors file.
 
         Raises:
-            InvalidInputError: no such folder, or a replacement of a class of yours.
+            InvalidInputError: no such folder, or a replacement of your own class.
         """
         tensors: dict[str, Tensor] = {}
         facts: list[Any] = []

@@ -191,7 +191,7 @@ class LowRank(Replacement):
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Dense(Replacement):
-    """Weights as they are, by TransformerLens' names: for a method of yours.
+    """Weights as they are, by TransformerLens' names: for your own method.
 
     Attributes:
         weights: the new matrices, laid out as TransformerLens has them (``W_O`` `[head, d_head, d_model]`).

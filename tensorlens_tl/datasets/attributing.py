@@ -41,7 +41,7 @@ def attribute_dataset(
 ) -> DatasetResults:
     """Attribute every row of a data set, and write the results as Parquet shards.
 
-    Rows are run in batches of like length. A run that was interrupted resumes where it stopped when it is called again
+    Rows are run in batches of similar length. An interrupted run resumes where it stopped when it is called again
     with the same arguments; several processes may work on one folder. A row that fails is written
     with its error.
 

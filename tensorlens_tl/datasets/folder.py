@@ -70,7 +70,7 @@ class Manifest:
 def planned(
     lengths: Sequence[int], rejected: Sequence[int], tokens_per_batch: int
 ) -> tuple[list[list[int]], list[Any]]:
-    """Batches of rows of like length, longest first, and shards of batches.
+    """Batches of rows of similar length, longest first, and shards of batches.
 
     No batch of several rows has more than `tokens_per_batch` tokens. Rows that are no prompt are a batch by themselves.
     """
@@ -173,7 +173,7 @@ class Folder:
                 raise FileFormatError(f"{path}: format {content['version']} is newer than this library's; update it.")
             if content["version"] < VERSION:
                 raise FileFormatError(
-                    f"{path}: format {content['version']} is an older one; run it anew, in a new folder."
+                    f"{path}: format {content['version']} is an older one; run it again, in a new folder."
                 )
             facts = content["facts"]
             if content["digest"] != _digest(facts):
@@ -263,12 +263,12 @@ class Folder:
             table = file.read(columns=columns)
         except (pa.ArrowException, OSError, ValueError) as error:
             why = " ".join(str(error).split())
-            raise FileFormatError(f"{path}: damaged ({why}). Delete it and run again to write it anew.") from error
+            raise FileFormatError(f"{path}: damaged ({why}). Delete it and run again to write it again.") from error
         problem = broken(table, file.schema_arrow.names, manifest.digest, number)
         if problem is None and table["row"].to_pylist() != manifest.rows_of(number):
             problem = "its rows are not those of the manifest"
         if problem is not None:
-            raise FileFormatError(f"{path}: {problem}. Delete it and run again to write it anew.")
+            raise FileFormatError(f"{path}: {problem}. Delete it and run again to write it again.")
         return table
 
     def done(self, manifest: Manifest) -> int:

@@ -32,7 +32,7 @@ def card(title: str, body: str, notes: str = "") -> str:
 
 
 def chances(rows: Iterable[Chance]) -> str:
-    """Tokens with their probabilities as bars; what is explained and what it is held against are named."""
+    """Tokens with their probabilities as bars; what is explained and what it is compared with are named."""
     lines = []
     for row in rows:
         bar = f'<i><b style="width:{100 * row.probability:.1f}%"></b></i>'

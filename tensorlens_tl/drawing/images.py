@@ -1,6 +1,6 @@
 """Heat maps of images: scores of patches over the image that they belong to, and the image itself beside it.
 
-Under the scores the image is in middle greys: whatever has a colour there is a score, and a score looks much the same
+Under the scores the image is in middle greys: every coloured patch is a score, and a score looks much the same
 on dark and on light pixels.
 """
 

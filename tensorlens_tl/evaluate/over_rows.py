@@ -166,7 +166,7 @@ class _Perturbing(Work):
 
 
 def _check_columns(columns: Mapping[str, str], explained: Mapping[str, Any]) -> None:
-    """Refuse tokens of rows that cannot be told apart from those of all rows.
+    """Refuse tokens of rows that cannot be distinguished from those of all rows.
 
     Raises:
         InvalidInputError: an unknown column, one that is also an option, or a list of tokens.

@@ -82,7 +82,7 @@ def perturbation(
             `tlens.freeze`): its patches are replaced, or a sound's frames.
         methods: see `tensorlens_tl.evaluate.scorers`; None is all that fit the model, and a random order. Methods that
             you name must fit the model. A method without a target ranks tokens in one order for every target.
-        target, minus: the token that methods explain and metrics measure, and one that it is held against (also
+        target, minus: the token that methods explain and metrics measure, and one that it is compared with (also
             ``"runner-up"``); one for each prompt, or one for all. None is what the model predicts for the whole prompt.
             With `minus`, `logit` and `aopc` are falls of the difference of both logits, or probabilities.
         query: ``"last"``, ``"cls"`` (the first token), a position counted over real tokens, or ``"mean"``: scores and

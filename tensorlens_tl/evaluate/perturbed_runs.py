@@ -63,7 +63,7 @@ class PerturbedRuns:
     def _tokens_of(
         self, view: ModelView, target: TokenLike, minus: TokenLike
     ) -> tuple[Int[Tensor, "prompt"] | None, Int[Tensor, "prompt"] | None]:
-        """The token that each prompt is measured by, and the one that it is held against.
+        """The token that each prompt is measured by, and the one that it is compared with.
 
         Raises:
             InvalidInputError: no such token, both the same, or no logits to take them from.

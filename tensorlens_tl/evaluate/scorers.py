@@ -82,7 +82,7 @@ class Explained(NamedTuple):
 
     Attributes:
         target: the id of each prompt's token.
-        minus: of the token that it is held against; None where there is none.
+        minus: of the token that it is compared with; None where there is none.
     """
 
     target: list[int]

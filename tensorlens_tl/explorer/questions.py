@@ -18,7 +18,7 @@ class Question:
     Attributes:
         text: the prompt.
         other: the prompt of the second run, or None: then a view is of one run.
-        query: the position asked about; None is the last.
+        query: the explained position; None is the last.
         target, minus: token ids; a target of None is the likeliest token, a minus of None no other token.
         runner_up: whether the target is compared with the next likeliest token.
         method: of the token scores.

@@ -275,7 +275,7 @@ class FrozenGeneration:
 
 
 def _unit(minus: TokenLike) -> tuple[str, str]:
-    """What is attributed of a token, and what it is held against."""
+    """What is attributed of a token, and what it is compared with."""
     if minus is None:
         return "logit", ""
     if _is_runner_up(minus):

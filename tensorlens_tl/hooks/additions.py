@@ -1,4 +1,4 @@
-"""What other people's hooks add to the residual stream while a model runs: steering vectors, and what acts like them.
+"""What user-installed hooks add to the residual stream while a model runs: steering vectors, and what acts like them.
 
 A hook point is the identity. Its module's input is what the model computes, and its output what hooks make of that:
 the difference is what they add.

@@ -22,7 +22,7 @@ from tensorlens_tl.hooks.running import FwdHook, in_this_thread, is_unheld, run
 from tensorlens_tl.models import Coefficients
 
 Held = Tensor | Callable[[], Tensor]
-"""What is held: a tensor, or what computes it anew in every run."""
+"""What is held: a tensor, or what computes it again in every run."""
 
 
 def replace(name: str, value: Held) -> FwdHook:

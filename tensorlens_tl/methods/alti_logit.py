@@ -8,7 +8,7 @@ position i goes on to the input tokens j by ALTI's rollout of the layers before:
 
 Rows of R sum to 1, so that the scores of each layer sum to what its attention adds to the logit. As in the original,
 what embeddings, MLPs and biases add (``logit_attribution`` has it by component) belongs to no token. With
-``updates="all"`` (ours) the embedding's part belongs to the query's token, and an MLP's goes on from where the MLP
+``updates="all"`` (ours) the embedding's part belongs to the query's token, and an MLP's continues from where the MLP
 reads: by R^l behind attention, in a parallel block by R^{l−1}. A position that no vector brings nearer, which has an
 empty row in ALTI, passes on to itself (ours).
 """

@@ -368,7 +368,7 @@ class BlockMaps(Blocks):
         return Chain((gate, Diagonal(held.through * factor, rest), Linear(weights.W_out)))
 
     def additions(self, layer: int) -> dict[StreamPoint, Offset]:
-        """What other people's hooks add to the stream in a block, by hook point.
+        """What user-installed hooks add to the stream in a block, by hook point.
 
         Raises:
             UnsupportedModelError: they put values in the place of some, and this is a pass by itself: what they

@@ -121,7 +121,7 @@ class Blocks(ABC):
 
     @abstractmethod
     def additions(self, layer: int, /) -> Mapping[StreamPoint, Offset]:
-        """What other people's hooks add to the stream in a block, by hook point."""
+        """What user-installed hooks add to the stream in a block, by hook point."""
 
     @abstractmethod
     def prediction_head(self, activation: str = "ratio") -> Chain | None:

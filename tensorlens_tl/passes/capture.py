@@ -31,7 +31,7 @@ class HeldConfiguration:
 
 @dataclass(frozen=True, eq=False)
 class Additions:
-    """What other people's hooks added to the residual stream.
+    """What user-installed hooks added to the residual stream.
 
     Attributes:
         constant: vectors, by hook point: those that do not depend on what the hooks read, and of a patch what it put
@@ -70,7 +70,7 @@ class Capture:
         weights: what the model's weights were, to tell whether they still are.
         configuration: what decided the model's numbers besides its weights
             (`tensorlens_tl.models.lifecycle.settings`).
-        other_hooks: the hook points and modules where other people's hooks were during the pass.
+        other_hooks: the hook points and modules where user-installed hooks were during the pass.
         hook_numbers: which hooks those were.
         additions: what they added to the residual stream.
     """
@@ -153,13 +153,13 @@ class Capture:
         )
 
     def provenance(self) -> dict[str, str]:
-        """What results depend on besides the prompt: the model's provenance, and any hooks of other people."""
+        """What results depend on besides the prompt: the model's provenance, and any user-installed hooks."""
         if not self.other_hooks:
             return self.view.provenance()
         return self.view.provenance() | {"hooks": ", ".join(self.other_hooks)}
 
     def hooks_in(self, block: str = "") -> list[str]:
-        """Where other people's hooks were: in one block, by all names of their hook points; without one all of them."""
+        """Where user-installed hooks were: in one block, by all names of their hook points; without one all of them."""
         inside = [name for name in self.other_hooks if not block or name.startswith(f"{block}.")]
         return with_other_names(self.model, inside)
 

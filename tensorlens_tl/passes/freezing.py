@@ -93,7 +93,7 @@ def freeze(
 ) -> FrozenPass:
     """Run a model once and hold its patterns, activation ratios and norm scales fixed.
 
-    Hooks of other people on the model run as well, and what they change is part of the pass: where the algebra cannot
+    User-installed hooks on the model run as well, and what they change is part of the pass: where the algebra cannot
     follow, the proof fails and says so. They are left on, and named in the pass's `other_hooks` and in every result's
     provenance. Vectors that they add to the residual stream (steering) are constants of the pass, named by hook point.
     Hooks put on or taken off later do not change a pass; ``attached()`` runs with those that are there.
@@ -301,7 +301,7 @@ class _Run:
         sampled: the positions that blocks are proved at, of a sampled proof.
         writes: what the proof compares.
         reader: reads patterns where they are recomputed.
-        hooked: the points of the residual stream that other people's hooks are on.
+        hooked: the points of the residual stream that user-installed hooks are on.
         passed: what went through them.
     """
 

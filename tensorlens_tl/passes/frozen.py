@@ -119,7 +119,7 @@ class FrozenPass(Linearisation):
 
     @property
     def other_hooks(self) -> list[str]:
-        """The hook points and modules where other people's hooks were during the pass."""
+        """The hook points and modules where user-installed hooks were during the pass."""
         return list(self.capture.other_hooks)
 
     @property
@@ -201,7 +201,7 @@ class FrozenPass(Linearisation):
         self.capture.check_fresh()
 
     def provenance(self) -> dict[str, str]:
-        """What results depend on besides the prompt: the model's provenance, any hooks of other people, and the
+        """What results depend on besides the prompt: the model's provenance, any user-installed hooks, and the
         positions of a sampled proof.
 
         >>> frozen.provenance()["dtype"]

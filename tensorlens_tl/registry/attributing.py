@@ -43,8 +43,8 @@ def attribute(
 ) -> Attribution:
     """Attribute with any registered method: ``attribute(model, text, " Paris")`` or ``attribute(frozen, " Paris")``.
 
-    Many prompts are run in batches of like length, as many at once as fit the bound of `memory`, and come back as one
-    result in their own order.
+    Many prompts are run in batches of similar length, as many at once as fit the bound of `memory`, and come back as
+    one result in their own order.
 
     Args:
         model: a TransformerLens model; or a `FrozenPass`, which has its input already: the target may come next; or the

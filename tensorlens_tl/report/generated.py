@@ -137,7 +137,7 @@ def stretch_components(text: FrozenGeneration, whole: Attribution, minus: TokenL
     Args:
         text: one prompt and its continuation.
         whole: the attribution of the stretch.
-        minus: the token that each is held against; a runner-up is another one for each, and has no components here.
+        minus: the token that each is compared with; a runner-up is another one for each, and has no components here.
     """
     if isinstance(minus, str) and minus == RUNNER_UP:
         return None

@@ -44,7 +44,7 @@ class Attribution(Shown):
         image: of an image model, what its patches tile, `[batch, channel, height, width]`: pictures show it.
         target: what the scores explain, in words.
         method, options: how they were made.
-        provenance: model name, class, TransformerLens version, weight processing, dtype, other people's hooks.
+        provenance: model name, class, TransformerLens version, weight processing, dtype, user-installed hooks.
     """
 
     TENSORS: ClassVar = ("scores", "queries", "mask", "layers", "bias", "total", "gap", "stderr", "image")
@@ -291,7 +291,7 @@ class Attribution(Shown):
         """Scores minus another's, of the same prompt, queries and weight processing; also of another model.
 
         Provenance is that of the first; what differs in the other stands beside it, as ``"second model"``.
-        Where both are additive, `gap` is measured anew: how far the differences are from summing to the difference of
+        Where both are additive, `gap` is measured again: how far the differences are from summing to the difference of
         the totals.
 
         Only logit differences are invariant to folding and centring, so mixed processing is refused.

@@ -91,7 +91,7 @@ class ModelChange(Terms):
     ) -> "pd.DataFrame":
         """The mean of each term over the prompts with its bootstrap interval, the largest first, and of the total.
 
-        Prompts are drawn anew, whole: a term's interval says how its mean would scatter over other prompts like these.
+        Prompts are resampled, whole: a term's interval says how its mean would scatter over other prompts like these.
 
         Args:
             level: the confidence of the intervals.

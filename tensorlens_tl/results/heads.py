@@ -27,7 +27,7 @@ class HeadScores(Result):
         scores: `[batch, layer, head]`; NaN of a head that a layer lacks, and of a prompt without such a token.
         counts: how many tokens of each prompt the mean is over, `[batch]`.
         target: what is attended to, in words.
-        provenance: model name, class, TransformerLens version, weight processing, dtype, other people's hooks.
+        provenance: model name, class, TransformerLens version, weight processing, dtype, user-installed hooks.
     """
 
     TENSORS: ClassVar = ("scores", "counts")

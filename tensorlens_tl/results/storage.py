@@ -157,7 +157,7 @@ def read(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         if _digest(tensors, metadata["facts"]) != metadata["digest"]:
             raise FileFormatError(
-                f"{path}: damaged, or changed after it was saved (its digest does not fit). Save anew."
+                f"{path}: damaged, or changed after it was saved (its digest does not fit). Save it again."
             )
         facts = untagged(json.loads(metadata["facts"]))
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:

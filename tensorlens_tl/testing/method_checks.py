@@ -181,7 +181,7 @@ class MethodCase:
         return self._tolerance
 
     def allowed_gap(self, frozen: FrozenPass) -> float:
-        """The largest gap of a sum: what attention scores lose that a method computes anew, some models in float32."""
+        """The largest gap of a sum: what attention scores lose that a method computes again, some models in float32."""
         if not get_method(self.name).explains_differences:
             return self.tolerance
         return max(self.tolerance, difference(frozen, frozen).rounding)

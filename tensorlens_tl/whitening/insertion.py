@@ -129,7 +129,7 @@ def _parents(view: ModelView, options: WhitenOptions) -> list[nn.Module]:
     blocks = [block.module for block in view.blocks]
     attentions = [block.attn for block in blocks]
     if any(getattr(module, "whitening", None) is not None for module in (*blocks, *attentions)):
-        raise InvalidInputError("whiten: this model is whitened already; load it anew to whiten it in another way.")
+        raise InvalidInputError("whiten: this model is whitened already; load it again to whiten it in another way.")
     if options.reads == "stream":
         return blocks
     return attentions

@@ -30,7 +30,7 @@ from tensorlens_tl.passes.inputs import memory_batches, prepare, readable_tokens
 from tensorlens_tl.results import FeatureExamples
 
 ROWS_AT_ONCE = 256
-"""Rows that are read before they are put into batches of like length."""
+"""Rows that are read before they are put into batches of similar length."""
 
 PROBED = 64
 """Tokens of the first row on which the dictionary is compared with its hook point and with its own `encode`."""

@@ -53,7 +53,7 @@ def compare_models(
 ) -> ModelChange:
     """Where a fine-tuning acted on a logit: signed terms that sum to its change.
 
-    Both models run on the same prompts, many of them in batches of like length, as many at once as fit the bound of
+    Both models run on the same prompts, many of them in batches of similar length, as many at once as fit the bound of
     `memory`. `by` says what a term is:
 
     * ``"matrix"``: each changed matrix, bias or norm vector (``"L0.W_V"``, ``"L1.ln1.w"``, ``"W_U"``), and the

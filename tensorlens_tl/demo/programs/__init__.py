@@ -1,4 +1,4 @@
-"""Models built from programs: the weights are written down, so that the truth about every answer is known.
+"""Models built from programs: the weights are constructed by hand, so that the truth about every answer is known.
 
 | program | what it says next | how |
 | --- | --- | --- |

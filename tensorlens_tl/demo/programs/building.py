@@ -1,4 +1,4 @@
-"""Transformers whose weights are written down, and how they become TransformerLens models.
+"""Transformers whose weights are constructed by hand, and how they become TransformerLens models.
 
 The residual stream is a list of named spaces, such as ``token`` (which token stands here, one-hot) or ``position``. A
 head is four matrices that read and write such spaces. `Design` holds all of them in the stream's own channels; with

@@ -1,4 +1,4 @@
-"""A program: a model that was written down, prompts for it, and the truth about every answer."""
+"""A program: a hand-constructed model, prompts for it, and the truth about every answer."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -66,7 +66,7 @@ class Change:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A model that was written down, with its prompts and its truth.
+    """A hand-constructed model, with its prompts and its truth.
 
     Attributes:
         name: of the program.

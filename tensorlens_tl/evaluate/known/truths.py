@@ -1,7 +1,7 @@
 """What is known of a model besides the source tokens: which components make the answer, and what chose the attention.
 
 `KnownComponents` and `KnownAttention` are to components and attention what `KnownAnswers` is to tokens. Nobody knows
-them of a trained model; a model that was written down states them (`tensorlens_tl.demo.programs`).
+them of a trained model; a hand-constructed model states them (`tensorlens_tl.demo.programs`).
 """
 
 from dataclasses import dataclass

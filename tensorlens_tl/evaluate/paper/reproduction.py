@@ -1,4 +1,4 @@
-"""The experiments of TensorLens (2026) on a model of yours, with the published numbers beside what was measured.
+"""The experiments of TensorLens (2026) on your model, with the published numbers beside what was measured.
 
 Tables 1 and 2 and Figures 3, 4, 6 and 7 are perturbation tests (Section 4.1, Appendix A): texts of 128 tokens, or
 images, of which 0 to 30 % are replaced, the most relevant first; the area under the curve of the final hidden state's

@@ -113,7 +113,7 @@ class Reader(Protocol):
 class weights_read(cached_property[Read]):  # noqa: N801 — used as functools.cached_property is
     """A `cached_property` of weights: its value stays where the weights are resident.
 
-    Of an offloaded part it is read anew each time, or stays until the end of the `opened` that it is read inside.
+    Of an offloaded part it is read again each time, or stays until the end of the `opened` that it is read inside.
     """
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -196,9 +196,9 @@ def execution_device(model: nn.Module) -> torch.device:
 
 
 def refuse_offloaded(model: Any, what: str) -> None:
-    """Raise `UnsupportedModelError` for a model whose weights cannot be written to, as they are brought in anew."""
+    """Raise `UnsupportedModelError` for a model whose weights cannot be written to, as they are brought in again."""
     if any(offload_hooks(module) for module in whole(model)):
         raise UnsupportedModelError(
-            f"{what}: this model's weights are offloaded and read anew for every run, so that nothing written to them "
+            f"{what}: this model's weights are offloaded and read again for every run, so that nothing written to them "
             "would stay. Load it into memory (without device_map or offload_folder)."
         )

@@ -26,7 +26,7 @@ def tokenized(view: ModelView, input: InputLike, prepend_bos: bool | None = None
 
 
 def like_length(lengths: Sequence[int], fits: Callable[[int, int, int], bool]) -> list[list[int]]:
-    """Prompts of like length, longest first, as many together as fit.
+    """Prompts of similar length, longest first, as many together as fit.
 
     >>> from tensorlens_tl.passes.inputs import like_length
     >>> like_length([2, 5, 4], lambda count, longest, shortest: count * longest <= 10)
@@ -51,7 +51,7 @@ def like_length(lengths: Sequence[int], fits: Callable[[int, int, int], bool]) -
 
 
 def memory_batches(view: ModelView, lengths: Sequence[int], memory: Memory = None) -> list[list[int]]:
-    """Prompts of like length, longest first, as many together as fit the bound when padded to the longest of them.
+    """Prompts of similar length, longest first, as many together as fit the bound when padded to the longest of them.
 
     Lengths of a batch differ by less than the window of a Bridge's sliding-window attention; see
     `ModelView.sliding_window`.

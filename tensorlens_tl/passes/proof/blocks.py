@@ -253,7 +253,7 @@ class _BlockProof:
                 "that the point has in others. Add it to the stream itself, at hook_resid_pre or hook_resid_post."
             )
         if self.maps.view.wrapped_twice:
-            return "This Hugging Face model was wrapped by a Bridge before: load it anew, and wrap it once."
+            return "This Hugging Face model was wrapped by a Bridge before: load it again, and wrap it once."
         inside = self.maps.capture.hooks_in(self.maps.view.blocks[self.layer].name)
         if inside:
             return (

@@ -1,0 +1,109 @@
+"""Plain English: phrases that we avoid, in pages, notebooks, docstrings and messages, with what to write instead."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+        *(path for path in (ROOT / "docs").rglob("*.md") if not {"_build", "tutorial"} & set(path.parts)),
+    ]
+)
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+MODULES = sorted((ROOT / "tensorlens_tl").rglob("*.py"))
+
+EVERYWHERE = {
+    r"\bembedded (?:[\w-]+ )?models?\b": "bundled model",
+    r"\bother people": "user-installed",
+    r"\bnot to be told\b|\bcannot be told (?:from|apart)": "not significantly different",
+    r"\bis told in\b": "is explained in",
+    r"\bof like length\b": "of similar length",
+    r"\b(?:add|sum)s? (?:up )?to (?:nothing|anything)\b": "do not sum to the logit",
+    r"\banew\b": "again",
+    r"\bheld against\b": "compared with",
+    r"\bof yours\b": "your own",
+    r"\b(?:model|weights) (?:that|which) (?:was|were) written down\b": "hand-constructed",
+    r"\bwhatever has\b": "any object with",
+    r"\bbeside its peers\b": "comparison",
+    r"\bis another thing\b": "is different",
+    r"\babove all\b": "especially",
+    r"\bsays? the same of every\b": "applies to every",
+}
+"""Not in any text that users read."""
+
+IN_PAGES = {
+    r"\bsomebody\b": "name the actor, or use the passive",
+    r"\b(?:can|may) be asked (?:of|about)\b": "can be computed from, can be explained",
+    r"\bquestion is asked\b": "a result is computed",
+    r"\brefused in words\b": "raises an error",
+    r"\b(?:positions?|tokens?) (?:that (?:is|are) )?asked about\b": "the explained position",
+    r"\bdevice that runs\b": "execution device",
+    r"\bas (?:it|they) (?:is|are) asked\b": "when called",
+    r"\bits residual\b(?! (?:stream|connection))": "its gap",
+}
+"""Not in pages and notebooks either."""
+
+
+def prose(path):
+    """A page without its code."""
+    if path.suffix == ".ipynb":
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return re.sub(r"```.*?```|`[^`\n]*`", " ", path.read_text(encoding="utf-8"), flags=re.S)
+
+
+def strings(path):
+    """The docstrings and messages of a module."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def avoided(text, phrases):
+    """The phrases that a text has, each with what to write instead."""
+    text = re.sub(r"\s+", " ", text)
+    return [
+        f"{text[max(0, match.start() - 30) : match.end() + 30]!r}: write {instead!r}"
+        for phrase, instead in phrases.items()
+        for match in re.finditer(phrase, text, flags=re.IGNORECASE)
+    ]
+
+
+@pytest.mark.parametrize("path", [*PAGES, *NOTEBOOKS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages(path):
+    assert avoided(prose(path), EVERYWHERE | IN_PAGES) == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_and_messages(path):
+    assert avoided(strings(path), EVERYWHERE) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "an embedded language\nmodel",
+        "The scores add up to nothing.",
+        "It is not to be told from random.",
+        "what other people's hooks do",
+        "The positions asked about",
+    ],
+)
+def test_a_phrase_is_noticed_across_lines(text):
+    assert len(avoided(text, EVERYWHERE | IN_PAGES)) == 1
+
+
+def test_code_is_not_prose(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("Text `anew`.\n\n```python\nanew = 1\n```\n", encoding="utf-8")
+    assert avoided(prose(page), EVERYWHERE) == []
+
+
+def test_strings_of_code_are_read(tmp_path):
+    module = tmp_path / "module.py"
+    module.write_text('"""Doc anew."""\nraise ValueError(f"run it anew: {x}")  # anew\n', encoding="utf-8")
+    assert len(avoided(strings(module), EVERYWHERE)) == 2
