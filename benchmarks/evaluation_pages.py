@@ -26,6 +26,7 @@ SHOWN = {
     "Induction, language model": ("induction, known", "mass"),
 }
 """The columns of the screen: a table, its short name, and the metric that is shown."""
+SPACE = "\N{NO-BREAK SPACE}"
 CELL = re.compile(r"\**(-?[\d.e-]+)\**(?: \[(-?[\d.e-]+), (-?[\d.e-]+)\])?")
 
 
@@ -74,6 +75,15 @@ def leading(section: str, metric: str, methods: list[str]) -> tuple[str, set[str
     return first, set(re.findall(rf"(?:^|, )({pattern})(?=, |$)", listed[0])) if listed else set()
 
 
+def marked(number: str, is_first: bool, is_tied: bool) -> str:
+    """A cell of the screen."""
+    if is_first:
+        return f"●{SPACE}{number}"
+    if is_tied:
+        return f"○{SPACE}{number}"
+    return number
+
+
 def overview(text: str) -> str:
     """Every method in every test, a column each: ● first, ○ not significantly different from the first."""
     parts, numbers = sections(text), {(c.table, c.method, c.metric): c.mean for c in cells(text)}
@@ -82,8 +92,8 @@ def overview(text: str) -> str:
     for title, (_, metric) in SHOWN.items():
         first, tied = leading(parts[title], metric, methods)
         for method in methods:
-            mark = "● " if method == first else "○ " if method in tied else ""
-            marks[method].append(mark + numbers.get((title, method, metric), "–"))
+            number = numbers.get((title, method, metric), "–")
+            marks[method].append(marked(number, method == first, method in tied))
     order = sorted(methods, key=lambda method: (-sum(cell[0] in "●○" for cell in marks[method]), method))
     head = ["method", *(name for name, _ in SHOWN.values())]
     lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]

@@ -7,6 +7,8 @@ import inspect
 import re
 from itertools import groupby
 
+from docutils.nodes import SkipNode
+from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx import addnodes
 from sphinx.pycode import ModuleAnalyzer
 
@@ -17,6 +19,7 @@ copyright = "the tensorlens_tl authors, MIT licence"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = "tensorlens_tl"
+html_math_renderer = "mathml"  # browsers draw it themselves: no script, and nothing from a network
 html_static_path = ["_static"]
 html_css_files = ["pictures.css"]
 exclude_patterns = ["_build", "tutorial/third-party-method"]
@@ -118,6 +121,18 @@ def skipped(app, what, name, obj, skip, options):
     return True if str(getattr(obj, "__doc__", "")).startswith("Alias for field number") else None
 
 
+def inline_formula(self, node):
+    """A formula within a line, as MathML."""
+    self.body.append(tex2mathml(node.astext()))
+    raise SkipNode
+
+
+def displayed_formula(self, node):
+    """A formula by itself, as MathML."""
+    self.body.append(f'<div class="formula">{tex2mathml(node.astext(), as_block=True)}</div>')
+    raise SkipNode
+
+
 titles: dict = {}
 """The table of contents of each page, without its sections and documented names."""
 
@@ -148,6 +163,7 @@ def tree_of_titles(app, page, template, context, doctree):
 
 def setup(app):
     """Sphinx calls this."""
+    app.add_html_math_renderer("mathml", (inline_formula, None), (displayed_formula, None))
     app.connect("autodoc-process-docstring", as_written, priority=400)  # before napoleon reads sections
     app.connect("autodoc-process-signature", constructor)
     app.connect("autodoc-skip-member", skipped)

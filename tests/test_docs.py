@@ -12,7 +12,8 @@ from types import FunctionType, ModuleType
 import pytest
 
 import tensorlens_tl as tlens
-from scripts import choose
+from scripts import choose, method_pages
+from scripts.gallery import texts
 from tensorlens_tl.testing.building import HookedTransformer
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -140,6 +141,25 @@ def test_equal_methods_are_recognised():
     scores = choose.results(model)
     assert choose.equals("relp", scores) == ["tensorlens", "cp-lrp"]
     assert choose.equals("alti", scores) == []
+
+
+def test_every_method_page_begins_with_its_example_and_its_evidence():
+    """`make methods` writes both again, also after the evaluation changed."""
+    evidence = method_pages.rows()
+    for name in method_pages.built_in():
+        text = (method_pages.PAGES / f"{name}.md").read_text(encoding="utf-8")
+        assert len(evidence[name]) > 2, "no row"
+        assert text == method_pages.written(name, text, evidence[name])
+        assert "\n$$\n" in text, "no formula"
+
+
+@pytest.mark.skipif(HookedTransformer is None, reason="drawn with a HookedTransformer")
+@pytest.mark.parametrize("name", method_pages.built_in())
+def test_the_example_of_a_method_draws_its_picture(name, tmp_path):
+    """The same words; processors round numbers differently."""
+    pytest.importorskip("matplotlib")
+    method_pages.draw(name, tmp_path)
+    assert texts(tmp_path / f"{name}.svg") == texts(method_pages.PICTURES / f"{name}.svg")
 
 
 @pytest.mark.parametrize("package", ["tensorlens_tl", *PACKAGES])
