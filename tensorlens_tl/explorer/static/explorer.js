@@ -23,7 +23,10 @@ function places(state) {
   const list = [
     ["tokens", "tokens", (answer, prompt) => tokensView(prompt, answer, state, go, about)],
     ["next", "", (answer, prompt) => nextView(prompt, state, go)],
-    ["components", "components", (answer) => componentsView(answer, state, go)],
+    ["components", "components", (answer) => {
+      find("views").classList.toggle("many", Math.max(...answer.heads.map((row) => row.length)) > 8); // too wide for half a page
+      return componentsView(answer, state, go);
+    }],
   ];
   if (hasHead) list.push(["head", "head", (answer, prompt) => headView(prompt, answer, state, go)]);
   if (isMlp) list.push(["neurons", "neurons", (answer) => neuronsView(answer, state, go)]);
