@@ -1,7 +1,7 @@
 """The pictures of README.md: ``python -m scripts.picture``, where Chromium is installed.
 
-They are the explorer with a node of the graph picked, and the first screen of a report, of one prediction of the bundled model, on a
-light ground.
+They are the explorer with a node of the graph picked, and the first screen of a report, of one prediction of the
+bundled model, on a light ground.
 """
 
 import shutil

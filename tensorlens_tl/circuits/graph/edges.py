@@ -207,7 +207,7 @@ class NoEdges(Edges):
 
     reads_sources: ClassVar = False
 
-    def into_positionwise(self, *_: Any) -> None:
+    def into_positionwise(self, *_: Any, **__: Any) -> None:
         """Nothing."""
 
     into_rows = into_heads = into_mixing = add = into_positionwise
