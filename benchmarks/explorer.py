@@ -56,7 +56,10 @@ def measure(name: str, model: Any, tokens: int) -> None:
         "another query": ("tokens", {"query": tokens // 2}),
         "a head": ("head", {"layer": 1, "head": 0}),
         "ablate it": ("ablate", {"node": "L1H0"}),
+        "the graph": ("graph", {}),
+        "neurons of an MLP": ("neurons", {"node": "MLP1"}),
         "two prompts, tokens": ("tokens", {"other": texts[1]}),
+        "two prompts, graph": ("graph", {"other": texts[1]}),
         "routes": ("routes", {"other": texts[1]}),
     }
     for what, (view, fields) in clicks.items():

@@ -1,7 +1,7 @@
 """The pictures of README.md: ``python -m scripts.picture``, where Chromium is installed.
 
-They are the explorer with a head opened, and the first screen of a report, of one prediction of the bundled model, on a
-light ground.
+They are the explorer with a node of the graph picked, and the first screen of a report, of one prediction of the
+bundled model, on a light ground.
 """
 
 import shutil
@@ -13,8 +13,8 @@ from urllib.parse import urlencode
 import tensorlens_tl as tlens
 
 FOLDER = Path(__file__).parent.parent / "docs" / "_static"
-SIZES = {"report": (1280, 900), "explorer": (1280, 1000)}
-HEAD = {"layer": 1, "head": 0}
+SIZES = {"report": (1280, 900), "explorer": (1280, 1330)}
+NODE = {"layer": 3, "head": 1, "pick": "L3H1@34", "at": 34}
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     explorer = tlens.explore(model, name="bundled model")
     with tempfile.TemporaryDirectory() as folder:
         page = tlens.report.explain(model, tlens.demo.PROMPT).save(Path(folder) / "report.html")
-        state = urlencode({"text": tlens.demo.PROMPT, **HEAD})
+        state = urlencode({"text": tlens.demo.PROMPT, **NODE})
         for name, address in {"report": page.as_uri(), "explorer": f"{explorer.url}#{state}"}.items():
             width, height = SIZES[name]
             path = FOLDER / f"{name}.png"

@@ -573,6 +573,15 @@ def test_type_click_ablate_undo_reload(browser, opened, session):
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
+def test_an_empty_page_offers_an_example(browser, opened):
+    browser.get("about:blank")
+    browser.get(opened.url)
+    wait(browser, lambda: several(browser, "#example"))
+    one(browser, "#example").click()
+    settled(browser)
+    assert one(browser, "#text").get_attribute("value") == PROMPT
+
+
 def prompt_numbers(session):
     return session.view("prompt", {"text": PROMPT, "other": OTHER})["numbers"]
 

@@ -69,7 +69,8 @@ def with_labels(dictionaries: Any, labels: Any) -> list[LabelledDictionary]:
 def graph_view(graph: ContributionGraph) -> View:
     """Nodes and edges. What enters a node besides the edges and its bias comes from nodes that are not in the graph."""
     columns = ["name", "kind", "layer", "pos", "token", "weight", "bias"]
-    nodes: list[View] = graph.nodes[columns].to_dict("records")
+    rows = zip(*(graph.nodes[column].tolist() for column in columns), strict=True)
+    nodes: list[View] = [dict(zip(columns, row, strict=True)) for row in rows]
     for node in nodes:
         sources = node["kind"] in ("embedding", "bias")
         node["others"] = 0.0 if sources else node["weight"] - node["bias"]
@@ -136,6 +137,9 @@ def feature_effects_view(active: Features, terms: Terms) -> View:
 
 def feature_view(active: Features, feature: int, at: int, sources: Attribution, shown: FeatureExamples) -> View:
     """Which tokens a feature's pre-activation comes from, and which it promotes, by one unit of its decoder."""
+    assert sources.bias is not None
+    assert sources.total is not None
+    assert sources.gap is not None
     promoted = zip(shown.promoted[0].tolist(), shown.promotion[0].tolist(), strict=True)
     return {
         "name": f"F{feature}",

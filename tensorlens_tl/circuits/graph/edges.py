@@ -1,7 +1,7 @@
 """The edges of a contribution graph: what enters each node from every source before it, and which of it is large."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from einops import rearrange
@@ -55,6 +55,8 @@ class Edges:
         entering: Σ abs of all edges into nodes, `[row, pos]`, by the first of the rows.
     """
 
+    reads_sources: ClassVar = True
+
     threshold: float
     most: int
     selection: Bool[Tensor, "node"] | None = None
@@ -96,11 +98,17 @@ class Edges:
         """
         outputs = carried.outputs
         pos = outputs.shape[1]
-        for part in reads.split(_at_once(outputs[..., 0].numel(), outputs)):
+        at = carried.positions
+        if self.selection is not None:
+            at = at[self.selection[first * pos :][: len(reads) * pos].view(-1, pos).any(0)]
+            reads = reads[:, at]
+            outputs = outputs[:, at]
+        for part in reads.split(_at_once(max(outputs[..., 0].numel(), 1), outputs)):
             weights = torch.einsum("rpd,mpd->rmp", part, outputs)
-            self.entering[first] = weights.abs().sum(1)
+            self.entering[first] = part.new_zeros(len(part), pos)
+            self.entering[first][:, at] = weights.abs().sum(1)
             rows = first + torch.arange(len(part), device=outputs.device)
-            self.add(carried.numbers, rows[:, None, None] * pos + carried.positions, weights)
+            self.add(carried.numbers[:, at], rows[:, None, None] * pos + at, weights)
             first += len(part)
 
     def into_heads(
@@ -157,6 +165,8 @@ class Edges:
 
     def add(self, source: Tensor, target: Tensor, weights: Tensor) -> None:
         """Add the edges that are large enough; numbers of nodes broadcast to `weights`."""
+        if not weights.numel():
+            return
         sizes = weights.abs()
         if self.selection is not None:
             sizes = sizes * (self.selection[source] & self.selection[target])
@@ -193,9 +203,11 @@ class Edges:
 
 
 class NoEdges(Edges):
-    """No edges: for a walk that only weighs the nodes."""
+    """No edges: for a walk that only weighs the nodes, and need not carry what they write."""
 
-    def into_positionwise(self, *_: Any) -> None:
+    reads_sources: ClassVar = False
+
+    def into_positionwise(self, *_: Any, **__: Any) -> None:
         """Nothing."""
 
     into_rows = into_heads = into_mixing = add = into_positionwise

@@ -290,7 +290,8 @@ class _Builder:
                 written += self._sublayer(sublayer, stream.x[number], hidden, self.pulled.sums[number], outputs)
             for name, bias in [(name, bias) for name, bias, within in step.biases if within]:
                 written.append(self._bias(name, step.layer, bias, self.pulled.sums[number]))
-            outputs = torch.cat([outputs, *written])
+            if self.edges.reads_sources:
+                outputs = torch.cat([outputs, *written])
             outputs = step.outer.push(outputs[:, None])[:, 0]
             for name, bias, within in step.biases:
                 if not within:

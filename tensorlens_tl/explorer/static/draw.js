@@ -27,7 +27,10 @@ export function number(value) {
 
 export const error = (value) => (value === 0 ? "0" : value?.toExponential(1).replace("-", "−"));
 export const plain = (value) => number(value).replace("+", "");
-export const percent = (share) => (share >= 0.0005 || share === 0 ? `${(100 * share).toFixed(1)} %` : `${(100 * share).toExponential(0).replace("-", "−")} %`);
+export function percent(share) {
+  if (share >= 0.0005 || share === 0) return `${(100 * share).toFixed(1)} %`;
+  return `${share >= 1e-6 ? Number((100 * share).toPrecision(1)) : (100 * share).toExponential(0).replace("-", "−")} %`;
+}
 export const largest = (values) => Math.max(...values.map((value) => Math.abs(value ?? 0)), 1e-30);
 
 // Numbers that stand together have as many decimals, three digits for the largest of them.

@@ -23,7 +23,10 @@ function places(state) {
   const list = [
     ["tokens", "tokens", (answer, prompt) => tokensView(prompt, answer, state, go, about)],
     ["next", "", (answer, prompt) => nextView(prompt, state, go)],
-    ["components", "components", (answer) => componentsView(answer, state, go)],
+    ["components", "components", (answer) => {
+      find("views").classList.toggle("many", Math.max(...answer.heads.map((row) => row.length)) > 8); // too wide for half a page
+      return componentsView(answer, state, go);
+    }],
   ];
   if (hasHead) list.push(["head", "head", (answer, prompt) => headView(prompt, answer, state, go)]);
   if (isMlp) list.push(["neurons", "neurons", (answer) => neuronsView(answer, state, go)]);
@@ -49,6 +52,7 @@ function buildGrid() {
   }
 }
 
+const EXAMPLE = "If the module is not found, a ModuleNotFoundError is raised. If the file is not found, a FileNotFoundError is";
 const WAITING = { graph: "Following the strongest nodes back …" };
 
 function wait(name) {
@@ -114,7 +118,8 @@ async function show() {
 function welcome() {
   for (const [name, slot] of Object.entries(slots)) slot.hidden = name !== "tokens";
   fill("tokens", card("welcome", "Type a prompt and press Enter", null, null, h("p", { class: "soft" },
-    "You will see which tokens and which heads and MLPs make the model’s next token, as sums that are exact, with their residual.")));
+    "You will see which tokens, heads and MLPs make the model’s next token, as exact sums with their residual."),
+    h("p", {}, h("button", { type: "button", id: "example", onclick: () => go({ text: EXAMPLE }) }, "Try an example"))));
 }
 
 function open(two) {

@@ -36,11 +36,11 @@ function lines(nodes, most) {
 
 // As wide as fits: columns become narrower, and their cells higher, until the drawing is no wider than so much.
 export function layout(nodes, width) {
-  for (const most of [260, 190, 130]) {
+  for (const most of [260, 190, 130, 90]) {
     const place = placed(nodes, most);
     if (place.width <= width) return place;
   }
-  return placed(nodes, 100);
+  return placed(nodes, 60);
 }
 
 // Each node with x, y (its middle), the columns with their middle and token, the rows with their name and y.
