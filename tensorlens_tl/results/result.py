@@ -105,26 +105,27 @@ class Result(Stored, ABC):
         return WRITERS
 
 
-def check_file(path: str | os.PathLike[str], kind: type[Result] = Result) -> None:
+def check_file(path: str | os.PathLike[str], kind: type[Result] = Result, name: str = "save") -> None:
     """Refuse, before any work, a path that a result cannot be saved to.
 
     Args:
         path: of the file.
         kind: the class of the result.
+        name: of the argument or the function, for the message.
 
     Raises:
         InvalidInputError: it is a folder, lies in none, or its name has an unknown ending.
     """
     path = Path(path)
     if path.is_dir():
-        raise InvalidInputError(f"save: cannot write {path}, that is a folder; name a file in it.")
+        raise InvalidInputError(f"{name}: cannot write {path}, that is a folder; name a file in it.")
     if not path.parent.is_dir():
-        raise InvalidInputError(f"save: cannot write {path}, there is no folder {path.parent}.")
+        raise InvalidInputError(f"{name}: cannot write {path}, there is no folder {path.parent}.")
     known = dict.fromkeys([*kind.LOADABLE, *kind._writers()])
     if path.suffix.lower() not in known:
         endings = ", ".join(filter(None, known))
         raise InvalidInputError(
-            f"save: {path.name!r} ends in {path.suffix!r}, which is no kind of file that a result is saved as. "
+            f"{name}: {path.name!r} ends in {path.suffix!r}, which is no kind of file that a result is saved as. "
             f"Use one of {endings}, or no ending."
         )
 
