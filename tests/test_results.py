@@ -10,11 +10,12 @@ import pandas as pd
 import pytest
 import torch
 from conftest import some_tokens
+from rich.console import Console
 from test_features import Dictionary
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, evaluate
-from tensorlens_tl.drawing import figure, page
+from tensorlens_tl.drawing import figure, page, terminal
 from tensorlens_tl.results import RESULT_ENDINGS, Result
 from tensorlens_tl.results.entry import shown_target
 from tensorlens_tl.testing import tiny_model
@@ -95,6 +96,40 @@ def test_a_result_shows_itself(name, capsys, monkeypatch):
     assert len(displayed[0]) > 500
     assert shown._repr_html_() == shown.to_html()
     assert shown.to_html().endswith(shown.to_html(style=False))
+
+
+NUMBER = re.compile(r"[+-]?\d[\d.]*(?:e[+-]\d+)?")
+
+
+def words_of(printed):
+    """Numbers, and words of headings, in what was printed."""
+    headings = [line for line in printed.splitlines() if line.startswith("┃")]
+    return sorted({*NUMBER.findall(printed)}), sorted({word for line in headings for word in line.split()})
+
+
+@pytest.mark.parametrize("width", [80, 60])
+@pytest.mark.parametrize("name", RESULTS)
+def test_tables_are_as_wide_as_the_terminal(name, width, capsys, monkeypatch):
+    """No number and no word of a heading is broken, whatever the width."""
+    monkeypatch.setenv("COLUMNS", "250")
+    result(name).show()
+    wide = words_of(capsys.readouterr().out)
+    monkeypatch.setenv("COLUMNS", str(width))
+    result(name).show()
+    printed = capsys.readouterr().out
+    assert words_of(printed) == wide
+    assert max(len(line) for line in printed.splitlines() if line[:1] in "┏┃│├└") <= width
+
+
+def test_columns_go_on_in_a_second_table(capsys):
+    headings = ("method", *(f"a metric {number}" for number in range(6)))
+    rows = [(f"integrated gradients {'x' * 40}", *("0.123 [0.111, 0.222]",) * 6), ("alti", *("-",) * 6)]
+    terminal.show_table("", headings, rows, [("total", *("1",) * 6)], left=("method",), console=Console(width=60))
+    printed = capsys.readouterr().out
+    assert printed.count("0.123 [0.111, 0.222]") == 6
+    assert printed.count("method") == printed.count("alti") == printed.count("total") == 6
+    terminal.show_table("", headings, rows, left=("method",), console=Console(width=250))
+    assert capsys.readouterr().out.count("method") == 1
 
 
 def test_a_notebook_displays_and_a_terminal_does_not(monkeypatch):
