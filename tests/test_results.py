@@ -18,6 +18,7 @@ from tensorlens_tl import circuits, evaluate
 from tensorlens_tl.drawing import figure, page, terminal
 from tensorlens_tl.results import RESULT_ENDINGS, Result
 from tensorlens_tl.results.entry import shown_target
+from tensorlens_tl.results.storage import LOADABLE
 from tensorlens_tl.testing import tiny_model
 
 NAME = "bridge/gpt2"
@@ -44,6 +45,11 @@ def feature_edges():
     return circuits.feature_edges(features, features)
 
 
+def active_features():
+    dictionary = Dictionary(kind="topk")
+    return circuits.features(frozen(), dictionary, "blocks.0.hook_resid_post", labels={3: "a label"})
+
+
 def feature_examples():
     dictionary = Dictionary(hook="blocks.0.hook_resid_post")
     return circuits.feature_examples(model(), dictionary, some_tokens(3, 6), [3, 5, 11], k=2)
@@ -53,6 +59,7 @@ RESULTS = {
     "Attribution": lambda: tlens.attribute(frozen(), 5),
     "Terms": lambda: circuits.logit_attribution(frozen(), 5, by="head"),
     "Paths": lambda: circuits.paths(frozen(), 5),
+    "Features": active_features,
     "FeatureEdges": feature_edges,
     "FeatureExamples": feature_examples,
     "ModelChange": lambda: tlens.compare_models(model(), model(), some_tokens(), 5),
@@ -158,9 +165,9 @@ def test_a_file_is_what_its_name_says(name, tmp_path):
     frame = kind.to_dataframe()
     assert len(frame)
     for ending in {*RESULT_ENDINGS, *kind.LOADABLE, *kind._writers()}:
-        if ending == ".safetensors" and ending not in kind.LOADABLE:
+        if ending in LOADABLE and ending not in kind.LOADABLE:
             with pytest.raises(tlens.InvalidInputError, match="no kind of file"):
-                kind.save(tmp_path / "a.safetensors")
+                kind.save(tmp_path / f"a{ending}")
             continue
         path = kind.save(tmp_path / f"a{ending}")
         assert path.read_bytes().startswith(FIRST_BYTES.get(ending, b""))
@@ -172,9 +179,10 @@ def test_a_file_is_what_its_name_says(name, tmp_path):
     assert len(pd.read_parquet(tmp_path / "a.parquet")) == len(frame)
     assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
     for wrong in ("a.txt", "a.pickle", "a.pt", "v0.2"):
-        with pytest.raises(tlens.InvalidInputError, match=r"no kind of file .* Use one of .*, or no ending"):
+        with pytest.raises(tlens.InvalidInputError, match=r"no kind of file .* Use one of \..*\.") as refused:
             kind.save(tmp_path / wrong)
         assert not (tmp_path / wrong).exists()
+        assert str(refused.value).endswith("or no ending.") == ("" in kind.LOADABLE)
     with pytest.raises(tlens.InvalidInputError, match="that is a folder"):
         kind.save(tmp_path)
     with pytest.raises(tlens.InvalidInputError, match="no folder"):
@@ -190,6 +198,32 @@ def test_a_figure_is_drawn_where_it_is_told(name):
     axes.figure.canvas.draw()
     assert axes.has_data() or axes.patches
     pyplot.close(axes.figure)
+
+
+def test_features_are_listed_with_their_labels(capsys, tmp_path):
+    """In tables, figures, frames and `top`; a row for each of the most active, a column for each token."""
+    pytest.importorskip("matplotlib").use("Agg")
+    shown = result("Features")
+    best = shown.top(2, batch=1)
+    labelled = dataclasses.replace(shown, labels={int(best[0].name[1:]): "the best"})
+    first, second = labelled.top(2, batch=1)
+    assert (first.name, first.label, second.label) == (best[0].name, "the best", "")
+    assert "label='the best'" in repr(first)
+    assert "label" not in repr(second)
+    assert labelled.value(first.name)[1, first.position] == pytest.approx(first.score)
+    labelled.show(2, batch=1)
+    assert f"{first.name} · the best" in capsys.readouterr().out
+    axes = labelled.plot(2, batch=1)
+    assert axes.get_yticklabels()[0].get_text() == f"{first.name} · the best"
+    cells = axes.images[0].get_array()
+    for row, entry in enumerate((first, second)):
+        assert cells[row].tolist() == pytest.approx(shown.value(entry.name)[1].tolist())
+    frame = labelled.to_dataframe()
+    assert len(frame) == len(shown.values)
+    line = frame[(frame["batch"] == 1) & (frame["label"] == "the best") & (frame["position"] == first.position)]
+    assert line["activation"].tolist() == pytest.approx([first.score])
+    with pytest.raises(tlens.InvalidInputError, match=r"circuits\.features\(frozen, dictionary\) again"):
+        circuits.Features.load(tmp_path / "a")
 
 
 def test_colours_begin_at_zero_where_no_score_is_negative():

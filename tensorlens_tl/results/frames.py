@@ -32,7 +32,7 @@ COLUMNS: Mapping[str, str] = {
     "feature": "a feature of a dictionary",
     "label": "of a feature: what it is called",
     "rank": "of an example: its place among the feature's largest, counted from 0",
-    "position": "of an example: the position of the token in its row",
+    "position": "of an active feature: the position of the token in its prompt or row, padding counted",
     "token": "that token",
     "activation": "how active the feature is there",
     "is_peak": "whether the example was chosen for this token",

@@ -160,7 +160,7 @@ class ContributionGraph(Result):
             check_choice("top: kind", kind, KINDS)
             nodes = nodes[nodes["kind"] == kind]
         weights = torch.tensor(nodes["weight"].to_numpy(float))
-        return largest(weights, nodes["name"].tolist(), k, nodes["pos"].tolist())
+        return largest(weights, nodes["name"].tolist(), k, nodes["pos"].tolist(), self.labels)
 
     def inputs(self, name: str, position: int | None = None, k: int = 10) -> list[Entry]:
         """The k largest edges into a node: where each comes from. With every edge kept, all of them and the node's own
@@ -195,7 +195,7 @@ class ContributionGraph(Result):
         chosen = self.edges[near_end].to_numpy(int) == matches[0]
         ends = self.edges[far_end].to_numpy(int)[chosen]
         weights = torch.tensor(self.edges["weight"].to_numpy(float)[chosen])
-        return largest(weights, names[ends].tolist(), k, positions[ends].tolist())
+        return largest(weights, names[ends].tolist(), k, positions[ends].tolist(), self.labels)
 
     def show(self, k: int = 10, *, kind: str | None = None) -> None:
         """Display the graph in a notebook; elsewhere print the k largest nodes.
@@ -205,9 +205,7 @@ class ContributionGraph(Result):
         """
         if page.display_in_notebook(self.to_html):
             return
-        rows = [
-            (self.labelled(entry.name), str(entry.position), number(entry.score)) for entry in self.top(k, kind=kind)
-        ]
+        rows = [(entry.labelled, str(entry.position), number(entry.score)) for entry in self.top(k, kind=kind)]
         title = f"nodes of {self.target} = {number(self.total)}, {len(rows)} of {len(self.nodes) - 1} shown"
         terminal.show_table(title, ("node", "position", "weight"), rows, left=("node",))
 

@@ -124,9 +124,11 @@ def check_file(path: str | os.PathLike[str], kind: type[Result] = Result, name: 
     known = dict.fromkeys([*kind.LOADABLE, *kind._writers()])
     if path.suffix.lower() not in known:
         endings = ", ".join(filter(None, known))
+        if "" in known:
+            endings += ", or no ending"
         raise InvalidInputError(
             f"{name}: {path.name!r} ends in {path.suffix!r}, which is no kind of file that a result is saved as. "
-            f"Use one of {endings}, or no ending."
+            f"Use one of {endings}."
         )
 
 

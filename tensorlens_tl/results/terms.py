@@ -191,7 +191,7 @@ class Terms(Result):
         """
         indices = [i for i, name in enumerate(self.names) if fnmatchcase(name, names)]
         row = self.scores[batch, self.query_row(query, batch)]
-        return largest(row[indices], [self.names[i] for i in indices], k)
+        return largest(row[indices], [self.names[i] for i in indices], k, labels=self.labels)
 
     def to_dataframe(self, *, keys: bool = False) -> "pd.DataFrame":
         """One line per score: batch, query, query_token, term, score; with `keys`, one per source token's share.
@@ -248,12 +248,11 @@ class Terms(Result):
         row = self.query_row(query, batch)
         entries = self.top(k, query, batch)
         everything = float(self.scores[batch, row].double().sum())
-        lines = [(entry.name, entry.score) for entry in entries]
+        lines = [(entry.labelled, entry.score) for entry in entries]
         if self.additive:
             lines = with_others(entries, everything, len(self))
         if self.remainder is not None and bool(self.remainder[batch, row]):
             lines.append(("everything not listed", float(self.remainder[batch, row])))
-        lines = [(self._labelled(name), score) for name, score in lines]
         which = shown_query(self.queries, self.tokens, row, batch)
         total = float(self.total[batch, row])
         if not self.additive:  # a rule with a total below would look like a sum
@@ -263,9 +262,6 @@ class Terms(Result):
                 note += f"; {left} more"
             return " · ".join(filter(None, (which, note))), lines, []
         return which, lines, [("total", total)]
-
-    def _labelled(self, name: str) -> str:
-        return " · ".join(filter(None, [name, self.labels.get(name, "")]))
 
     def _of_query(self, query: int | str) -> "Terms":
         """One query of each prompt."""
@@ -344,10 +340,10 @@ class Terms(Result):
         """The k parts of largest mean, all others in one line, and the total, each with its interval."""
         chosen_query = self._of_query(query)
         scores, total = (values[:, 0].detach().double().cpu() for values in (chosen_query.scores, chosen_query.total))
-        entries = largest(scores.mean(0), self.names, k)
+        entries = largest(scores.mean(0), self.names, k, labels=self.labels)
         chosen = [self.names.index(entry.name) for entry in entries]
         columns = [scores[:, chosen]]
-        names = [entry.name for entry in entries]
+        names = [entry.labelled for entry in entries]
         if self.additive:
             left = total - scores[:, chosen].sum(1)
             if len(names) < len(self) or bool(left.abs().max() > NOISE * total.abs().max()):
