@@ -143,7 +143,7 @@ class ShownFeatures(Result):
             InvalidInputError: always; says how to have them again.
         """
         raise InvalidInputError(
-            f"{cls.__name__}.load({str(path)!r}): features hold a pass and a dictionary, which are not saved with them. "
+            f"{cls.__name__}.load({str(path)!r}): features hold a pass and a dictionary, which are not saved. "
             "Call circuits.features(frozen, dictionary) again; tables (.csv, .parquet, .json) are read with pandas."
         )
 
