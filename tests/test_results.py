@@ -345,6 +345,32 @@ def test_heads_are_a_matrix():
         dataclasses.replace(terms, names=[f"F{number}" for number in range(len(terms))]).plot_heads()
 
 
+def test_what_no_change_came_from_is_no_line(capsys):
+    """Sources that are the same in both runs are counted among the others."""
+    pytest.importorskip("matplotlib").use("Agg")
+    change = result("ScoreChange")
+    assert not change.top(100)[-1].score
+    nonzero = sum(bool(entry.score) for entry in change.top(100))
+    assert len(change.plot(100).patches) == nonzero + 2  # the others, and the total
+    change.show(100)
+    printed = capsys.readouterr().out
+    assert f"{len(change.top(100)) - nonzero} other" in printed
+
+
+def test_scores_of_heads_are_the_same_matrix():
+    """A head that a layer lacks is blank, in the figure and on the page."""
+    pytest.importorskip("matplotlib").use("Agg")
+    scores = result("HeadScores")
+    for axes, plane in ((scores.plot_heads(), scores.mean()), (scores.plot(1), scores.scores[1])):
+        np.testing.assert_allclose(axes.images[0].get_array(), plane.numpy())
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 0", "layer 1"]
+        assert [label.get_text() for label in axes.get_xticklabels()] == [f"H{head}" for head in range(4)]
+    fewer = scores.scores.clone()
+    fewer[:, 1, 2:] = torch.nan
+    cells = dataclasses.replace(scores, scores=fewer).plot_heads().images[0].get_array()
+    assert np.ma.getmaskarray(cells).tolist() == [[False] * 4, [False, False, True, True]]
+
+
 def test_an_evaluation_has_a_panel_for_every_metric(tmp_path):
     pytest.importorskip("matplotlib").use("Agg")
     evaluated = result("Evaluation")
@@ -368,6 +394,16 @@ def test_an_evaluation_has_a_panel_for_every_metric(tmp_path):
     assert [every[0].get_yticklabels()[-1].get_text()] == [best]
     assert every[1].patches[-1].get_width() == pytest.approx(bars.mean(list(bars.metrics)[1], best))
     assert bars.plot(list(bars.metrics)[1]).get_title(loc="left").startswith(list(bars.metrics)[1])
+
+
+def test_titles_break_in_no_token():
+    pytest.importorskip("matplotlib").use("Agg")
+    for length in range(30, 60):
+        axes = figure.signed_bars([("a", 1.0)], f"{'x ' * length}' file' and the model's ' end'")
+        title = axes.get_title(loc="left")
+        assert "' file'" in title
+        assert "' end'" in title
+        pytest.importorskip("matplotlib.pyplot").close(axes.figure)
 
 
 def test_titles_of_batches_name_no_ids():

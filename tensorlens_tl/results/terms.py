@@ -383,11 +383,7 @@ class Terms(Result):
         cells = self._cells(scores)
         if not cells:
             raise InvalidInputError("plot_heads: no term is a head or an MLP; logit_attribution(by='head') has them.")
-        layers, columns, values = matrix.head_cells(cells)
-        missing = np.array([[(layer, column) not in cells for column in columns] for layer in layers])
-        rows = [f"layer {layer}" for layer in layers]
-        drawn = np.where(missing, np.nan, values)
-        return figure.heat_map(drawn, rows, columns, title, ax, names=("", ""))
+        return figure.head_map(cells, title, ax)
 
     def _cells(self, scores: Float[Tensor, "term"]) -> dict[tuple[int, str], float]:
         """The scores of heads and MLPs by layer and column."""
