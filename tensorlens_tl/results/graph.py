@@ -210,8 +210,10 @@ class ContributionGraph(Result):
         terminal.show_table(title, ("node", "position", "weight"), rows, left=("node",))
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per edge, largest first: name, position and token of its source and its target, its weight, and
-        what it is read by (`reads`).
+        """One line per edge, largest first: name, position and token of its source and its destination, its weight,
+        and what it is read by (`reads`).
+
+        `edges` and other tools' formats call the destination ``target``, as networkx does.
 
         >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
         >>> len(graph.to_dataframe()) == len(graph.edges)
@@ -222,10 +224,10 @@ class ContributionGraph(Result):
         weight = self.edges["weight"].to_numpy(float)
         order = np.abs(weight).argsort()[::-1]
         columns: dict[str, Any] = {}
-        for end in ("source", "target"):
+        for end, name in (("source", "source"), ("target", "destination")):
             rows = self.nodes.iloc[self.edges[end].to_numpy(int)[order]]
-            columns |= {end: rows["name"].tolist(), f"{end}_pos": rows["pos"].tolist()}
-            columns[f"{end}_token"] = rows["token"].tolist()
+            columns |= {name: rows["name"].tolist(), f"{name}_pos": rows["pos"].tolist()}
+            columns[f"{name}_token"] = rows["token"].tolist()
         columns |= {"weight": weight[order], "reads": np.array(self.reads, dtype=object)[order]}
         return pd.DataFrame(columns)
 

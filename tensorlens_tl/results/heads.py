@@ -68,13 +68,13 @@ class HeadScores(Result):
         return largest(scores[scores.isfinite()], names, k)
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per prompt and head: batch, layer, head, score."""
+        """One line per prompt and head: batch, layer, head, target, score."""
         import pandas as pd
 
         batch, layer, head = self.scores.isfinite().cpu().nonzero(as_tuple=True)
         scores = self.scores.double().cpu()[batch, layer, head]
-        columns = {"batch": batch, "layer": layer, "head": head, "score": scores}
-        return pd.DataFrame({name: values.numpy() for name, values in columns.items()})
+        frame = pd.DataFrame({"batch": batch.numpy(), "layer": layer.numpy(), "head": head.numpy()})
+        return frame.assign(target=self.target, score=scores.numpy())
 
     @property
     def heading(self) -> str:

@@ -194,7 +194,7 @@ class Terms(Result):
         return largest(row[indices], [self.names[i] for i in indices], k, labels=self.labels)
 
     def to_dataframe(self, *, keys: bool = False) -> "pd.DataFrame":
-        """One line per score: batch, query, query_token, term, score; with `keys`, one per source token's share.
+        """One line per score: batch, query, query_token, term, target, score; with `keys`, one per source token's share.
 
         Of a `mean`, ``low`` and ``high`` stand before the score.
 
@@ -226,6 +226,7 @@ class Terms(Result):
             frame["key"] = index[3]
             frame["key_token"] = [self.tokens[b][k] for b, k in zip(batch, index[3], strict=True)]
             real = real & self.mask.cpu().numpy()[batch, index[3]]
+        frame["target"] = self.target
         for name in ("low", "high"):
             bound = getattr(self, name)
             if bound is not None and not keys:
