@@ -554,4 +554,4 @@ def test_the_graph_of_a_program_is_the_program(change, norm):
         by_keys = table.loc[table["destination"] == "L1H0.k", "weight"].abs().sum()
         assert bool(by_keys > 100 * by_values) is (change == "choice")
         assert bool(by_values > 100 * by_keys) is (change == "source")
-        assert set(table.loc[table["target"] == "L1H0.k", "reads"]) <= {"keys"}
+        assert set(table.loc[table["destination"] == "L1H0.k", "reads"]) <= {"keys"}

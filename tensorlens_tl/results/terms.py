@@ -194,7 +194,7 @@ class Terms(Result):
         return largest(row[indices], [self.names[i] for i in indices], k, labels=self.labels)
 
     def to_dataframe(self, *, keys: bool = False) -> "pd.DataFrame":
-        """One line per score: batch, query, query_token, term, target, score; with `keys`, one per source token's share.
+        """One line per score: batch, query, query_token, term, target, score; with `keys`, one per source's share.
 
         Of a `mean`, ``low`` and ``high`` stand before the score.
 
