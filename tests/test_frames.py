@@ -213,7 +213,7 @@ def test_the_mean_of_terms_has_intervals(model, tmp_path):
     assert float(mean.gap.max()) < 1e-9
     assert mean.target.endswith("mean of 8 prompts")
     frame = mean.to_dataframe()
-    assert list(frame.columns) == ["batch", "query", "query_token", "term", "target", "low", "high", "score"]
+    assert list(frame.columns) == ["batch", "query", "query_token", "term", "target", "n", "low", "high", "score"]
     again = tlens.Terms.load(mean.save(tmp_path / "mean"))
     assert torch.equal(again.high, mean.high)
     wide = terms.mean(level=0.99)
@@ -222,6 +222,12 @@ def test_the_mean_of_terms_has_intervals(model, tmp_path):
     uneven = circuits.logit_attribution(tlens.freeze(model, [[3, 4, 5], [6, 7]]), 5, query="all").mean()
     assert float(uneven.gap.max()) < 1e-9
     assert uneven.low[0, 2].isnan().all()  # one prompt has a third token
+    assert uneven.target.endswith("mean of 1 to 2 prompts")
+    assert uneven.tokens == [["mean of 2 prompts", "mean of 2 prompts", "mean of 1 prompt"]]
+    lines = uneven.to_dataframe()
+    assert lines.groupby("query")["n"].unique().str[0].tolist() == [2, 2, 1]
+    assert {*lines.loc[lines["n"] == 1, "query_token"]} == {"mean of 1 prompt"}
+    assert torch.equal(tlens.Terms.load(uneven.save(tmp_path / "uneven")).counts, uneven.counts)
     assert "mean of 8 prompts" in mean.to_html()
     with pytest.raises(InvalidInputError, match="level"):
         terms.mean(level=95)

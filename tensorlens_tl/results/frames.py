@@ -43,6 +43,7 @@ COLUMNS: Mapping[str, str] = {
     "side": "`query` or `key`, whose part it is",
     "query_source": "of an attention score: the part of the query",
     "key_source": "the part of the key",
+    "n": "of a mean: over how many prompts it is",
     "low": "of a mean: the lower end of its interval",
     "high": "the upper end",
     "score": "the number",

@@ -61,6 +61,7 @@ class Terms(Result):
         tokens: readable tokens of each prompt.
         target: what the scores explain, in words.
         low, high: of a `mean` over prompts, the ends of each part's interval, `[batch, query, term]`; else None.
+        counts: of a `mean` over prompts, how many of them have each query, `[batch, query]`; else None.
         keys: for parts that read other tokens, each token's share, `[batch, query, term, key]`; NaN for parts that
             belong to no token; None where not asked for.
         soft_cap: the cap that the model applies to its logits after `total`, or None.
@@ -68,7 +69,7 @@ class Terms(Result):
             tables in a terminal show it.
     """
 
-    TENSORS: ClassVar = ("scores", "total", "remainder", "queries", "mask", "keys", "low", "high")
+    TENSORS: ClassVar = ("scores", "total", "remainder", "queries", "mask", "keys", "low", "high", "counts")
     FACTS: ClassVar = ("names", "tokens", "target", "soft_cap")
     LATER_FACTS: ClassVar = ("labels",)
 
@@ -84,6 +85,7 @@ class Terms(Result):
     soft_cap: float | None = None
     low: Float[Tensor, "batch query term"] | None = None
     high: Float[Tensor, "batch query term"] | None = None
+    counts: Int[Tensor, "batch query"] | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
@@ -154,7 +156,8 @@ class Terms(Result):
                 NaN of one prompt.
 
         Returns:
-            Terms with `low` and `high`, which `to_dataframe` has as columns.
+            Terms with `low`, `high` and `counts`: how many prompts have a query, such as the tenth token of each, which
+            shorter prompts lack. `to_dataframe` has them as columns.
 
         Raises:
             InvalidInputError: a level outside (0, 1).
@@ -196,7 +199,7 @@ class Terms(Result):
     def to_dataframe(self, *, keys: bool = False) -> "pd.DataFrame":
         """One line per score: batch, query, query_token, term, target, score; with `keys`, one per source's share.
 
-        Of a `mean`, ``low`` and ``high`` stand before the score.
+        Of a `mean`, ``n``, the number of prompts that have the query, ``low`` and ``high`` stand before the score.
 
         Parts that belong to no source token then have one line, without `key` and `key_token`.
 
@@ -227,6 +230,8 @@ class Terms(Result):
             frame["key_token"] = [self.tokens[b][k] for b, k in zip(batch, index[3], strict=True)]
             real = real & self.mask.cpu().numpy()[batch, index[3]]
         frame["target"] = self.target
+        if self.counts is not None:
+            frame["n"] = self.counts.cpu().numpy()[index[0], index[1]]
         for name in ("low", "high"):
             bound = getattr(self, name)
             if bound is not None and not keys:
