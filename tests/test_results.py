@@ -176,6 +176,9 @@ def test_a_file_is_what_its_name_says(name, tmp_path):
             pd.testing.assert_frame_equal(again.to_dataframe(), frame)
             assert without_gaps(again.to_html()) == without_gaps(kind.to_html())
     assert len(pd.read_csv(tmp_path / "a.csv", keep_default_na=False)) == len(frame)
+    assert (tmp_path / "a.csv").read_text(encoding="utf-8") == kind.to_csv()
+    assert kind.to_csv(tmp_path / "table.txt") is None
+    assert (tmp_path / "table.txt").read_bytes() == (tmp_path / "a.csv").read_bytes()
     assert len(pd.read_parquet(tmp_path / "a.parquet")) == len(frame)
     assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
     for wrong in ("a.txt", "a.pickle", "a.pt", "v0.2"):

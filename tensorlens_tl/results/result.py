@@ -56,6 +56,20 @@ class Result(Stored, ABC):
     def show(self) -> None:
         """Display the picture in a notebook; elsewhere print the largest parts as a table."""
 
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """The table of `to_dataframe` as CSV, as pandas writes it, without row numbers.
+
+        Args:
+            path: of the file, whatever its name ends in; None returns the text.
+
+        Raises:
+            OSError: it cannot be written.
+
+        >>> tlens.attribute(frozen, " value").to_csv().splitlines()[0]
+        'batch,query,key,query_token,key_token,kind,generated,method,target,score'
+        """
+        return self.to_dataframe().to_csv(path, index=False)
+
     @property
     def heading(self) -> str:
         """The title of its page."""
@@ -144,7 +158,7 @@ def _page(result: Result) -> bytes:
 
 
 def _csv(result: Result) -> bytes:
-    return result.to_dataframe().to_csv(index=False).encode()
+    return str(result.to_csv()).encode()
 
 
 def _json(result: Result) -> bytes:
