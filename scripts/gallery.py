@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "gallery.md"
 PICTURES = DOCS / "_static" / "gallery"
-SETTINGS: Any = {"svg.hashsalt": "tensorlens", "svg.fonttype": "none"}
+SETTINGS: Any = {"svg.hashsalt": "tensorlens", "svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "Arial"]}
 """Of matplotlib: the same figure gives the same file, and letters are the reader's own, which makes files small."""
 
 

@@ -11,6 +11,7 @@ import pytest
 import tensorlens_tl as tlens
 from tensorlens_tl import commands
 from tensorlens_tl.commands import evaluate, main
+from tensorlens_tl.commands.parsing import command_first
 from tensorlens_tl.commands.prompts import read_prompts
 
 
@@ -243,7 +244,8 @@ def test_graph_is_written(tmp_path, capsys, name, format_, first):
     ("arguments", "message"),
     [
         (["-o", "a.html", "--format", "dot"], "format='dot'; use one of 'html'"),
-        (["-o", "a.txt"], "does not end in .html, .json"),
+        (["-o", "a.txt"], "ends in '.txt', which is no kind of file that a result is saved as. Use one of"),
+        (["-o", "a.txt", "--format", "dot"], "format='dot'; use one of 'html'"),
         (["-o", "no/such/folder/a.html"], "there is no folder"),
         (["-o", "a.html", "--threshold", "2"], "threshold=2.0: a share of the largest edge"),
         (["-o", "a.html", "--neurons", "1.5"], "neurons=1.5: a whole number"),
@@ -343,6 +345,69 @@ def test_options_may_stand_before_the_text(words, tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     assert main(words) == 0
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        (["--model", "demo", "report", "a text"], ["report", "--model", "demo", "a text"]),
+        (["--model=demo", "evaluate", "stability", "-n", "2"], ["evaluate", "stability", "--model=demo", "-n", "2"]),
+        (["evaluate", "--seed", "1", "stability"], ["evaluate", "stability", "--seed", "1"]),
+        (["--methods", "alti", "report", "--", "a text"], ["report", "--methods", "alti", "--", "a text"]),
+        (["--query", "-1", "--slow", "report", "a text"], ["report", "--query", "-1", "--slow", "a text"]),
+        (["--model", "report", "a text"], ["--model", "report", "a text"]),  # a folder called like a command
+        (["--modle", "demo", "report"], ["--modle", "demo", "report"]),
+        (["-h", "report"], ["-h", "report"]),
+        (["--version"], ["--version"]),
+        (["report", "--slow", "graph"], ["report", "--slow", "graph"]),
+    ],
+)
+def test_options_may_stand_before_the_command(words, same):
+    assert command_first(words, commands.parser()) == same
+
+
+def test_an_option_takes_the_same_number_of_words_in_every_command():
+    """Which is why it can be read before the command is known."""
+    counts = {}
+    for command in commands.parser().commands.values():
+        for name, option in command.options.items():
+            counts.setdefault(name, set()).add(option.nargs)
+    assert {name: some for name, some in counts.items() if len(some) > 1} == {}
+
+
+def test_a_command_behind_options_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--model", "demo", "--threshold", "0.1", "graph", "Return the value of"]) == 0
+    assert "saved to graph.html" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ending", [".svg", ".pdf", ".png", ".parquet", ".safetensors", ".HTML"])
+def test_a_graph_is_saved_as_every_kind_of_file(ending, tmp_path):
+    pytest.importorskip("matplotlib").use("Agg")
+    path = tmp_path / f"a{ending}"
+    assert main(["graph", "Return the value of", "--threshold", "0.1", "-o", str(path)]) == 0
+    first = {".svg": b"<?xml", ".pdf": b"%PDF", ".png": b"\x89PNG", ".parquet": b"PAR1", ".HTML": b"<!doctype html>"}
+    assert path.read_bytes().startswith(first.get(ending, b""))
+    if ending == ".safetensors":
+        assert tlens.ContributionGraph.load(path).target
+
+
+def test_commands_have_the_same_question_by_default(tmp_path, capsys):
+    """The first choice against the second; with a target, its logit."""
+    text = "If the file is not found, a FileNotFoundError is"
+    graph, tokens = tmp_path / "graph", tmp_path / "tokens"
+    for words, target in (([], r"logit of '.*' − '.*'"), (["--target", " raised"], "logit of ' raised'")):
+        assert main(["graph", text, *words, "--threshold", "0.1", "-o", str(graph)]) == 0
+        assert main(["attribute", text, *words, "-o", str(tokens)]) == 0
+        drawn, listed = tlens.ContributionGraph.load(graph), tlens.Attribution.load(tokens)
+        assert re.fullmatch(target, drawn.target)
+        assert drawn.total == pytest.approx(float(listed.total), rel=1e-4)
+    capsys.readouterr()
+    for command in ("attribute", "report", "graph"):
+        with pytest.raises(SystemExit):
+            main([command, "-h"])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "default: the model's first choice, against its second" in shown
 
 
 # ------------------------------------------------------------------------------------------ prompts of a file

@@ -98,6 +98,42 @@ def test_columns_have_the_same_names_everywhere(name):
     assert set(kind.to_dataframe().columns) - besides <= set(results.COLUMNS)
 
 
+def test_tables_of_several_methods_and_targets_are_told_apart(demo):
+    frozen = tlens.freeze(demo, TEXTS[0])
+    methods = ["tensorlens", "decompx", "rollout"]
+    explained = [tlens.attribute(frozen, method=name) for name in ("rollout", "alti")]
+    explained += [tlens.attribute(frozen, " file", method=name) for name in ("tensorlens", "decompx")]
+    frame = pd.concat([result.to_dataframe() for result in explained])
+    assert set(frame["method"]) == {*methods, "alti"}
+    sums = frame[frame["kind"] == "token"].groupby("method")["score"].sum()
+    for each in explained:
+        assert sums[each.method] == pytest.approx(float(each.scores.double().sum()))
+    terms = [circuits.logit_attribution(frozen, target) for target in (" file", " value")]
+    both = pd.concat([each.to_dataframe() for each in terms]).groupby("target")["score"].sum()
+    assert both.to_dict() == pytest.approx({each.target: float(each.scores.sum()) for each in terms})
+    other = tlens.freeze(demo, TEXTS[0].replace("value", "name"))
+    edges = circuits.edge_scores(frozen, other, " file", method="frozen").to_dataframe()
+    assert set(edges["method"]) == {"frozen"}
+
+
+def test_a_column_that_is_nearly_one_is_named(demo, tmp_path):
+    run = tlens.attribute_dataset(demo, TEXTS, tmp_path / "run", target=" the", progress=False)
+    for long in (False, True):
+        with pytest.raises(InvalidInputError, match=r"columns='scor'; use one of .* Did you mean 'score"):
+            run.to_dataframe(["id", "scor"], long=long)
+    with pytest.raises(InvalidInputError, match=r"there is no column 'text', only 'txt'\. Say which .* text='txt'"):
+        tlens.attribute_dataset(demo, [{"txt": "a"}], tmp_path / "none", target=" the")
+    with pytest.raises(InvalidInputError, match=r"'targt' is not one of .* Did you mean 'target'"):
+        tlens.attribute_dataset(demo, TEXTS, tmp_path / "none", columns={"targt": "answer"})
+    tested = result("Evaluation")
+    with pytest.raises(InvalidInputError, match=r"metric='hs_mes': .* Did you mean 'hs_mse'"):
+        tested.table("hs_mes")
+    with pytest.raises(InvalidInputError, match=r"method='rolout': .* Did you mean 'rollout'"):
+        tested.mean("hs_mse", "rolout")
+    with pytest.raises(InvalidInputError, match=r"by_relation: metric='aop'; .* Did you mean 'aopc'"):
+        evaluate.by_relation(tested, "aop")
+
+
 def test_the_page_lists_the_columns():
     page = (ROOT / "docs/howto/2_show_save_and_publish.md").read_text(encoding="utf-8")
     for name, meaning in results.COLUMNS.items():
@@ -177,7 +213,7 @@ def test_the_mean_of_terms_has_intervals(model, tmp_path):
     assert float(mean.gap.max()) < 1e-9
     assert mean.target.endswith("mean of 8 prompts")
     frame = mean.to_dataframe()
-    assert list(frame.columns) == ["batch", "query", "query_token", "term", "low", "high", "score"]
+    assert list(frame.columns) == ["batch", "query", "query_token", "term", "target", "n", "low", "high", "score"]
     again = tlens.Terms.load(mean.save(tmp_path / "mean"))
     assert torch.equal(again.high, mean.high)
     wide = terms.mean(level=0.99)
@@ -186,6 +222,12 @@ def test_the_mean_of_terms_has_intervals(model, tmp_path):
     uneven = circuits.logit_attribution(tlens.freeze(model, [[3, 4, 5], [6, 7]]), 5, query="all").mean()
     assert float(uneven.gap.max()) < 1e-9
     assert uneven.low[0, 2].isnan().all()  # one prompt has a third token
+    assert uneven.target.endswith("mean of 1 to 2 prompts")
+    assert uneven.tokens == [["mean of 2 prompts", "mean of 2 prompts", "mean of 1 prompt"]]
+    lines = uneven.to_dataframe()
+    assert lines.groupby("query")["n"].unique().str[0].tolist() == [2, 2, 1]
+    assert {*lines.loc[lines["n"] == 1, "query_token"]} == {"mean of 1 prompt"}
+    assert torch.equal(tlens.Terms.load(uneven.save(tmp_path / "uneven")).counts, uneven.counts)
     assert "mean of 8 prompts" in mean.to_html()
     with pytest.raises(InvalidInputError, match="level"):
         terms.mean(level=95)

@@ -455,7 +455,7 @@ def test_the_induction_circuit_is_one_graph(induction):
     assert graph.target.startswith("change of the logit of")
     table = graph.to_dataframe()
     edges = {row[:4] + row[5:]: row[4] for row in table[
-        ["source", "source_pos", "target", "target_pos", "weight", "reads"]
+        ["source", "source_pos", "destination", "destination_pos", "weight", "reads"]
     ].itertuples(index=False, name=None)}  # fmt: skip
     assert set(CIRCUIT) <= set(edges)
     assert all(edges[edge] > 0.01 * graph.total for edge in CIRCUIT)
@@ -548,10 +548,10 @@ def test_the_graph_of_a_program_is_the_program(change, norm):
         assert graph.gap < 1e-9
         table = graph.to_dataframe()
         sources = [source.split(".")[0] for source in table["source"]]
-        edges = {" → ".join(pair) for pair in zip(sources, table["target"], strict=True)}
+        edges = {" → ".join(pair) for pair in zip(sources, table["destination"], strict=True)}
         assert set(task.edges) <= edges
-        by_values = table.loc[table["target"] == "L1H0.v", "weight"].abs().sum()
-        by_keys = table.loc[table["target"] == "L1H0.k", "weight"].abs().sum()
+        by_values = table.loc[table["destination"] == "L1H0.v", "weight"].abs().sum()
+        by_keys = table.loc[table["destination"] == "L1H0.k", "weight"].abs().sum()
         assert bool(by_keys > 100 * by_values) is (change == "choice")
         assert bool(by_values > 100 * by_keys) is (change == "source")
-        assert set(table.loc[table["target"] == "L1H0.k", "reads"]) <= {"keys"}
+        assert set(table.loc[table["destination"] == "L1H0.k", "reads"]) <= {"keys"}

@@ -10,13 +10,15 @@ import pandas as pd
 import pytest
 import torch
 from conftest import some_tokens
+from rich.console import Console
 from test_features import Dictionary
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, evaluate
-from tensorlens_tl.drawing import figure, page
+from tensorlens_tl.drawing import figure, page, terminal
 from tensorlens_tl.results import RESULT_ENDINGS, Result
 from tensorlens_tl.results.entry import shown_target
+from tensorlens_tl.results.storage import LOADABLE
 from tensorlens_tl.testing import tiny_model
 
 NAME = "bridge/gpt2"
@@ -43,6 +45,11 @@ def feature_edges():
     return circuits.feature_edges(features, features)
 
 
+def active_features():
+    dictionary = Dictionary(kind="topk")
+    return circuits.features(frozen(), dictionary, "blocks.0.hook_resid_post", labels={3: "a label"})
+
+
 def feature_examples():
     dictionary = Dictionary(hook="blocks.0.hook_resid_post")
     return circuits.feature_examples(model(), dictionary, some_tokens(3, 6), [3, 5, 11], k=2)
@@ -52,6 +59,7 @@ RESULTS = {
     "Attribution": lambda: tlens.attribute(frozen(), 5),
     "Terms": lambda: circuits.logit_attribution(frozen(), 5, by="head"),
     "Paths": lambda: circuits.paths(frozen(), 5),
+    "Features": active_features,
     "FeatureEdges": feature_edges,
     "FeatureExamples": feature_examples,
     "ModelChange": lambda: tlens.compare_models(model(), model(), some_tokens(), 5),
@@ -97,6 +105,40 @@ def test_a_result_shows_itself(name, capsys, monkeypatch):
     assert shown.to_html().endswith(shown.to_html(style=False))
 
 
+NUMBER = re.compile(r"[+-]?\d[\d.]*(?:e[+-]\d+)?")
+
+
+def words_of(printed):
+    """Numbers, and words of headings, in what was printed."""
+    headings = [line for line in printed.splitlines() if line.startswith("┃")]
+    return sorted({*NUMBER.findall(printed)}), sorted({word for line in headings for word in line.split()})
+
+
+@pytest.mark.parametrize("width", [80, 60])
+@pytest.mark.parametrize("name", RESULTS)
+def test_tables_are_as_wide_as_the_terminal(name, width, capsys, monkeypatch):
+    """No number and no word of a heading is broken, whatever the width."""
+    monkeypatch.setenv("COLUMNS", "250")
+    result(name).show()
+    wide = words_of(capsys.readouterr().out)
+    monkeypatch.setenv("COLUMNS", str(width))
+    result(name).show()
+    printed = capsys.readouterr().out
+    assert words_of(printed) == wide
+    assert max(len(line) for line in printed.splitlines() if line[:1] in "┏┃│├└") <= width
+
+
+def test_columns_go_on_in_a_second_table(capsys):
+    headings = ("method", *(f"a metric {number}" for number in range(6)))
+    rows = [(f"integrated gradients {'x' * 40}", *("0.123 [0.111, 0.222]",) * 6), ("alti", *("-",) * 6)]
+    terminal.show_table("", headings, rows, [("total", *("1",) * 6)], left=("method",), console=Console(width=60))
+    printed = capsys.readouterr().out
+    assert printed.count("0.123 [0.111, 0.222]") == 6
+    assert printed.count("method") == printed.count("alti") == printed.count("total") == 6
+    terminal.show_table("", headings, rows, left=("method",), console=Console(width=250))
+    assert capsys.readouterr().out.count("method") == 1
+
+
 def test_a_notebook_displays_and_a_terminal_does_not(monkeypatch):
     displayed = []
 
@@ -123,9 +165,9 @@ def test_a_file_is_what_its_name_says(name, tmp_path):
     frame = kind.to_dataframe()
     assert len(frame)
     for ending in {*RESULT_ENDINGS, *kind.LOADABLE, *kind._writers()}:
-        if ending == ".safetensors" and ending not in kind.LOADABLE:
+        if ending in LOADABLE and ending not in kind.LOADABLE:
             with pytest.raises(tlens.InvalidInputError, match="no kind of file"):
-                kind.save(tmp_path / "a.safetensors")
+                kind.save(tmp_path / f"a{ending}")
             continue
         path = kind.save(tmp_path / f"a{ending}")
         assert path.read_bytes().startswith(FIRST_BYTES.get(ending, b""))
@@ -134,12 +176,16 @@ def test_a_file_is_what_its_name_says(name, tmp_path):
             pd.testing.assert_frame_equal(again.to_dataframe(), frame)
             assert without_gaps(again.to_html()) == without_gaps(kind.to_html())
     assert len(pd.read_csv(tmp_path / "a.csv", keep_default_na=False)) == len(frame)
+    assert (tmp_path / "a.csv").read_text(encoding="utf-8") == kind.to_csv()
+    assert kind.to_csv(tmp_path / "table.txt") is None
+    assert (tmp_path / "table.txt").read_bytes() == (tmp_path / "a.csv").read_bytes()
     assert len(pd.read_parquet(tmp_path / "a.parquet")) == len(frame)
     assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
     for wrong in ("a.txt", "a.pickle", "a.pt", "v0.2"):
-        with pytest.raises(tlens.InvalidInputError, match=r"no kind of file .* Use one of .*, or no ending"):
+        with pytest.raises(tlens.InvalidInputError, match=r"no kind of file .* Use one of \..*\.") as refused:
             kind.save(tmp_path / wrong)
         assert not (tmp_path / wrong).exists()
+        assert str(refused.value).endswith("or no ending.") == ("" in kind.LOADABLE)
     with pytest.raises(tlens.InvalidInputError, match="that is a folder"):
         kind.save(tmp_path)
     with pytest.raises(tlens.InvalidInputError, match="no folder"):
@@ -155,6 +201,32 @@ def test_a_figure_is_drawn_where_it_is_told(name):
     axes.figure.canvas.draw()
     assert axes.has_data() or axes.patches
     pyplot.close(axes.figure)
+
+
+def test_features_are_listed_with_their_labels(capsys, tmp_path):
+    """In tables, figures, frames and `top`; a row for each of the most active, a column for each token."""
+    pytest.importorskip("matplotlib").use("Agg")
+    shown = result("Features")
+    best = shown.top(2, batch=1)
+    labelled = dataclasses.replace(shown, labels={int(best[0].name[1:]): "the best"})
+    first, second = labelled.top(2, batch=1)
+    assert (first.name, first.label, second.label) == (best[0].name, "the best", "")
+    assert "label='the best'" in repr(first)
+    assert "label" not in repr(second)
+    assert labelled.value(first.name)[1, first.position] == pytest.approx(first.score)
+    labelled.show(2, batch=1)
+    assert f"{first.name} · the best" in capsys.readouterr().out
+    axes = labelled.plot(2, batch=1)
+    assert axes.get_yticklabels()[0].get_text() == f"{first.name} · the best"
+    cells = axes.images[0].get_array()
+    for row, entry in enumerate((first, second)):
+        assert cells[row].tolist() == pytest.approx(shown.value(entry.name)[1].tolist())
+    frame = labelled.to_dataframe()
+    assert len(frame) == len(shown.values)
+    line = frame[(frame["batch"] == 1) & (frame["label"] == "the best") & (frame["position"] == first.position)]
+    assert line["activation"].tolist() == pytest.approx([first.score])
+    with pytest.raises(tlens.InvalidInputError, match=r"circuits\.features\(frozen, dictionary\) again"):
+        circuits.Features.load(tmp_path / "a")
 
 
 def test_colours_begin_at_zero_where_no_score_is_negative():
@@ -276,6 +348,32 @@ def test_heads_are_a_matrix():
         dataclasses.replace(terms, names=[f"F{number}" for number in range(len(terms))]).plot_heads()
 
 
+def test_what_no_change_came_from_is_no_line(capsys):
+    """Sources that are the same in both runs are counted among the others."""
+    pytest.importorskip("matplotlib").use("Agg")
+    change = result("ScoreChange")
+    assert not change.top(100)[-1].score
+    nonzero = sum(bool(entry.score) for entry in change.top(100))
+    assert len(change.plot(100).patches) == nonzero + 2  # the others, and the total
+    change.show(100)
+    printed = capsys.readouterr().out
+    assert f"{len(change.top(100)) - nonzero} other" in printed
+
+
+def test_scores_of_heads_are_the_same_matrix():
+    """A head that a layer lacks is blank, in the figure and on the page."""
+    pytest.importorskip("matplotlib").use("Agg")
+    scores = result("HeadScores")
+    for axes, plane in ((scores.plot_heads(), scores.mean()), (scores.plot(1), scores.scores[1])):
+        np.testing.assert_allclose(axes.images[0].get_array(), plane.numpy())
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 0", "layer 1"]
+        assert [label.get_text() for label in axes.get_xticklabels()] == [f"H{head}" for head in range(4)]
+    fewer = scores.scores.clone()
+    fewer[:, 1, 2:] = torch.nan
+    cells = dataclasses.replace(scores, scores=fewer).plot_heads().images[0].get_array()
+    assert np.ma.getmaskarray(cells).tolist() == [[False] * 4, [False, False, True, True]]
+
+
 def test_an_evaluation_has_a_panel_for_every_metric(tmp_path):
     pytest.importorskip("matplotlib").use("Agg")
     evaluated = result("Evaluation")
@@ -299,6 +397,16 @@ def test_an_evaluation_has_a_panel_for_every_metric(tmp_path):
     assert [every[0].get_yticklabels()[-1].get_text()] == [best]
     assert every[1].patches[-1].get_width() == pytest.approx(bars.mean(list(bars.metrics)[1], best))
     assert bars.plot(list(bars.metrics)[1]).get_title(loc="left").startswith(list(bars.metrics)[1])
+
+
+def test_titles_break_in_no_token():
+    pytest.importorskip("matplotlib").use("Agg")
+    for length in range(30, 60):
+        axes = figure.signed_bars([("a", 1.0)], f"{'x ' * length}' file' and the model's ' end'")
+        title = axes.get_title(loc="left")
+        assert "' file'" in title
+        assert "' end'" in title
+        pytest.importorskip("matplotlib.pyplot").close(axes.figure)
 
 
 def test_titles_of_batches_name_no_ids():

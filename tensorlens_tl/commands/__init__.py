@@ -4,13 +4,12 @@ A file for each command names its arguments and what it does, and imports nothin
 comes within a second.
 """
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 
 from tensorlens_tl import __version__
-from tensorlens_tl.commands.parsing import Parser, nearest
+from tensorlens_tl.commands.parsing import Parser, command_first, nearest
 
 COMMANDS = (
     "attribute", "dataset", "report", "generate-report", "graph", "methods", "evaluate", "reproduce", "compress",
@@ -28,14 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (1 for our own errors and 130 for Ctrl-C, both without a traceback).
 
     A text that is no command, nor nearly one, is attributed, and so is one behind options:
-    ``tensorlens-tl "The Eiffel Tower is in"``, ``tensorlens-tl --model gpt2 "The Eiffel Tower is in"``.
+    ``tensorlens-tl "The Eiffel Tower is in"``, ``tensorlens-tl --model gpt2 "The Eiffel Tower is in"``. Options may
+    stand before a command as well: ``tensorlens-tl --model gpt2 report "The Eiffel Tower is in"``.
     """
     if argv is None:
         argv = sys.argv[1:]
-    words = list(argv)
+    whole = parser()
+    words = command_first(list(argv), whole)
     if words and not nearest(words[0], (*COMMANDS, "-h", "--help", "--version"), cutoff=0.7):
         words.insert(0, "attribute")
-    args = parser().parse_args(words)
+    args = whole.parse_args(words)
     from tensorlens_tl.errors import TensorLensError
 
     try:
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of all commands."""
     whole = Parser(
         prog="tensorlens-tl",

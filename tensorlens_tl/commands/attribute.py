@@ -8,11 +8,11 @@ from tensorlens_tl.commands.options import (
     ENDINGS,
     add_import_argument,
     add_model_arguments,
+    add_question_arguments,
     check_result_output,
     count,
     given,
     loaded_model,
-    position,
     run_imports,
     write_result,
 )
@@ -28,13 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text")
     parser.add_argument("--method", default="tensorlens", help="one of `tensorlens-tl methods`")
     parser.add_argument("--collapse", help="of the tensorlens method: target (default), in_out or norm")
-    parser.add_argument("--target", help="a token, such as ' Paris' (default: the model's first choice)")
-    parser.add_argument("--minus", help="another token, for a logit difference (default: the second choice)")
-    parser.add_argument(
-        "--query",
-        type=position,
-        help="a position, counted over the prompt's tokens, or a text of it (default: the last)",
-    )
+    add_question_arguments(parser)
     parser.add_argument("--top", type=count, default=10, help="how many tokens to print")
     parser.add_argument("-o", "--output", type=Path, help=f"also save; {ENDINGS}")
 

@@ -135,10 +135,18 @@ def run(args: argparse.Namespace) -> None:
     model = loaded_model(args)
     result = _RUN.get(args.what, _check)(args, model)
     if args.what == "agreement":
-        print(evaluate.agreement_table(result).round(2).to_string())
+        _print_agreement(evaluate.agreement_table(result))
     else:
         result.show()
     write_result(result, args.output)
+
+
+def _print_agreement(table: Any) -> None:
+    """Print a square table of methods."""
+    from tensorlens_tl.drawing.terminal import show_table
+
+    rows = [(str(method), *(f"{value:.2f}" for value in line)) for method, *line in table.itertuples(name=None)]
+    show_table("agreement of methods: mean rank correlation", ("method", *table.columns), rows, left=("method",))
 
 
 def _known_answer(args: argparse.Namespace, model: Any) -> Any:

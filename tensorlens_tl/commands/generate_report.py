@@ -41,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is explained: a text (its last occurrence), or START:STOP of the generated tokens (default: all)",
     )
     parser.add_argument("--hops", type=hops, default="all", help="how many hops to follow (default: all)")
-    parser.add_argument("--minus", help="hold each token against this one, or against its 'runner-up'")
+    parser.add_argument(
+        "--minus",
+        help="hold each token against this one, or against its 'runner-up' (default: none, the logit of each token)",
+    )
     page = "generated.html"
     parser.add_argument("-o", "--output", type=Path, default=Path(page), help=f"(default: {page} here)")
 

@@ -3,7 +3,15 @@
 import argparse
 from pathlib import Path
 
-from tensorlens_tl.commands.options import add_model_arguments, check_output, loaded_model, position
+from tensorlens_tl.commands.options import (
+    ENDINGS,
+    add_model_arguments,
+    add_question_arguments,
+    check_output,
+    check_result_output,
+    loaded_model,
+    write_result,
+)
 
 HELP = (
     "The contribution graph of one prediction: an interactive page, or a file for circuit-tracer, networkx and others."
@@ -17,11 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     add_model_arguments(parser)
     parser.add_argument("text")
-    parser.add_argument("--target", help="the token to explain (default: the model's first choice)")
-    parser.add_argument("--minus", help="another token to hold it against (default: none)")
-    parser.add_argument(
-        "--query", type=position, help="a position, or a text of the prompt (default: the last, or the mask)"
-    )
+    add_question_arguments(parser)
     parser.add_argument("--threshold", type=float, default=0.01, help="leave out edges below this share of the largest")
     parser.add_argument(
         "--keep", type=share, default=1.0, help="then keep the largest edges that carry this share of all (default: 1)"
@@ -32,8 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="split MLPs: so many neurons at each position, or all above a share of the largest",
     )
     parser.add_argument("--sources", type=parts, help="split heads by source token, in the same way")
-    parser.add_argument("--format", help="html, circuit-tracer, graphml, json or csv (default: by the output's name)")
-    parser.add_argument("-o", "--output", type=Path, help="where to write it (default: graph.html here)")
+    parser.add_argument(
+        "--format", help="html, circuit-tracer, graphml, json or csv (default: as the output's name says)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, help=f"where to write it (default: graph.html here); {ENDINGS}, or .graphml"
+    )
 
 
 def parts(text: str) -> int | float:
@@ -56,11 +64,9 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl import circuits
     from tensorlens_tl.circuits.graph import check_options
     from tensorlens_tl.report import predict
-    from tensorlens_tl.results.exchange import format_of
 
     output = args.output or Path(f"graph{SUFFIX_OF.get(args.format, '.html')}")
-    check_output(output)
-    chosen = format_of(output, args.format)
+    _check(output, args.format)
     check_options(args.threshold, args.neurons, args.sources)
     frozen = tlens.freeze(loaded_model(args), args.text)
     prediction = predict(frozen, args.target, args.minus, args.query)
@@ -71,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
     graph = circuits.contribution_graph(
         frozen,
         prediction.target,
-        prediction.minus if args.minus is not None else None,
+        prediction.minus,
         threshold=args.threshold,
         neurons=args.neurons,
         sources=args.sources,
@@ -79,7 +85,21 @@ def run(args: argparse.Namespace) -> None:
     )
     if args.keep < 1:
         graph = graph.prune(args.keep)
-    options = {"circuit-tracer": {"slug": output.stem}}.get(chosen, {})
-    graph.export(output, chosen, **options)
     print(graph)
-    print(f"saved to {output}")
+    if args.format is None:
+        write_result(graph, output)
+        return
+    options = {"circuit-tracer": {"slug": output.stem}}.get(args.format, {})
+    print(f"saved to {graph.export(output, args.format, **options)}")
+
+
+def _check(output: Path, format: str | None) -> None:
+    """Raise `InvalidInputError` where the graph cannot be written: by its format, or as the output's ending says."""
+    from tensorlens_tl.results import ContributionGraph
+    from tensorlens_tl.results.exchange import format_of
+
+    if format is None:
+        check_result_output(output, ContributionGraph)
+        return
+    check_output(output)
+    format_of(output, format)

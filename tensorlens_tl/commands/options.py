@@ -10,6 +10,8 @@ from tensorlens_tl.errors import InvalidInputError
 if TYPE_CHECKING:
     import torch
 
+    from tensorlens_tl.results import Result
+
 Kind = Literal["hooked", "bridge"] | None
 """The class of a model, None for a HookedTransformer where it exists."""
 
@@ -36,6 +38,22 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-untrained",
         action="store_true",
         help="go on although the checkpoint lacks weights of the model, such as its head, which are then random",
+    )
+
+
+def add_question_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which logit is explained, and where; `tensorlens_tl.report.predict` has the same defaults."""
+    parser.add_argument(
+        "--target",
+        help="the token to explain, such as ' Paris' (default: the model's first choice, against its second)",
+    )
+    parser.add_argument(
+        "--minus", help="a token to hold it against, for a logit difference (default: none where --target is given)"
+    )
+    parser.add_argument(
+        "--query",
+        type=position,
+        help="a position, counted over the prompt's tokens, or a text of it (default: the last, or the mask)",
     )
 
 
@@ -107,11 +125,17 @@ def check_output(path: Path | None, name: str = "--output", *, endings: Sequence
         raise InvalidInputError(f"{name} {path}: end its name in {' or '.join(filter(None, endings))}.")
 
 
-def check_result_output(path: Path | None) -> None:
-    """Raise `InvalidInputError` before work starts where a result cannot be saved to the output."""
-    from tensorlens_tl.results import RESULT_ENDINGS
+def check_result_output(path: Path | None, kind: "type[Result] | None" = None) -> None:
+    """Raise `InvalidInputError` before work starts where a result cannot be saved to the output.
 
-    check_output(path, endings=RESULT_ENDINGS)
+    Args:
+        path: of the file; None is none.
+        kind: the class of the result; None is any, which all take the same endings.
+    """
+    from tensorlens_tl.results import Result, check_file
+
+    if path is not None:
+        check_file(path, kind or Result, "--output")
 
 
 def named_model(args: argparse.Namespace, name: str | None = None, *, images: bool = False) -> Any:

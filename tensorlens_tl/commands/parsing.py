@@ -30,6 +30,20 @@ class Parser(argparse.ArgumentParser):
             self.error(self._left_over(left))
         return parsed, left
 
+    @property
+    def commands(self) -> dict[str, "Parser"]:
+        """The parsers of its commands by name; none of a parser that has no commands."""
+        chosen = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return {name: sub for action in chosen for name, sub in action.choices.items()}
+
+    @property
+    def options(self) -> dict[str, argparse.Action]:
+        """Its options, and those of its commands, by name."""
+        known = dict(self._option_string_actions)
+        for sub in self.commands.values():
+            known |= sub.options
+        return known
+
     def format_help(self) -> str:
         """The help, with a short line of usage: options are listed below it."""
         if self.usage is None:
@@ -58,6 +72,41 @@ class Parser(argparse.ArgumentParser):
         if message.endswith("required: text"):
             return f"{message}. It stands before an option that takes several values, or after --"
         return message
+
+
+def command_first(words: list[str], parser: Parser) -> list[str]:
+    """The words of a command line with the command in front of the options that stand before it.
+
+    ``--model gpt2 report TEXT`` is ``report --model gpt2 TEXT``, and ``--model gpt2 evaluate stability`` is
+    ``evaluate stability --model gpt2``. What stands behind the command stays in its place.
+    """
+    commands = parser.commands
+    place = _leading(words, parser)
+    if place >= len(words) or words[place] not in commands:
+        return words
+    name = words[place]
+    return [name, *command_first([*words[:place], *words[place + 1 :]], commands[name])]
+
+
+def _leading(words: Sequence[str], parser: Parser) -> int:
+    """How many words at the front are options of the parser's commands, and their values."""
+    commands = parser.commands
+    options = parser.options
+    count = 0
+    while count < len(words):
+        name, equals, _ = words[count].partition("=")
+        if name not in options or name in parser._option_string_actions:
+            return count
+        action = options[name]
+        count += 1
+        if equals or action.nargs == 0:
+            continue
+        if action.nargs is None:
+            count += 1
+            continue
+        while count < len(words) and words[count] not in commands and not words[count].startswith("-"):  # several
+            count += 1
+    return count
 
 
 def _word(action: argparse.Action) -> str:

@@ -6,9 +6,9 @@ from pathlib import Path
 from tensorlens_tl.commands.options import (
     add_import_argument,
     add_model_arguments,
+    add_question_arguments,
     check_output,
     loaded_model,
-    position,
     run_imports,
 )
 
@@ -21,13 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_import_argument(parser)
     parser.add_argument("text")
-    parser.add_argument("--target", help="the token to explain (default: the model's first choice)")
-    parser.add_argument("--minus", help="another token to hold it against (default: the second choice)")
-    parser.add_argument(
-        "--query",
-        type=position,
-        help="a position, counted over the prompt's tokens, or a text of it (default: the last, or the mask)",
-    )
+    add_question_arguments(parser)
     parser.add_argument(
         "--methods", nargs="+", metavar="METHOD", help="names (default: all of `tensorlens-tl methods`)"
     )

@@ -36,7 +36,12 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl.whitening import SETTLING
 
     check_output(args.output, endings=(".html", ".csv"))
-    if args.output is not None and args.output.suffix == ".html" and args.points is not None and len(args.points) < 2:
+    if (
+        args.output is not None
+        and args.output.suffix.lower() == ".html"
+        and args.points is not None
+        and len(args.points) < 2
+    ):
         raise InvalidInputError("--points: a page draws curves over 2 hook points or more; save one as .csv.")
     model = loaded_model(args, logits=False)
     tokens = _tokens(args, model)
@@ -61,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
         print(tables["filtered"].round(4).to_string())
     if args.output is None:
         return
-    if args.output.suffix == ".csv":
+    if args.output.suffix.lower() == ".csv":
         pd.concat(tables).to_csv(args.output)
     else:
         title = f"Whiteness of {args.model}: {len(measured)} prompts of {measured.shape[1]} tokens"

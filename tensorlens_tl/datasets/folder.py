@@ -271,6 +271,22 @@ class Folder:
             raise FileFormatError(f"{path}: {problem}. Delete it and run again to write it again.")
         return table
 
+    def columns(self, number: int) -> list[str]:
+        """The names of a shard's columns.
+
+        Raises:
+            FileFormatError: damaged.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path = self.shard(number)
+        try:
+            return list(pq.read_schema(path).names)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            why = " ".join(str(error).split())
+            raise FileFormatError(f"{path}: damaged ({why}). Delete it and run again to write it anew.") from error
+
     def done(self, manifest: Manifest) -> int:
         """How many rows are in shards that are written."""
         return sum(len(manifest.rows_of(number)) for number in self.shards(manifest))

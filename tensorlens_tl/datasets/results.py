@@ -1,12 +1,13 @@
 """Reading a run back: as results, as tables, one shard at a time."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.datasets import summing
 from tensorlens_tl.datasets.circuit_terms import unpacked_terms
@@ -130,7 +131,7 @@ class DatasetResults:
             long: one line per row, query and source instead, as `frames` gives them shard by shard.
 
         Raises:
-            InvalidInputError: no row is done yet.
+            InvalidInputError: no row is done yet, or no such column.
             FileFormatError: a shard is damaged.
         """
         import pandas as pd
@@ -142,17 +143,14 @@ class DatasetResults:
                 raise InvalidInputError(f"{self.path}: no row is done yet, or all failed.")
             frame = pd.concat(frames, ignore_index=True)
             frame = frame.sort_values("row", kind="stable", ignore_index=True)
-            if columns is None:
-                return frame
-            return frame.reindex(columns=list(columns))
+            return _chosen(frame, columns)
+        if columns is not None and self.shards:
+            _check_columns(columns, self._folder.columns(self.shards[0]))
         tables = list(self.tables(columns))
         if not tables:
             raise InvalidInputError(f"{self.path}: no row is done yet.")
         frame = pa.concat_tables([table.replace_schema_metadata() for table in tables]).to_pandas()
-        frame = frame.sort_values("row", ignore_index=True)
-        if columns is None:
-            return frame
-        return frame.reindex(columns=list(columns))
+        return _chosen(frame.sort_values("row", ignore_index=True), columns)
 
     def summary(
         self, quantiles: summing.Quantiles = summing.QUANTILES, *, names: str = "*", memory: Memory = None
@@ -203,6 +201,20 @@ class DatasetResults:
         """The rows that failed: `row`, `id` and `error`."""
         frame = self.to_dataframe(["row", "id", "error"])
         return frame.dropna(subset=["error"]).reset_index(drop=True)
+
+
+def _chosen(frame: "pd.DataFrame", columns: Sequence[str] | None) -> "pd.DataFrame":
+    """Some columns of a table, in this order; None is all of them."""
+    if columns is None:
+        return frame
+    _check_columns(columns, frame.columns)
+    return frame.reindex(columns=list(columns))
+
+
+def _check_columns(columns: Sequence[str], known: Iterable[str]) -> None:
+    """Raise InvalidInputError for a column that there is not."""
+    for name in columns:
+        check_choice("columns", name, known)
 
 
 def load_results(path: str | os.PathLike[str]) -> DatasetResults:

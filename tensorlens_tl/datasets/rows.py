@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensorlens_tl._arguments import plain
+from tensorlens_tl._arguments import nearest, plain
 from tensorlens_tl.datasets.options import UNKNOWN_ID, Reading
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.models import ModelView
@@ -90,7 +90,8 @@ def check_columns(columns: Mapping[str, str] | None, options: Mapping[str, Any])
     names = set(columns or {})
     unknown = sorted(names - set(PER_PROMPT))
     if unknown:
-        raise InvalidInputError(f"columns: {unknown[0]!r} is not one of {', '.join(PER_PROMPT)}.")
+        near = nearest(unknown[0], PER_PROMPT)
+        raise InvalidInputError(f"columns: {unknown[0]!r} is not one of {', '.join(PER_PROMPT)}.{near}")
     both = sorted(names & set(options))
     if both:
         raise InvalidInputError(f"columns: {both[0]!r} is in a column and an option as well; leave one out.")
@@ -248,7 +249,7 @@ def _check_present(row: Mapping[str, Any], reading: Reading) -> None:
         columns.append(reading.id)
     missing = [name for name in columns if name not in row]
     if missing:
-        hint = ""
+        hint = nearest(missing[0], map(str, row))
         if missing[0] == reading.text:
             hint = f" Say which one holds the prompts, such as text={next(iter(row), 'prompt')!r}."
         raise InvalidInputError(f"rows: there is no column {missing[0]!r}, only {', '.join(map(repr, row))}.{hint}")

@@ -1,6 +1,7 @@
 """Heat maps, bars and curves as matplotlib figures, for papers (``tensorlens-tl[plot]``)."""
 
 import math
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ import numpy as np
 
 from tensorlens_tl.drawing.charts import LINES
 from tensorlens_tl.drawing.marks import NEGATIVE, POSITIVE, STRONGEST, largest_of, sign_colour, visible
+from tensorlens_tl.drawing.matrix import head_cells
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +30,11 @@ GREY = "0.72"
 
 INTERVAL = {"ecolor": "0.25", "elinewidth": 0.9, "capsize": 2, "capthick": 0.9}
 """How intervals are drawn."""
+
+TOKEN = re.compile(r"(?<!\w)'[^']{1,20}'")
+"""A token in a title, which no line ends in."""
+
+NO_BREAK = "\N{NO-BREAK SPACE}"
 
 FITTING = 16
 """Cells a side up to which numbers fit into them."""
@@ -77,6 +84,20 @@ def heat_map(
     bar.outline.set_linewidth(0.5)
     bar.ax.tick_params(labelsize=LABEL, width=0.5)
     return ax
+
+
+def head_map(cells: Mapping[tuple[int, str], float], title: str, ax: Axes | None = None) -> Axes:
+    """Numbers of heads and MLPs by layer and column (``"H3"``, ``"MLP"``) as a heat map, blank where there is none.
+
+    Args:
+        cells: the numbers.
+        title: above it.
+        ax: draw here; None makes a figure of fitting size.
+    """
+    layers, columns, values = head_cells(cells)
+    missing = np.array([[(layer, column) not in cells for column in columns] for layer in layers])
+    rows = [f"layer {layer}" for layer in layers]
+    return heat_map(np.where(missing, np.nan, values), rows, columns, title, ax, names=("", ""))
 
 
 def scale(values: np.ndarray) -> tuple[Any, float, float]:
@@ -251,8 +272,9 @@ def set_title(ax: Axes, text: str) -> None:
     if len(ax.figure.axes) == 1:  # nothing stands to the right of it
         inches += (1 - ax.get_position().x1) * ax.figure.bbox.width / ax.figure.dpi
     letters = max(24, int(inches * 72 / (0.55 * (LABEL + 2))))
-    lines = textwrap.wrap(plain(text), letters, break_long_words=False) or [""]
-    ax.set_title("\n".join(lines), fontsize=LABEL + 2, loc="left")
+    unbroken = TOKEN.sub(lambda token: token[0].replace(" ", NO_BREAK), plain(text))
+    lines = textwrap.wrap(unbroken, letters, break_long_words=False) or [""]
+    ax.set_title("\n".join(lines).replace(NO_BREAK, " "), fontsize=LABEL + 2, loc="left")
 
 
 def width_of(ax: Axes) -> float:

@@ -155,8 +155,7 @@ def compression_table(result: Evaluation, metric: str = "added loss", *, level: 
 
     if result.kind != "compression" or result.curves is None or result.axis is None:
         raise InvalidInputError(f"compression_table: this is a result of {result.kind!r} without ratios.")
-    if metric not in result.metrics:
-        raise InvalidInputError(f"metric={metric!r}: this compression has {', '.join(map(repr, result.metrics))}.")
+    check_choice("compression_table: metric", metric, result.metrics)
     values = result.curves[list(result.metrics).index(metric)].transpose(1, 2)
     low, high = bootstrap_interval(values, level)
     columns = {}

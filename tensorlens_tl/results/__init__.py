@@ -21,7 +21,7 @@ from tensorlens_tl.results.joining import (
 )
 from tensorlens_tl.results.pairs import ScoreAttribution, ScoreChange
 from tensorlens_tl.results.queries import one_query as one_query
-from tensorlens_tl.results.result import RESULT_ENDINGS as RESULT_ENDINGS, Result
+from tensorlens_tl.results.result import RESULT_ENDINGS as RESULT_ENDINGS, Result, check_file as check_file
 from tensorlens_tl.results.routes import HEAD_ROUTES as HEAD_ROUTES, ROUTES as ROUTES, ChangeRoutes
 from tensorlens_tl.results.terms import Paths, Terms
 from tensorlens_tl.results.views import array as array

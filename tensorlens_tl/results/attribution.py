@@ -273,9 +273,9 @@ class Attribution(Shown):
         """A long table: one line per prompt, query and source token, and one for each query's bias and total.
 
         Columns (`COLUMNS` says what each one is): the axes, ``query_token`` (of a stretch of generated text the whole
-        stretch), ``key_token``, of an encoder–decoder the sides of both, ``kind``, ``generated``, ``target`` and
-        ``score``. Lines of the kinds ``"token"`` and ``"bias"`` sum to the line of the kind ``"total"`` where the
-        result is additive.
+        stretch), ``key_token``, of an encoder–decoder the sides of both, ``kind``, ``generated``, ``method``,
+        ``target`` and ``score``. Lines of the kinds ``"token"`` and ``"bias"`` sum to the line of the kind ``"total"``
+        where the result is additive.
 
         >>> frame = tlens.attribute(frozen, " value").to_dataframe()
         >>> frame["kind"].value_counts().to_dict()

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.means import intervals, mean_of
+from tensorlens_tl.results.means import intervals, mean_of, mean_queries, mean_words
 from tensorlens_tl.results.statistics import bootstrap_interval
 from tensorlens_tl.results.terms import Terms
 
@@ -68,7 +68,6 @@ class ModelChange(Terms):
         True
         """
         real = torch.take_along_dim(self.mask, self.queries, dim=1)
-        prompts, queries = self.queries.shape
         low, high = intervals(self.scores, real, level)
         numbers = {name: getattr(self, name) for name in ("scores", *NUMBERS)}
         target = self.target
@@ -79,11 +78,10 @@ class ModelChange(Terms):
             **{name: None if value is None else mean_of(value, real) for name, value in numbers.items()},
             low=low,
             high=high,
-            target=f"{target}, mean of {prompts} prompts",
+            counts=real.sum(0)[None],
+            target=f"{target}, {mean_words(real)}",
             keys=None,
-            queries=torch.arange(queries, device=self.queries.device)[None],
-            mask=real.any(0)[None],
-            tokens=[[f"mean of {prompts} prompts"] * queries],
+            **mean_queries(real),
         )
 
     def summary(

@@ -1,7 +1,7 @@
 """One line of a result: what every `top()` returns; and which line of its query axis a result is asked for."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxtyping import Bool, Float, Int
@@ -26,11 +26,22 @@ class Entry(NamedTuple):
         name: the token's text, or the part's name.
         score: what it gives.
         position: where the token stands; of a pair, both positions; None for a part of the model.
+        label: what the part is called besides, such as a feature of a dictionary; an empty text for nothing.
     """
 
     name: str
     score: float
     position: int | tuple[int, int] | None = None
+    label: str = ""
+
+    def __repr__(self) -> str:
+        label = f", label={self.label!r}" if self.label else ""
+        return f"Entry(name={self.name!r}, score={self.score!r}, position={self.position!r}{label})"
+
+    @property
+    def labelled(self) -> str:
+        """The name, and its label where it has one."""
+        return " · ".join(filter(None, [self.name, self.label]))
 
     @property
     def token(self) -> str:
@@ -39,9 +50,13 @@ class Entry(NamedTuple):
 
 
 def largest(
-    scores: Float[Tensor, "part"], names: Sequence[str], k: int, positions: Sequence[Any] | None = None
+    scores: Float[Tensor, "part"],
+    names: Sequence[str],
+    k: int,
+    positions: Sequence[Any] | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> list[Entry]:
-    """The k parts of largest absolute score, equal ones in their order.
+    """The k parts of largest absolute score, equal ones in their order; `labels` by name, of those that have one.
 
     Raises:
         InvalidInputError: k below 1.
@@ -49,12 +64,13 @@ def largest(
     k = whole_number("k", k, least=1, why="how many parts to show")
     order: list[int] = scores.abs().argsort(descending=True, stable=True)[:k].tolist()
     positions = positions or [None] * len(names)
-    return [Entry(names[i], float(scores[i]), positions[i]) for i in order]
+    labels = labels or {}
+    return [Entry(names[i], float(scores[i]), positions[i], labels.get(names[i], "")) for i in order]
 
 
 def with_others(entries: Sequence[Entry], everything: float, count: int) -> list[tuple[str, float]]:
     """Lines of a table that sum to everything: the entries shown, and all others in one."""
-    lines = [(entry.name, entry.score) for entry in entries]
+    lines = [(entry.labelled, entry.score) for entry in entries]
     left = count - len(entries)
     if not left:
         return lines

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import nearest
 from tensorlens_tl.drawing import charts, figure, page, terminal
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import with_style
@@ -104,7 +105,8 @@ class Evaluation(Result):
     def _row(self, metric: str, method: str) -> Float[Tensor, "unit"]:
         for name, known, what in (("metric", list(self.metrics), metric), ("method", self.methods, method)):
             if what not in known:
-                raise InvalidInputError(f"{name}={what!r}: this {self.kind} has {', '.join(map(repr, known))}.")
+                near = nearest(what, known)
+                raise InvalidInputError(f"{name}={what!r}: this {self.kind} has {', '.join(map(repr, known))}.{near}")
         return self.values[list(self.metrics).index(metric), self.methods.index(method)]
 
     def table(self, metric: str | None = None, *, level: Any = 0.95) -> "pd.DataFrame":

@@ -65,11 +65,12 @@ def format_of(path: Path, name: str | None) -> str:
         InvalidInputError: no such format, or none is said.
     """
     known = f"use one of {', '.join(FORMATS)}"
-    if name is None and path.suffix not in SUFFIXES:
+    suffix = path.suffix.lower()
+    if name is None and suffix not in SUFFIXES:
         raise InvalidInputError(f"format: {path.name!r} does not end in {', '.join(SUFFIXES)}; {known}.")
     if name is not None:
         check_choice("format", name, FORMATS, SYNONYMS)
-    return name or SUFFIXES[path.suffix]
+    return name or SUFFIXES[suffix]
 
 
 def write(graph: Graph, path: str | os.PathLike[str], format: str | None, options: Mapping[str, Any]) -> Path:

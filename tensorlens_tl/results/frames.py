@@ -27,12 +27,12 @@ COLUMNS: Mapping[str, str] = {
     "head": "the number of a head, where an attribution has an axis of heads",
     "kind": '`token`, `bias`, `total`, or `rest`: all tokens that a data set did not store (`keep="top:N"`)',
     "generated": "whether the model wrote the source token",
-    "target": "what is explained, in words; of a graph, the node that an edge leads to",
+    "target": "what is explained, in words; of scores of heads, what is attended to",
     "term": "the name of a part: a head, an MLP, a path, a feature",
     "feature": "a feature of a dictionary",
     "label": "of a feature: what it is called",
     "rank": "of an example: its place among the feature's largest, counted from 0",
-    "position": "of an example: the position of the token in its row",
+    "position": "of an active feature: the position of the token in its prompt or row, padding counted",
     "token": "that token",
     "activation": "how active the feature is there",
     "is_peak": "whether the example was chosen for this token",
@@ -43,17 +43,18 @@ COLUMNS: Mapping[str, str] = {
     "side": "`query` or `key`, whose part it is",
     "query_source": "of an attention score: the part of the query",
     "key_source": "the part of the key",
+    "n": "of a mean: over how many prompts it is",
     "low": "of a mean: the lower end of its interval",
     "high": "the upper end",
     "score": "the number",
     "weight": "the weight of an edge of a graph",
-    "source_pos": "of a graph: the position of the node",
+    "source_pos": "of a graph: the position of the node where an edge begins",
     "source_token": "its token",
-    "target_pos": "the position of the node that the edge leads to",
-    "target_token": "its token",
+    "destination_pos": "the position of the node where the edge ends",
+    "destination_token": "its token",
     "reads": "what the edge is read by",
     "metric": "of an evaluation: what is measured",
-    "method": "the method that is measured",
+    "method": "the method that the numbers are of; of an evaluation, the one that is measured",
     "unit": "the prompt that it is measured on",
     "value": "the measured number",
 }
@@ -83,7 +84,8 @@ def long_frame(result: Shown) -> "pd.DataFrame":
     numbers = ["key", *[axis for axis in result.axes if axis not in AXES]]
     frame = frame.astype(dict.fromkeys(numbers, "Int64"))
     sides = ["query_side", "key_side"] if result.sides is not None else []
-    return frame[[*result.axes, "query_token", "key_token", *sides, "kind", "generated", "target", "score"]]
+    frame["method"] = result.method
+    return frame[[*result.axes, "query_token", "key_token", *sides, "kind", "generated", "method", "target", "score"]]
 
 
 def _token_lines(result: Shown) -> "pd.DataFrame":

@@ -160,7 +160,7 @@ class ContributionGraph(Result):
             check_choice("top: kind", kind, KINDS)
             nodes = nodes[nodes["kind"] == kind]
         weights = torch.tensor(nodes["weight"].to_numpy(float))
-        return largest(weights, nodes["name"].tolist(), k, nodes["pos"].tolist())
+        return largest(weights, nodes["name"].tolist(), k, nodes["pos"].tolist(), self.labels)
 
     def inputs(self, name: str, position: int | None = None, k: int = 10) -> list[Entry]:
         """The k largest edges into a node: where each comes from. With every edge kept, all of them and the node's own
@@ -195,7 +195,7 @@ class ContributionGraph(Result):
         chosen = self.edges[near_end].to_numpy(int) == matches[0]
         ends = self.edges[far_end].to_numpy(int)[chosen]
         weights = torch.tensor(self.edges["weight"].to_numpy(float)[chosen])
-        return largest(weights, names[ends].tolist(), k, positions[ends].tolist())
+        return largest(weights, names[ends].tolist(), k, positions[ends].tolist(), self.labels)
 
     def show(self, k: int = 10, *, kind: str | None = None) -> None:
         """Display the graph in a notebook; elsewhere print the k largest nodes.
@@ -205,15 +205,15 @@ class ContributionGraph(Result):
         """
         if page.display_in_notebook(self.to_html):
             return
-        rows = [
-            (self.labelled(entry.name), str(entry.position), number(entry.score)) for entry in self.top(k, kind=kind)
-        ]
+        rows = [(entry.labelled, str(entry.position), number(entry.score)) for entry in self.top(k, kind=kind)]
         title = f"nodes of {self.target} = {number(self.total)}, {len(rows)} of {len(self.nodes) - 1} shown"
         terminal.show_table(title, ("node", "position", "weight"), rows, left=("node",))
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per edge, largest first: name, position and token of its source and its target, its weight, and
-        what it is read by (`reads`).
+        """One line per edge, largest first: name, position and token of its source and its destination, its weight,
+        and what it is read by (`reads`).
+
+        `edges` and other tools' formats call the destination ``target``, as networkx does.
 
         >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
         >>> len(graph.to_dataframe()) == len(graph.edges)
@@ -224,10 +224,10 @@ class ContributionGraph(Result):
         weight = self.edges["weight"].to_numpy(float)
         order = np.abs(weight).argsort()[::-1]
         columns: dict[str, Any] = {}
-        for end in ("source", "target"):
+        for end, name in (("source", "source"), ("target", "destination")):
             rows = self.nodes.iloc[self.edges[end].to_numpy(int)[order]]
-            columns |= {end: rows["name"].tolist(), f"{end}_pos": rows["pos"].tolist()}
-            columns[f"{end}_token"] = rows["token"].tolist()
+            columns |= {name: rows["name"].tolist(), f"{name}_pos": rows["pos"].tolist()}
+            columns[f"{name}_token"] = rows["token"].tolist()
         columns |= {"weight": weight[order], "reads": np.array(self.reads, dtype=object)[order]}
         return pd.DataFrame(columns)
 

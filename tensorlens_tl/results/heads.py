@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -13,7 +12,6 @@ from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import Entry, check_batch, largest, with_style
 from tensorlens_tl.results.result import Result
-from tensorlens_tl.results.views import array
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,13 +68,13 @@ class HeadScores(Result):
         return largest(scores[scores.isfinite()], names, k)
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per prompt and head: batch, layer, head, score."""
+        """One line per prompt and head: batch, layer, head, target, score."""
         import pandas as pd
 
         batch, layer, head = self.scores.isfinite().cpu().nonzero(as_tuple=True)
         scores = self.scores.double().cpu()[batch, layer, head]
-        columns = {"batch": batch, "layer": layer, "head": head, "score": scores}
-        return pd.DataFrame({name: values.numpy() for name, values in columns.items()})
+        frame = pd.DataFrame({"batch": batch.numpy(), "layer": layer.numpy(), "head": head.numpy()})
+        return frame.assign(target=self.target, score=scores.numpy())
 
     @property
     def heading(self) -> str:
@@ -89,11 +87,10 @@ class HeadScores(Result):
         check_batch(batch, list(self.scores))
         return self.scores[batch]
 
-    def _matrix(self, batch: int | None) -> tuple[list[str], list[str], np.ndarray]:
-        """Names of layers and heads, and the scores, zero where there is none."""
-        layers, heads = self.scores.shape[1:]
-        plane = np.nan_to_num(array(self._plane(batch)))
-        return [f"L{layer}" for layer in range(layers)], [f"H{head}" for head in range(heads)], plane
+    def _cells(self, batch: int | None) -> dict[tuple[int, str], float]:
+        """The scores of the heads that there are, by layer and column."""
+        plane = self._plane(batch)
+        return {(layer, f"H{head}"): float(plane[layer, head]) for layer, head in plane.isfinite().nonzero().tolist()}
 
     def _title(self, batch: int | None) -> str:
         count = int(self.counts.sum()) if batch is None else int(self.counts[batch])
@@ -104,11 +101,15 @@ class HeadScores(Result):
 
     def to_html(self, batch: int | None = None, *, style: bool = True) -> str:
         """A row for each layer and a column for each head, of one prompt or (None) of the mean."""
-        picture = matrix.matrix(*self._matrix(batch), label=self.heading, corner="layer ↓ head →")
+        picture = matrix.head_grid(self._cells(batch), self.heading)
         return with_style(page.panel(self._title(batch), picture), style)
 
     def plot(self, batch: int | None = None, *, ax: Any = None) -> Any:
-        """The same matrix as a matplotlib heat map, in colours from zero upwards (``tensorlens-tl[plot]``).
+        """The same as `plot_heads`: heads are all that there is."""
+        return self.plot_heads(batch, ax=ax)
+
+    def plot_heads(self, batch: int | None = None, *, ax: Any = None) -> Any:
+        """Heads as a matplotlib heat map, a row per layer, in colours from zero upwards (``tensorlens-tl[plot]``).
 
         Args:
             batch: as in `top`.
@@ -117,9 +118,11 @@ class HeadScores(Result):
         Raises:
             InvalidInputError: no such prompt.
             ImportError: matplotlib is not installed.
+
+        >>> tlens.circuits.induction_scores(frozen).plot_heads()
+        <Axes: ...>
         """
-        layers, heads, plane = self._matrix(batch)
-        return figure.heat_map(plane, layers, heads, self._title(batch), ax, names=("layer", "head"))
+        return figure.head_map(self._cells(batch), self._title(batch), ax)
 
     def show(self, k: int = 10, batch: int | None = None) -> None:
         """Display the matrix in a notebook; elsewhere print the k heads of largest score.

@@ -115,9 +115,7 @@ def mean_over_prompts(terms: _Parts, level: int | float) -> dict[str, Any]:
         InvalidInputError: a level outside (0, 1).
     """
     real = torch.take_along_dim(terms.mask, terms.queries, dim=1)
-    prompts, queries = terms.queries.shape
     low, high = intervals(terms.scores, real, level)
-    of = f"mean of {prompts} prompts"
     return {
         "names": terms.names,
         "scores": mean_of(terms.scores, real),
@@ -125,12 +123,36 @@ def mean_over_prompts(terms: _Parts, level: int | float) -> dict[str, Any]:
         "high": high,
         "total": mean_of(terms.total, real),
         "remainder": None if terms.remainder is None else mean_of(terms.remainder, real),
-        "queries": torch.arange(queries, device=terms.queries.device)[None],
-        "mask": real.any(0)[None],
-        "tokens": [[of] * queries],
-        "target": f"{terms.target}, {of}",
+        "counts": real.sum(0)[None],
+        "target": f"{terms.target}, {mean_words(real)}",
         "soft_cap": terms.soft_cap,
+        **mean_queries(real),
     }
+
+
+def mean_queries(real: Bool[Tensor, "batch query"]) -> dict[str, Any]:
+    """The queries of a mean over prompts: each is called by how many prompts have it."""
+    counts: list[int] = real.sum(0).tolist()
+    return {
+        "queries": torch.arange(len(counts), device=real.device)[None],
+        "mask": real.any(0)[None],
+        "tokens": [[f"mean of {_prompts(count)}" for count in counts]],
+    }
+
+
+def mean_words(real: Bool[Tensor, "batch query"]) -> str:
+    """Over how many prompts a mean is, where some prompts lack a query: ``"mean of 2 to 8 prompts"``."""
+    counts: list[int] = real.sum(0).tolist()
+    counts = [count for count in counts if count] or [0]
+    if min(counts) == max(counts):
+        return f"mean of {_prompts(counts[0])}"
+    return f"mean of {min(counts)} to {_prompts(max(counts))}"
+
+
+def _prompts(count: int) -> str:
+    if count == 1:
+        return "1 prompt"
+    return f"{count} prompts"
 
 
 def mean_of(values: Float[Tensor, "batch query *term"], real: Bool[Tensor, "batch query"]) -> Tensor:

@@ -274,7 +274,8 @@ class ScoreChange(Result):
     def _lines(self, k: int, batch: int) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
         """The k largest parts with all others in one line, and the total."""
         scores = self._parts(batch)[-1].double()
-        lines = with_others(self.top(k, batch), float(scores.sum()), len(scores))
+        entries = [entry for entry in self.top(k, batch) if entry.score]  # what is the same in both runs is no line
+        lines = with_others(entries, float(scores.sum()), len(scores))
         return lines, [("total", float(self.total[batch]))]
 
     def to_html(self, k: int = 15, batch: int = 0, *, style: bool = True) -> str:

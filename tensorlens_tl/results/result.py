@@ -56,6 +56,20 @@ class Result(Stored, ABC):
     def show(self) -> None:
         """Display the picture in a notebook; elsewhere print the largest parts as a table."""
 
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
+        """The table of `to_dataframe` as CSV, as pandas writes it, without row numbers.
+
+        Args:
+            path: of the file, whatever its name ends in; None returns the text.
+
+        Raises:
+            OSError: it cannot be written.
+
+        >>> tlens.attribute(frozen, " value").to_csv().splitlines()[0]
+        'batch,query,key,query_token,key_token,kind,generated,method,target,score'
+        """
+        return self.to_dataframe().to_csv(path, index=False)
+
     @property
     def heading(self) -> str:
         """The title of its page."""
@@ -105,27 +119,30 @@ class Result(Stored, ABC):
         return WRITERS
 
 
-def check_file(path: str | os.PathLike[str], kind: type[Result] = Result) -> None:
+def check_file(path: str | os.PathLike[str], kind: type[Result] = Result, name: str = "save") -> None:
     """Refuse, before any work, a path that a result cannot be saved to.
 
     Args:
         path: of the file.
         kind: the class of the result.
+        name: of the argument or the function, for the message.
 
     Raises:
         InvalidInputError: it is a folder, lies in none, or its name has an unknown ending.
     """
     path = Path(path)
     if path.is_dir():
-        raise InvalidInputError(f"save: cannot write {path}, that is a folder; name a file in it.")
+        raise InvalidInputError(f"{name}: cannot write {path}, that is a folder; name a file in it.")
     if not path.parent.is_dir():
-        raise InvalidInputError(f"save: cannot write {path}, there is no folder {path.parent}.")
+        raise InvalidInputError(f"{name}: cannot write {path}, there is no folder {path.parent}.")
     known = dict.fromkeys([*kind.LOADABLE, *kind._writers()])
     if path.suffix.lower() not in known:
         endings = ", ".join(filter(None, known))
+        if "" in known:
+            endings += ", or no ending"
         raise InvalidInputError(
-            f"save: {path.name!r} ends in {path.suffix!r}, which is no kind of file that a result is saved as. "
-            f"Use one of {endings}, or no ending."
+            f"{name}: {path.name!r} ends in {path.suffix!r}, which is no kind of file that a result is saved as. "
+            f"Use one of {endings}."
         )
 
 
@@ -141,7 +158,7 @@ def _page(result: Result) -> bytes:
 
 
 def _csv(result: Result) -> bytes:
-    return result.to_dataframe().to_csv(index=False).encode()
+    return str(result.to_csv()).encode()
 
 
 def _json(result: Result) -> bytes:

@@ -22,7 +22,7 @@ from tensorlens_tl.results.entry import (
     some_numbers,
     with_style,
 )
-from tensorlens_tl.results.means import mean_of, refuse_runners_up
+from tensorlens_tl.results.means import mean_of, mean_queries, mean_words, refuse_runners_up
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.terms import Terms
 
@@ -157,15 +157,11 @@ class ChangeRoutes(Result):
     def mean(self) -> "ChangeRoutes":
         """The mean over prompts, as of one prompt, query by query; every layer still sums to the change."""
         real = torch.take_along_dim(self.mask, self.queries, dim=1)
-        prompts, queries = self.queries.shape
-        of = f"mean of {prompts} prompts"
         return replace(
             self,
             **{name: mean_of(getattr(self, name), real) for name in ("scores", "heads", "total")},
-            queries=torch.arange(queries, device=self.queries.device)[None],
-            mask=real.any(0)[None],
-            tokens=[[of] * queries],
-            target=f"{self.target}, {of}",
+            **mean_queries(real),
+            target=f"{self.target}, {mean_words(real)}",
         )
 
     def __sub__(self, other: "ChangeRoutes") -> "ChangeRoutes":

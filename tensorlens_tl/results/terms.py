@@ -61,6 +61,7 @@ class Terms(Result):
         tokens: readable tokens of each prompt.
         target: what the scores explain, in words.
         low, high: of a `mean` over prompts, the ends of each part's interval, `[batch, query, term]`; else None.
+        counts: of a `mean` over prompts, how many of them have each query, `[batch, query]`; else None.
         keys: for parts that read other tokens, each token's share, `[batch, query, term, key]`; NaN for parts that
             belong to no token; None where not asked for.
         soft_cap: the cap that the model applies to its logits after `total`, or None.
@@ -68,7 +69,7 @@ class Terms(Result):
             tables in a terminal show it.
     """
 
-    TENSORS: ClassVar = ("scores", "total", "remainder", "queries", "mask", "keys", "low", "high")
+    TENSORS: ClassVar = ("scores", "total", "remainder", "queries", "mask", "keys", "low", "high", "counts")
     FACTS: ClassVar = ("names", "tokens", "target", "soft_cap")
     LATER_FACTS: ClassVar = ("labels",)
 
@@ -84,6 +85,7 @@ class Terms(Result):
     soft_cap: float | None = None
     low: Float[Tensor, "batch query term"] | None = None
     high: Float[Tensor, "batch query term"] | None = None
+    counts: Int[Tensor, "batch query"] | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
@@ -154,7 +156,8 @@ class Terms(Result):
                 NaN of one prompt.
 
         Returns:
-            Terms with `low` and `high`, which `to_dataframe` has as columns.
+            Terms with `low`, `high` and `counts`: how many prompts have a query, such as the tenth token of each, which
+            shorter prompts lack. `to_dataframe` has them as columns.
 
         Raises:
             InvalidInputError: a level outside (0, 1).
@@ -191,12 +194,12 @@ class Terms(Result):
         """
         indices = [i for i, name in enumerate(self.names) if fnmatchcase(name, names)]
         row = self.scores[batch, self.query_row(query, batch)]
-        return largest(row[indices], [self.names[i] for i in indices], k)
+        return largest(row[indices], [self.names[i] for i in indices], k, labels=self.labels)
 
     def to_dataframe(self, *, keys: bool = False) -> "pd.DataFrame":
-        """One line per score: batch, query, query_token, term, score; with `keys`, one per source token's share.
+        """One line per score: batch, query, query_token, term, target, score; with `keys`, one per source's share.
 
-        Of a `mean`, ``low`` and ``high`` stand before the score.
+        Of a `mean`, ``n``, the number of prompts that have the query, ``low`` and ``high`` stand before the score.
 
         Parts that belong to no source token then have one line, without `key` and `key_token`.
 
@@ -226,6 +229,9 @@ class Terms(Result):
             frame["key"] = index[3]
             frame["key_token"] = [self.tokens[b][k] for b, k in zip(batch, index[3], strict=True)]
             real = real & self.mask.cpu().numpy()[batch, index[3]]
+        frame["target"] = self.target
+        if self.counts is not None:
+            frame["n"] = self.counts.cpu().numpy()[index[0], index[1]]
         for name in ("low", "high"):
             bound = getattr(self, name)
             if bound is not None and not keys:
@@ -248,12 +254,11 @@ class Terms(Result):
         row = self.query_row(query, batch)
         entries = self.top(k, query, batch)
         everything = float(self.scores[batch, row].double().sum())
-        lines = [(entry.name, entry.score) for entry in entries]
+        lines = [(entry.labelled, entry.score) for entry in entries]
         if self.additive:
             lines = with_others(entries, everything, len(self))
         if self.remainder is not None and bool(self.remainder[batch, row]):
             lines.append(("everything not listed", float(self.remainder[batch, row])))
-        lines = [(self._labelled(name), score) for name, score in lines]
         which = shown_query(self.queries, self.tokens, row, batch)
         total = float(self.total[batch, row])
         if not self.additive:  # a rule with a total below would look like a sum
@@ -263,9 +268,6 @@ class Terms(Result):
                 note += f"; {left} more"
             return " · ".join(filter(None, (which, note))), lines, []
         return which, lines, [("total", total)]
-
-    def _labelled(self, name: str) -> str:
-        return " · ".join(filter(None, [name, self.labels.get(name, "")]))
 
     def _of_query(self, query: int | str) -> "Terms":
         """One query of each prompt."""
@@ -344,10 +346,10 @@ class Terms(Result):
         """The k parts of largest mean, all others in one line, and the total, each with its interval."""
         chosen_query = self._of_query(query)
         scores, total = (values[:, 0].detach().double().cpu() for values in (chosen_query.scores, chosen_query.total))
-        entries = largest(scores.mean(0), self.names, k)
+        entries = largest(scores.mean(0), self.names, k, labels=self.labels)
         chosen = [self.names.index(entry.name) for entry in entries]
         columns = [scores[:, chosen]]
-        names = [entry.name for entry in entries]
+        names = [entry.labelled for entry in entries]
         if self.additive:
             left = total - scores[:, chosen].sum(1)
             if len(names) < len(self) or bool(left.abs().max() > NOISE * total.abs().max()):
@@ -387,11 +389,7 @@ class Terms(Result):
         cells = self._cells(scores)
         if not cells:
             raise InvalidInputError("plot_heads: no term is a head or an MLP; logit_attribution(by='head') has them.")
-        layers, columns, values = matrix.head_cells(cells)
-        missing = np.array([[(layer, column) not in cells for column in columns] for layer in layers])
-        rows = [f"layer {layer}" for layer in layers]
-        drawn = np.where(missing, np.nan, values)
-        return figure.heat_map(drawn, rows, columns, title, ax, names=("", ""))
+        return figure.head_map(cells, title, ax)
 
     def _cells(self, scores: Float[Tensor, "term"]) -> dict[tuple[int, str], float]:
         """The scores of heads and MLPs by layer and column."""

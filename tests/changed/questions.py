@@ -381,7 +381,11 @@ PARTS = {
     "FrozenOperator": ("of", "x", "end"),
     "FrozenGeneration": ("difference", "generated_ranges", "real", "texts"),
     "HeadMap": (),
-    "Features": ("pre_activation", "reader", "writer", "active_per_token", "explained", "top", "value", "checked"),
+    "Features": (
+        "pre_activation", "reader", "writer", "active_per_token", "explained", "top", "value", "checked", "heading",
+        "load", "plot", "save", "show", "to_csv", "to_dataframe", "to_html", "FACTS", "LATER_FACTS", "LOADABLE",
+        "TENSORS",
+    ),
     "Plan": ("before", "check_fits", "label", "load", "parameters", "ratio", "save"),
 }  # fmt: skip
 """Members that are facts, or parts of the maps that are asked about as a whole."""

@@ -22,19 +22,20 @@ from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Norm
 from tensorlens_tl.circuits.arguments import FeatureLike, HookName, LabelsLike
 from tensorlens_tl.circuits.dictionary_features.hook_points import ReadAt, WriteAt, mlp_output, read_at, write_at
 from tensorlens_tl.circuits.dictionary_features.labels import feature_labels
+from tensorlens_tl.circuits.dictionary_features.shown import ShownFeatures
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models import DictionaryWeights, read_dictionary
 from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
-from tensorlens_tl.passes.inputs import one_query
-from tensorlens_tl.results import Entry, check_batch, largest
 
 MANY = 100
 """So many active features at a token, and no table or graph of them can be read."""
 
 
-@dataclass(frozen=True, eq=False)
-class Features:
+@dataclass(frozen=True, eq=False, repr=False)
+class Features(ShownFeatures):
     """The active features of a dictionary in one frozen pass, as `features` gives them.
+
+    `show`, `plot` and a notebook list the most active ones at a token; `save` writes tables, figures and pages.
 
     Attributes:
         frozen: the pass.
@@ -80,28 +81,6 @@ class Features:
         """The share of variance that the reconstruction explains, over all real tokens of the pass."""
         x = self.writes.x[self.frozen.mask]
         return 1 - float(self.error.square().sum() / (x - x.mean(0)).square().sum())
-
-    def top(self, k: int = 10, query: int | str = -1, batch: int = 0) -> list[Entry]:
-        """The k most active features at one token.
-
-        Args:
-            k: how many.
-            query: which token, counted over the prompt's real ones, or its text.
-            batch: the prompt.
-
-        Raises:
-            InvalidInputError: k below 1, or no such token or prompt.
-
-        >>> sae = tlens.circuits.features(frozen, tlens.load_demo_dictionary())
-        >>> len(sae.top(3))
-        3
-        """
-        check_batch(batch, self.frozen.str_tokens)
-        batch %= len(self.frozen.tokens)
-        position = int(one_query(self.frozen.prompt, query)[batch, 0])
-        here = (self.index[:, 0] == batch) & (self.index[:, 1] == position)
-        names = [f"F{feature}" for feature in self.index[here, 2].tolist()]
-        return largest(self.values[here], names, k, [position] * len(names))
 
     def value(self, feature: FeatureLike) -> Float[Tensor, "batch pos"]:
         """What one feature is worth at every token, zero where it is not active.

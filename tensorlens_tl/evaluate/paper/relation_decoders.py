@@ -380,11 +380,16 @@ def relation_decoding(
 
 
 def by_relation(result: Evaluation, metric: str = "faithful") -> "pd.DataFrame":
-    """Mean and standard deviation over splits, a row per relation, columns ``(method, "mean" | "std")``."""
+    """Mean and standard deviation over splits, a row per relation, columns ``(method, "mean" | "std")``.
+
+    Raises:
+        InvalidInputError: no result of `relation_decoding`, or no such metric.
+    """
     import pandas as pd
 
     if result.curves is None:
         raise InvalidInputError("by_relation: this is no result of relation_decoding.")
+    check_choice("by_relation: metric", metric, result.metrics)
     splits = result.curves[list(result.metrics).index(metric)]  # [method, relation, split]
     index = pd.MultiIndex.from_product([result.units, range(splits.shape[-1])], names=["relation", "split"])
     frame = pd.DataFrame(splits.flatten(1).T.tolist(), columns=result.methods, index=index)

@@ -120,7 +120,7 @@ class EdgeScores(Result):
         return Circuit(self.sources, self.destinations, scores, self.exists, selection, self.config)
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per prompt and edge: batch, source, destination, score."""
+        """One line per prompt and edge: batch, source, destination, method, target, score."""
         import pandas as pd
 
         source, destination = (numbers.tolist() for numbers in self.exists.nonzero(as_tuple=True))
@@ -130,6 +130,8 @@ class EdgeScores(Result):
                 "batch": [batch for batch in range(len(rows)) for _ in source],
                 "source": [self.sources[number] for number in source] * len(rows),
                 "destination": [self.destinations[number] for number in destination] * len(rows),
+                "method": self.method,
+                "target": self.target,
                 "score": rows.flatten().tolist(),
             }
         )
