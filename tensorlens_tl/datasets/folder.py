@@ -285,7 +285,9 @@ class Folder:
             return list(pq.read_schema(path).names)
         except (pa.ArrowException, OSError, ValueError) as error:
             why = " ".join(str(error).split())
-            raise FileFormatError(f"{path}: damaged ({why}). Delete it and run again to write it anew.") from error
+            raise FileFormatError(
+                f"{path}: damaged ({why}). Delete it and run the same command again, which writes it once more."
+            ) from error
 
     def done(self, manifest: Manifest) -> int:
         """How many rows are in shards that are written."""

@@ -15,8 +15,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import DictionaryWeights
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import one_query
-from tensorlens_tl.results import Entry, Result, check_batch, largest
-from tensorlens_tl.results.entry import with_style
+from tensorlens_tl.results import Entry, Result, check_batch, largest, with_style
 
 if TYPE_CHECKING:
     import pandas as pd
