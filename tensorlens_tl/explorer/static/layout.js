@@ -34,13 +34,13 @@ function lines(nodes, most) {
   return rows;
 }
 
-// As wide as fits: columns become narrower, and their cells higher, until the drawing is no wider than so much.
+// Columns become narrower, and their cells higher, until the drawing is no wider than so much; one that never fits scrolls.
 export function layout(nodes, width) {
-  for (const most of [260, 190, 130, 90]) {
+  for (const most of [260, 190, 130, 90, 60]) {
     const place = placed(nodes, most);
     if (place.width <= width) return place;
   }
-  return placed(nodes, 60);
+  return placed(nodes, 130);
 }
 
 // Each node with x, y (its middle), the columns with their middle and token, the rows with their name and y.
