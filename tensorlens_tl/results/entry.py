@@ -42,6 +42,7 @@ class Entry(_Line):
     def __new__(
         cls, name: str, score: float, position: int | tuple[int, int] | None = None, label: str = ""
     ) -> "Entry":
+        """A tuple of three, and a label that is not among them."""
         entry = super().__new__(cls, name, score, position)
         entry.label = label
         return entry
