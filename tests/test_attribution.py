@@ -191,7 +191,7 @@ def test_merge_ignores_padding():
 def test_to_dataframe(every):
     frame = every.to_dataframe()
     assert list(frame.columns) == [
-        "batch", "query", "key", "query_token", "key_token", "kind", "generated", "target", "score",
+        "batch", "query", "key", "query_token", "key_token", "kind", "generated", "method", "target", "score",
     ]  # fmt: skip
     assert frame["kind"].value_counts().to_dict() == {"token": 2 * 6 * 6, "bias": 12, "total": 12}
     row = frame[(frame.kind == "token") & (frame.batch == 1) & (frame["query"] == 4) & (frame.key == 2)].iloc[0]

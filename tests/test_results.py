@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 import re
 from functools import cache
 
@@ -213,6 +214,8 @@ def test_features_are_listed_with_their_labels(capsys, tmp_path):
     assert (first.name, first.label, second.label) == (best[0].name, "the best", "")
     assert "label='the best'" in repr(first)
     assert "label" not in repr(second)
+    assert first == (first.name, first.score, first.position)
+    assert pickle.loads(pickle.dumps(first)).label == "the best"
     assert labelled.value(first.name)[1, first.position] == pytest.approx(first.score)
     labelled.show(2, batch=1)
     assert f"{first.name} · the best" in capsys.readouterr().out

@@ -373,7 +373,7 @@ def test_terms_graphs_and_scores_can_be_kept(frozen, tmp_path):
 def test_frames_are_long(frozen):
     terms = circuits.logit_attribution(frozen, " the", by="head_token", query=[2, -1])
     frame = terms.to_dataframe()
-    assert list(frame) == ["batch", "query", "query_token", "term", "score"]
+    assert list(frame) == ["batch", "query", "query_token", "term", "target", "score"]
     assert len(frame) == 2 * len(terms)
     keys = terms.to_dataframe(keys=True)
     assert len(keys) == 2 * len(terms) * 17

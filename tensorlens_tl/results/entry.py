@@ -19,8 +19,16 @@ LIST_OF_TOKENS = rf"(?<![^ ])\[{_TOKEN}(?:, {_TOKEN})+\]$"
 MINUS = " − "
 
 
-class Entry(NamedTuple):
+class _Line(NamedTuple):
+    name: str
+    score: float
+    position: int | tuple[int, int] | None = None
+
+
+class Entry(_Line):
     """One part of a result and its score: a source token, a component, a path, a pair of tokens.
+
+    A tuple of name, score and position; the label stands beside it.
 
     Attributes:
         name: the token's text, or the part's name.
@@ -29,10 +37,15 @@ class Entry(NamedTuple):
         label: what the part is called besides, such as a feature of a dictionary; an empty text for nothing.
     """
 
-    name: str
-    score: float
-    position: int | tuple[int, int] | None = None
-    label: str = ""
+    label: str
+
+    def __new__(
+        cls, name: str, score: float, position: int | tuple[int, int] | None = None, label: str = ""
+    ) -> "Entry":
+        """A tuple of three, and a label that is not among them."""
+        entry = super().__new__(cls, name, score, position)
+        entry.label = label
+        return entry
 
     def __repr__(self) -> str:
         label = f", label={self.label!r}" if self.label else ""
