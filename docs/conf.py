@@ -22,6 +22,7 @@ html_title = "tensorlens_tl"
 html_math_renderer = "mathml"  # browsers draw it themselves: no script, and nothing from a network
 html_static_path = ["_static"]
 html_css_files = ["pictures.css"]
+html_js_files = ["filter.js"]
 exclude_patterns = ["_build", "tutorial/third-party-method"]
 
 # every notebook runs, at every build: a page that shows an old result would be worse than none

@@ -6,6 +6,7 @@ import re
 import shutil
 import struct
 import time
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -705,3 +706,27 @@ def test_a_circuit_is_a_page_whose_edges_are_readings(opened, pages, width, sche
         name: pytest.approx(score, rel=1e-3) for name, score in expected.items()
     }
     assert browser.get_log("browser") == []
+
+
+def test_long_tables_of_the_site_can_be_filtered(browser, tmp_path):
+    """A box above a long table hides the rows without its words; a short table has none."""
+    script = (Path(__file__).parents[1] / "docs" / "_static" / "filter.js").read_text(encoding="utf-8")
+    rows = "".join(f"<tr><td>bridge/model-{number}</td><td>{number % 2}</td></tr>" for number in range(30))
+    tables = "".join(
+        f"<table class=docutils><thead><tr><th>a<th>b</tr></thead><tbody>{body}</tbody></table>"
+        for body in (rows, "<tr><td>short</td></tr>")
+    )
+    file = tmp_path / "tables.html"
+    file.write_text(f"<meta charset=utf-8><script>{script}</script>{tables}", encoding="utf-8")
+    browser.get(file.as_uri())
+    boxes = browser.find_elements("css selector", "input.filter")
+    assert [box.get_attribute("placeholder") for box in boxes] == ["filter 30 rows"]
+
+    def shown():
+        return [row.text for row in browser.find_elements("css selector", "tbody tr") if row.is_displayed()]
+
+    boxes[0].send_keys("MODEL-2 0")
+    assert shown() == ["bridge/model-2 0", *(f"bridge/model-{number} 0" for number in range(20, 30, 2)), "short"]
+    boxes[0].clear()
+    boxes[0].send_keys(" ")
+    assert len(shown()) == 31
