@@ -105,7 +105,7 @@ def routing_kept(frozen):
 
     with ExitStack() as stack:
         for module in frozen.model.modules():
-            for child in ("gate", "router", "shared_expert_gate"):
+            for child in ("gate", "router", "W_gate", "shared_expert_gate"):
                 if isinstance(getattr(module, "experts", None), torch.nn.Module) and hasattr(module, child):
                     stack.callback(getattr(module, child).register_forward_hook(detach).remove)
         yield

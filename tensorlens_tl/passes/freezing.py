@@ -412,6 +412,9 @@ class _Run:
             if cached.ndim == 4:  # a pattern: each of its queries is compared
                 cached = cached.transpose(1, 2)
                 expected = expected.transpose(1, 2)
+            if not cached.is_floating_point():  # which experts tokens are sent to
+                cached = cached.double()
+                expected = expected.double()
             errors[name] = relative_error(cached, expected, capture.mask[:, capture.span(name)])
 
         logits = self._observe(see)

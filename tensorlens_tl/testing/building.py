@@ -60,6 +60,7 @@ def build_hooked(processed: bool = False, **options: Any) -> Any:
     if config.get("attn_only"):
         config["d_mlp"] = None
     model = HookedTransformer(HookedTransformerConfig(**config))
+    model.double()  # the weights of experts are not built in cfg.dtype
     randomise(model)
     if processed:
         model.process_weights_(fold_ln=True, center_writing_weights=True, center_unembed=True)

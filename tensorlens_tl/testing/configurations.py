@@ -52,6 +52,23 @@ HOOKED: dict[str, Options] = {
         "act_fn": "gelu",
     },
     "bidirectional": {"normalization_type": "LN", "attention_dir": "bidirectional", "act_fn": "gelu"},
+    "experts": {
+        "normalization_type": "RMS",
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "norm_topk_prob": True,
+        "gated_mlp": True,
+        "act_fn": "silu",
+    },
+    "gpt-oss": {  # biases in experts, both halves clamped, the softmax over the choices alone
+        "normalization_type": "RMS",
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "gated_mlp": True,
+        "use_attention_sinks": True,
+        "original_architecture": "GptOssForCausalLM",
+        "act_fn": "silu",
+    },
 }
 
 # --------------------------------------------------------------------------- TransformerBridge, 3.9 and 4.x
