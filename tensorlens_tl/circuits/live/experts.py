@@ -64,11 +64,13 @@ def _silenced(mixture: ExpertsWeights, dropped: Bool[Tensor, "copy expert"]) -> 
         return index
 
     def silence(arguments: Mapping[str, Any], output: Float[Tensor, "row d"], number: int) -> Float[Tensor, "row d"]:
-        _, token = (sent["index"].T == number).nonzero(as_tuple=True)  # in the order of the packed tokens
-        of_token = dropped[:, number].to(output.device).repeat_interleave(len(sent["index"]) // len(dropped))
+        index = sent["index"]
+        is_sent = index.T == number
+        _, token = is_sent.nonzero(as_tuple=True)  # in the order of the packed tokens
+        of_token = dropped[:, number].to(output.device).repeat_interleave(len(index) // len(dropped))
         return output.masked_fill(of_token[token.to(output.device), None], 0)
 
-    yield CallChange(CallPoint(mixture.routing.index_module, "output"), note)
+    yield CallChange(CallPoint(getattr(mixture.module, mixture.routing.index), "output"), note)
     for number in dropped.any(0).nonzero()[:, 0].tolist():
         yield CallChange(CallPoint(mixture.modules[number], "output", optional=True), partial(silence, number=number))
 

@@ -50,7 +50,6 @@ class Routing:
         shown: whether `index` and `weight` are hook points of a HookedTransformer's mixture instead: the first as
             above, the second for every expert, `[token, expert]`, whether it is chosen or not.
         normalised: whether the weights of a token's choices are divided by their sum after that.
-        index_module: of such a mixture, the module of the first hook point, as `module` is that of the second.
         router: gives a number for every expert as its first output, `[token, expert]`, or None where none is known.
     """
 
@@ -63,7 +62,6 @@ class Routing:
     shown: bool = False
     normalised: bool = False
     router: nn.Module | None = None
-    index_module: nn.Module | None = None
 
     def of_choices(
         self, weight: Float[Tensor, "batch pos number"], index: Int[Tensor, "batch pos choice"]
@@ -191,7 +189,6 @@ def _read_shown(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
         shown=True,
         normalised=bool(getattr(cfg, "norm_topk_prob", False)) and not softmax_of_choices,
         router=mlp.W_gate,
-        index_module=mlp.hook_expert_indices,
     )
     return ExpertsWeights(
         count=len(read),
