@@ -65,8 +65,7 @@ def _silenced(mixture: ExpertsWeights, dropped: Bool[Tensor, "copy expert"]) -> 
 
     def silence(arguments: Mapping[str, Any], output: Float[Tensor, "row d"], number: int) -> Float[Tensor, "row d"]:
         index = sent["index"]
-        is_sent = index.T == number
-        _, token = is_sent.nonzero(as_tuple=True)  # in the order of the packed tokens
+        _, token = index.T.eq(number).nonzero(as_tuple=True)  # in the order of the packed tokens
         of_token = dropped[:, number].to(output.device).repeat_interleave(len(index) // len(dropped))
         return output.masked_fill(of_token[token.to(output.device), None], 0)
 
