@@ -354,6 +354,9 @@ def _encoder_end(view: ModelView) -> dict[str, Any]:
     """What an encoder–decoder's encoder ends with."""
     if not view.is_encoder_decoder:
         return {}
+    if view.is_hooked_encoder_decoder:
+        norm = "encoder_final_ln"
+        return {"encoder_output": f"{norm}.hook_normalized", "encoder_scale": f"{norm}.hook_scale"}
     last = f"{view.blocks[view.encoder_layers - 1].name}.hook_resid_post"
     if view.encoder_norm is None:
         return {"encoder_output": last}

@@ -56,6 +56,7 @@ from tensorlens_tl.passes.inputs import (
     prepare,
     query_positions,
     readable_tokens,
+    token_inputs,
 )
 from tensorlens_tl.passes.preflight import (
     check_dtype,
@@ -224,7 +225,7 @@ def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequenc
         frozen.live("a run with other inputs").check_hooks()
     tokens = frozen.tokens
     texts = frozen.str_tokens
-    given = [inputs[name] for name in ("input", "decoder_input_ids") if isinstance(inputs.get(name), Tensor)]
+    given = [inputs[name] for name in token_inputs(inputs) if isinstance(inputs[name], Tensor)]
     if frozen.view.reads == "tokens" and sum(ids.shape[1] for ids in given) == tokens.shape[1]:
         tokens = torch.cat(given, dim=1)
         texts, _ = readable_tokens(frozen.view, tokens)

@@ -71,6 +71,18 @@ HOOKED: dict[str, Options] = {
     },
 }
 
+HOOKED_T5: Options = {
+    "act_fn": "relu",
+    "positional_embedding_type": "relative_positional_bias",
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+    "attention_dir": "bidirectional",
+    "use_attn_scale": False,
+    "tie_word_embeddings": False,
+    "decoder_start_token_id": 1,
+}
+"""A HookedEncoderDecoder's, 3.9."""
+
 # --------------------------------------------------------------------------- TransformerBridge, 3.9 and 4.x
 
 _SMALL = {
