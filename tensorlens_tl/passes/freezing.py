@@ -100,7 +100,8 @@ def freeze(
     Hooks put on or taken off later do not change a pass; ``attached()`` runs with those that are there.
 
     Args:
-        model: a HookedTransformer, HookedEncoder (TransformerLens 3.9) or TransformerBridge (3.9 and 4.x).
+        model: a HookedTransformer, HookedEncoder or HookedEncoderDecoder (TransformerLens 3.9), or a TransformerBridge
+            (3.9 and 4.x).
         input: a string or a list of strings; or token ids, as a tensor `[batch, pos]` or `[pos]`, or as lists, which
             may differ in length; or what a tokenizer or processor returns, a mapping with `input_ids`. Of a model that
             reads images or sound, the values that it reads: pixels `[batch, channel, height, width]`, a spectrogram

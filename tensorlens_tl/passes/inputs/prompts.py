@@ -88,7 +88,8 @@ class Prompt:
             given["attention_mask"] = mask[:, :start]
         if "token_type_ids" in self.kwargs:
             given["token_type_ids"] = self.kwargs["token_type_ids"][rows]
-        given |= {"decoder_input_ids": self.kwargs[name][rows] for name in token_inputs(self.kwargs)[1:]}
+        for name in token_inputs(self.kwargs)[1:]:
+            given["decoder_input_ids"] = self.kwargs[name][rows]
         if self.encoder_length and not bool(mask[:, start:].all()):
             given["decoder_attention_mask"] = mask[:, start:]
         if self.extra:
@@ -183,8 +184,8 @@ def prepare(
 def _as_taken(view: ModelView, mask: Bool[Tensor, "batch pos"]) -> Tensor:
     """A mask as the model's forward takes it.
 
-    A HookedEncoderDecoder multiplies it by the smallest number of its dtype, which float64 alone can hold of its own:
-    of integers that product is NaN, and patterns are zero.
+    A HookedEncoderDecoder multiplies it by the smallest number of its dtype. The product of an integer and that number
+    is one of float32, where float64's is -inf: real tokens would get NaN, and the model makes zeros of such patterns.
     """
     if view.is_hooked_encoder_decoder:
         return mask.to(next(view.model.parameters()).dtype)
@@ -201,7 +202,8 @@ def _check_decoder(view: ModelView, decoder_input_ids: object) -> None:
     if view.is_encoder_decoder and decoder_input_ids is None:
         raise InvalidInputError(
             f"decoder_input_ids: {view.description} is an encoder–decoder; pass what its decoder reads, beginning with "
-            "its start token (model.original_model.config.decoder_start_token_id)."
+            "its start token (decoder_start_token_id of model.original_model.config, or of a HookedEncoderDecoder's "
+            "model.cfg)."
         )
     if decoder_input_ids is not None and not view.is_encoder_decoder:
         raise InvalidInputError(f"decoder_input_ids: {view.description} is no encoder–decoder.")
@@ -366,7 +368,7 @@ def _tokenize(view: ModelView, text: object, number: int, prepend_bos: bool | No
         raise InvalidInputError(
             "input: this model has no tokenizer, or an empty one; pass token ids, or call model.set_tokenizer(...)."
         )
-    if view.is_hooked_encoder:
+    if view.is_hooked_encoder or view.is_hooked_encoder_decoder:
         return model.to_tokens(text, truncate=False)[0][0]
     tokens = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
     if len(tokens) == 0:
