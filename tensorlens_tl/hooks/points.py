@@ -229,7 +229,7 @@ def _end(view: ModelView) -> dict[str, Any]:
     last = f"{view.blocks[-1].name}.{output_hook}"
     unembed_in: str | None = None
     if view.unembedding is not None:
-        unembed_in = "unembed.hook_in"
+        unembed_in = "unembed.hook_in" if view.projection is None else "project_out.hook_in"
         if view.is_bridge and view.final_norm is None and view.mlm_head is None:
             last = unembed_in  # nothing lies between; the hook after the block does not fire everywhere (GPT-1)
     points: dict[str, Any] = {"last_output": last, "output": last, "final_scale": None}

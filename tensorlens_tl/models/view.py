@@ -52,8 +52,8 @@ READ_FROM = {
     "final_norm": ("ln_final", "decoder_ln_final", "decoder_final_ln", "embed_ln"),
     "encoder_norm": ("encoder_ln_final", "encoder_final_ln"),
     "mlm_head": ("mlm_head", "ln_final", "prediction_head"),
-    "unembedding": ("unembed",),
-    "embedding": ("embed",),
+    "unembedding": ("unembed", "project_out"),
+    "embedding": ("embed", "project_in"),
 }
 """Which parts of a model a property of `ModelView` reads."""
 
@@ -382,10 +382,24 @@ class ModelView:
         if unembed is None:
             return None
         W_U, b_U = self._unembedding_weights(unembed)
+        if self.projection is not None:
+            weight, bias = read_linear(self.projection, "project_out", self._refuse)
+            if bias is not None:
+                b_U = plus(bias @ W_U, b_U)
+            W_U = weight @ W_U
         added = detached(getattr(getattr(self.model, "original_model", None), "final_logits_bias", None))
         if added is None:
             return W_U, b_U
         return W_U, plus(added[0], b_U)  # BART adds one besides
+
+    @property
+    def projection(self) -> nn.Module | None:
+        """What narrows the stream before it is unembedded (OPT-350m): part of the unembedding here."""
+        return self._projection("project_out")
+
+    def _projection(self, name: str) -> nn.Module | None:
+        module = innermost(getattr(self.model, "_modules", {}).get(name))
+        return module if isinstance(module, nn.Module) else None
 
     def _unembedding_weights(self, unembed: Any) -> tuple[Tensor, Tensor | None]:
         module = innermost(unembed)
@@ -430,7 +444,17 @@ class ModelView:
 
     @weights_read
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
-        """W_E, as stored: some models (Gemma) multiply it by a constant on its way into the residual stream."""
+        """W_E, as stored: some models (Gemma) multiply it by a constant on its way into the residual stream.
+
+        Where a matrix widens it on that way (OPT-350m), it is part of it.
+        """
+        embedding = self._stored_embedding()
+        widening = self._projection("project_in")
+        if widening is None:
+            return embedding
+        return embedding @ read_linear(widening, "project_in", self._refuse).weight
+
+    def _stored_embedding(self) -> Float[Tensor, "d_vocab width"]:
         embed = getattr(self.model, "embed", None)
         if is_adapter(innermost(embed)):
             return read_embedding(innermost(embed), "embed", self._refuse)

@@ -126,6 +126,18 @@ _MIXERS: dict[str, Family] = {
 }
 """State-space layers, short convolutions and the gated delta rule in place of attention, in one layer or in both."""
 
+_OPT: Options = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "ffn_dim": 24,
+    "max_position_embeddings": CONTEXT,
+    "word_embed_proj_dim": WIDTH,
+    "dropout": 0.0,
+    **_TOKENS,
+}
+
 BRIDGE: dict[str, Family] = {
     "gpt2": (
         "GPT2Config",
@@ -170,20 +182,11 @@ BRIDGE: dict[str, Family] = {
             "eos_token_id": 2,
         },
     ),
-    "opt": (
+    "opt": ("OPTConfig", "OPTForCausalLM", _OPT),
+    "opt-350m": (  # norms after the sums, and a narrower embedding
         "OPTConfig",
         "OPTForCausalLM",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": WIDTH,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "ffn_dim": 24,
-            "max_position_embeddings": CONTEXT,
-            "word_embed_proj_dim": WIDTH,
-            "dropout": 0.0,
-            **_TOKENS,
-        },
+        {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 12},
     ),
     **_MIXERS,
     "bert": ("BertConfig", "BertForMaskedLM", {**_SMALL, **_NO_DROPOUT}),
