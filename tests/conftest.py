@@ -155,11 +155,6 @@ def rerun_tolerance(name):
     return 1e-6 if any(family in name for family in FLOAT32_SOFTMAX) else tolerance(name)
 
 
-def can_be_cached(name):
-    """TransformerLens flattens what an OPT's second norm gives; of a post-norm one that breaks the next block's run."""
-    return not name.endswith(("ln2.hook_in", "ln2.hook_out"))
-
-
 def close(made, expected, atol=1e-9):
     """Equal to this share of the largest value, or of 1; no wider, as torch.allclose is by default."""
     assert made.shape == expected.shape

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
-from conftest import can_be_cached, hooks_left, some_tokens, tolerance
+from conftest import hooks_left, some_tokens, tolerance
 
 import tensorlens_tl as tlens
 
@@ -227,7 +227,8 @@ def test_a_batch_equals_one_by_one(frozen, model, name):
 
 
 def test_an_existing_cache_serves_as_well(frozen, model):
-    _, cache = model.run_with_cache(frozen.tokens, names_filter=can_be_cached)
+    # not every name: TransformerLens flattens what a post-norm OPT's second norm gives, and its next block then fails
+    _, cache = model.run_with_cache(frozen.tokens, names_filter=set(frozen.points.captured).__contains__)
     again = tlens.freeze(model, frozen.tokens, cache=cache)
     assert torch.equal(again.operator().in_out().scores, frozen.operator().in_out().scores)
 
