@@ -23,7 +23,10 @@ from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_model
 
 pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("error::tensorlens_tl.GapWarning")]
 
-ROUTED = ("mixtral", "qwen2-moe", "gpt-oss", "llama4", "granite-moe", "deepseek-v3", "afmoe")
+ROUTED = (
+    "mixtral", "qwen2-moe", "gpt-oss", "llama4", "granite-moe", "deepseek-v3", "afmoe", "hooked/experts",
+    "hooked/gpt-oss",
+)  # fmt: skip
 """Families whose routing is held: the gradient that they have with it held is in test_difference_families."""
 
 

@@ -36,11 +36,11 @@ NAMES = [*HERE, *OTHERS]
 QUICK = (BART, T5)
 FAMILIES = pytest.mark.parametrize("name", rest_whole(NAMES, *QUICK))
 TESTED = pytest.mark.parametrize("name", rest_whole(HERE, *QUICK))
-NO_POSITIONS = ("bridge/t5", "bridge/t5-gated", "bridge/t5gemma")
-"""Those whose stream begins with embeddings alone, and is normed by its root mean square."""
-
-RELATIVE = ("bridge/t5", "bridge/t5-gated")
+RELATIVE = ("bridge/t5", "bridge/t5-gated", "encoder-decoder/tied", "encoder-decoder/gated")
 """Those with relative positions, and no hook point at token embeddings: they are what enters the first block."""
+
+NO_POSITIONS = ("bridge/t5", "bridge/t5-gated", "bridge/t5gemma")
+"""Those whose stream is embeddings and nothing besides, and is normed by its root mean square: they have no biases."""
 
 _models = {}
 _differences = {}
@@ -400,7 +400,7 @@ def test_a_baseline_is_what_the_live_model_runs_on(name, kind):
         parts = stands.split(list(frozen.sides), dim=1)
         hooks = [(at, lambda x, hook, part=part: part.to(x)) for at, part in zip(points, parts, strict=True)]
     else:
-        inputs |= {"input": stands[:, :6], "decoder_input_ids": stands[:, 6:]}
+        inputs |= {"input": stands[:, :6], frozen.view.decoder_argument: stands[:, 6:]}
     with torch.no_grad():
         live = uncapped(frozen, frozen.model.run_with_hooks(**inputs, fwd_hooks=hooks))
     expected = (logits(frozen) - live)[..., 7][:, [-1, -3]]
@@ -420,7 +420,7 @@ def test_the_mean_embedding_is_the_default_without_a_mask_token(name):
     points = embeddings(frozen)
     if name in RELATIVE:
         points = frozen.capture.stream_names(0)
-    _, cache = frozen.model.run_with_cache(ids, decoder_input_ids=ids)
+    _, cache = frozen.model.run_with_cache(ids, **{frozen.view.decoder_argument: ids})
     means = [cache[at].flatten(0, 1).mean(0) for at in points]
     vectors = torch.cat([means[0].expand(6, -1), means[1].expand(4, -1)])
     given = tlens.attribute(frozen, 7, method="difference", baseline=vectors)

@@ -14,7 +14,7 @@ from conftest import rest_whole, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra.secants import offset_terms
-from tensorlens_tl.testing import tiny_input, tiny_model
+from tensorlens_tl.testing import model_names, tiny_input, tiny_model
 from tensorlens_tl.testing.building import bridge_of, build_bridge
 
 pytestmark = pytest.mark.numeric
@@ -23,6 +23,7 @@ EXPERTS = [
     f"bridge/{name}" for name in ("mixtral", "qwen2-moe", "gpt-oss", "llama4", "deepseek-v3", "granite-moe", "afmoe")
 ]
 INSIDE = ["bridge/deepseek-v3", "bridge/afmoe", "bridge/bitnet", "attention of qwen3-next", "experts of gemma4"]
+EXPERTS += [name for name in ("hooked/experts", "hooked/gpt-oss") if name in model_names()]
 FAMILIES = [*EXPERTS, "bridge/bitnet", "attention of qwen3-next", "inputs of gemma4"]
 QUICK = ("bridge/mixtral", "bridge/bitnet")
 
@@ -158,8 +159,8 @@ def routing_held(model):
 
     with ExitStack() as stack:
         for module in model.modules():
-            for child in ("gate", "router"):
-                router = getattr(module, child, None)
+            for child in ("gate", "router", "W_gate"):
+                router = module._modules.get(child)
                 if isinstance(getattr(module, "experts", None), torch.nn.Module) and router is not None:
                     stack.callback(router.register_forward_hook(detach).remove)
         yield

@@ -14,7 +14,7 @@ from tensorlens_tl import circuits
 from tensorlens_tl.models.block import BlockView
 from tensorlens_tl.passes.operator import resolve_target
 from tensorlens_tl.testing import tiny_model
-from tensorlens_tl.testing.building import HookedTransformer, build_hooked, randomise
+from tensorlens_tl.testing.building import randomise
 
 NAMES = ["bridge/mixtral", "bridge/qwen2-moe", "bridge/gpt-oss", "bridge/llama4", "bridge/granite-moe"]
 LAYER = {"bridge/qwen2-moe": 1, "bridge/llama4": 1}
@@ -194,10 +194,3 @@ def test_fused_experts_in_single_precision():
     _, cache = model.run_with_cache(some_tokens())
     again = tlens.freeze(model, some_tokens(), cache=cache)
     assert close(again.operator().in_out().scores, frozen.operator().in_out().scores, 1e-5)
-
-
-@pytest.mark.skipif(HookedTransformer is None, reason="needs TransformerLens 3.9")
-def test_a_hooked_transformers_own_mixture_is_refused():
-    model = build_hooked(num_experts=4, experts_per_token=2, normalization_type="RMS", act_fn="silu", gated_mlp=True)
-    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0 .*mixture of experts.*as a TransformerBridge"):
-        tlens.freeze(model, some_tokens())

@@ -121,7 +121,7 @@ def changed_calls(changes: Sequence[CallChange]) -> Generator[None, None, None]:
             _placed(stack, change.point, partial(before, number), partial(after, number))
         yield
     for number, change in enumerate(changes):
-        if number not in called:
+        if number not in called and not change.point.optional:
             module = type(change.point.module).__name__
             raise UnsupportedModelError(
                 f"{module} was not called in a forward pass (fused experts?), so that nothing could be changed there. "

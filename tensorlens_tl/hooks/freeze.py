@@ -7,11 +7,13 @@ which is exact everywhere. Which of the two a layer needs is found by trying (`p
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any
 
 import torch
 from einops import rearrange
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap
@@ -84,11 +86,18 @@ def attention_hooks(points: AttentionPoints, pattern: Held, takes_effect: bool) 
     return [(points.value, _marked(record)), (points.z, _marked(mix))]
 
 
-def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> list[FwdHook]:
+def mlp_hooks(
+    points: BlockPoints, held: Coefficients, after: Tensor | None, choice: Int[Tensor, "token"] | None = None
+) -> list[FwdHook]:
     """Hooks that hold one layer's activation fixed: ``through·u + gate·g + rest`` of the live pre-activations.
 
-    `after` is what the model adds to the product (HookedTransformer's gated `b_in`).
+    Args:
+        points: the hook points of an MLP, or those inside an expert.
+        held: the coefficients; of an expert, `[1, token, d_mlp]` of the tokens that are sent to it.
+        after: what the model adds to the product (HookedTransformer's gated `b_in`).
+        choice: of an expert, which of each token's choices it is; its tokens lie packed in this order.
     """
+    fitted = _like if choice is None else partial(_packed, choice=choice)
     if points.pre is None or points.post is None:
         return []
     gate_name = points.pre
@@ -113,11 +122,11 @@ def mlp_hooks(points: BlockPoints, held: Coefficients, after: Tensor | None) -> 
         if u is None:
             _check_fired(through_name, fired)
             return None
-        out = _like(held.through, u, through_name) * u
+        out = fitted(held.through, u, through_name) * u
         if held.gate is not None and g is not None:
-            out = out + _like(held.gate, g, gate_name) * g
+            out = out + fitted(held.gate, g, gate_name) * g
         if held.rest is not None:
-            out = out + _like(held.rest, out, through_name)
+            out = out + fitted(held.rest, out, through_name)
         if after is not None:
             out = out + after.to(out)
         return out.reshape(tensor.shape)
@@ -209,6 +218,17 @@ def _like(value: Tensor, live: Tensor, name: str, *, batch_only: bool = False) -
     if not fits or (batch_only and value.shape[-1] != live.shape[1]):
         raise FrozenModelError(_other_shape(name, value.shape, live.shape))
     return value.to(device=live.device, dtype=live.dtype)
+
+
+def _packed(
+    value: Float[Tensor, "1 token d"], live: Float[Tensor, "row d"], name: str, choice: Int[Tensor, "token"]
+) -> Float[Tensor, "row d"]:
+    """What is held of an expert's tokens, in the live order: by choice, and among those by copy of the prompts."""
+    copies, rest = divmod(len(live), len(choice))
+    if rest:
+        raise FrozenModelError(_other_shape(name, value.shape[1:], live.shape))
+    order = [(choice == number).nonzero()[:, 0].repeat(copies) for number in choice.unique()]
+    return value[0, torch.cat(order)].to(live)
 
 
 def _other_shape(name: str, held: Sequence[int], live: Sequence[int]) -> str:

@@ -18,11 +18,13 @@ Captured per block and token, in numbers of the model's dtype (``h`` heads, ``n`
 
 A part is held from inside where TransformerLens has hook points there that take effect. A mixture of experts, gated or
 latent attention, an MLP with a norm inside, and norms without a scale to be replaced are held as a whole: what such a
-part reads is recorded at its `hook_in`, and its `hook_out` is replaced by its map of that.
+part reads is recorded at its `hook_in`, and its `hook_out` is replaced by its map of that. A HookedTransformer's own
+mixture of experts is held from inside: its routing, and the activation of each expert.
 
 and once: the last block's output, `ln_final.hook_scale`, `unembed.hook_in` (d_model each).
 """
 
+import inspect
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,8 +87,10 @@ class BlockPoints:
             `ModelPoints.calls`.
         norms: the same of norms.
         cross: of cross-attention.
-        index, weight: where the routing of experts is seen, names in `ModelPoints.calls`; `index` is None where the
-            weights say it.
+        index, weight: where the routing of experts is seen, names in `ModelPoints.calls` or, of a HookedTransformer's
+            mixture, hook points; `index` is None where the weights say it.
+        experts: of a HookedTransformer's mixture, the points inside each expert, by which it is held: its `pre`,
+            `pre_linear` and `post`.
         attention_write, mlp_write: what a sublayer hands to the block, in some classes after the norm that follows it;
             None where no hook point shows it.
         head_writes: what each head writes, ``hook_result``, which fires only where the model was told to compute it.
@@ -108,6 +112,7 @@ class BlockPoints:
     cross: AttentionPoints | None = None
     index: str | None = None
     weight: str | None = None
+    experts: "tuple[BlockPoints, ...]" = ()
     attention_write: str | None = None
     mlp_write: str | None = None
     head_writes: str | None = None
@@ -224,7 +229,7 @@ def _end(view: ModelView) -> dict[str, Any]:
     last = f"{view.blocks[-1].name}.{output_hook}"
     unembed_in: str | None = None
     if view.unembedding is not None:
-        unembed_in = "unembed.hook_in"
+        unembed_in = "unembed.hook_in" if view.projection is None else "project_out.hook_in"
         if view.is_bridge and view.final_norm is None and view.mlm_head is None:
             last = unembed_in  # nothing lies between; the hook after the block does not fire everywhere (GPT-1)
     points: dict[str, Any] = {"last_output": last, "output": last, "final_scale": None}
@@ -296,7 +301,11 @@ def _mlp_points(block: BlockView) -> dict[str, Any]:
     points: dict[str, Any] = {}
     if block.shared_name is not None:
         points["shared"] = _ends(f"{block.name}.{block.shared_name}")
-    if isinstance(block.mlp, ExpertsWeights):
+    if isinstance(block.mlp, ExpertsWeights) and block.mlp.routing.shown:
+        points["mlp"] = Ends(f"{name}.input", f"{block.name}.hook_mlp_out")
+        points |= {part: f"{name}.{getattr(block.mlp.routing, part)}" for part in ("index", "weight")}
+        points["experts"] = tuple(_expert_points(f"{name}.experts.{number}") for number in range(block.mlp.count))
+    elif isinstance(block.mlp, ExpertsWeights):
         experts = f"{block.name}.experts" if block.has_experts_beside else name
         points |= {"mlp": _ends(experts), "weight": f"{name}.experts.weight"}
         if not block.mlp.routing.dense:
@@ -308,6 +317,11 @@ def _mlp_points(block: BlockView) -> dict[str, Any]:
     elif block.mlp is not None:
         points["mlp"] = _ends(name)
     return points
+
+
+def _expert_points(name: str) -> BlockPoints:
+    """Inside an expert of a HookedTransformer's mixture; the tokens that are sent to it lie packed there."""
+    return BlockPoints(name, pre=f"{name}.hook_gate", pre_linear=f"{name}.hook_pre", post=f"{name}.hook_post")
 
 
 def _per_layer_points(block: BlockView) -> dict[str, Any]:
@@ -340,6 +354,9 @@ def _encoder_end(view: ModelView) -> dict[str, Any]:
     """What an encoder–decoder's encoder ends with."""
     if not view.is_encoder_decoder:
         return {}
+    if view.is_hooked_encoder_decoder:
+        norm = "encoder_final_ln"
+        return {"encoder_output": f"{norm}.hook_normalized", "encoder_scale": f"{norm}.hook_scale"}
     last = f"{view.blocks[view.encoder_layers - 1].name}.hook_resid_post"
     if view.encoder_norm is None:
         return {"encoder_output": last}
@@ -358,7 +375,10 @@ def _calls(block: BlockView, points: BlockPoints) -> dict[str, CallPoint]:
     calls: dict[str, CallPoint] = {}
     if block.per_layer is not None and points.per_layer_input is not None:
         calls[points.per_layer_input] = CallPoint(block.per_layer.module, block.per_layer.argument)
-    if isinstance(block.mlp, ExpertsWeights):
+    if isinstance(block.mlp, ExpertsWeights) and block.mlp.module is not None and points.mlp is not None:
+        argument = next(iter(inspect.signature(block.mlp.module.forward).parameters))
+        calls[points.mlp.into] = CallPoint(block.mlp.module, argument)
+    elif isinstance(block.mlp, ExpertsWeights):
         routing = block.mlp.routing
         arguments = {points.index: routing.index, points.weight: routing.weight}
         calls |= {name: CallPoint(routing.module, argument) for name, argument in arguments.items() if name is not None}

@@ -173,7 +173,7 @@ def _with_tokens(frozen: FrozenPass, baseline: Any) -> FrozenPass:
     inputs = {**frozen.inputs, "input": tokens}
     encoder = frozen.prompt.encoder_length
     if encoder:
-        inputs |= {"input": tokens[:, :encoder], "decoder_input_ids": tokens[:, encoder:]}
+        inputs |= {"input": tokens[:, :encoder], frozen.view.decoder_argument: tokens[:, encoder:]}
     return freeze_changed(frozen, inputs)
 
 

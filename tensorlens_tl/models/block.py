@@ -67,6 +67,11 @@ class Owner(Protocol):
         """Class and name, for messages."""
         ...
 
+    @property
+    def encoder_gain(self) -> Tensor | None:
+        """What cross-attention multiplies the encoder's output by; None for nothing."""
+        ...
+
 
 class BlockView:
     """The parts of one transformer block.
@@ -290,7 +295,7 @@ class BlockView:
         read = read_attention(cross, self.model.cfg, self._refuse)
         if not read.hooked:
             raise self._refuse("cross-attention with a gate or a norm inside, which is not read.")
-        return read
+        return replace(read, value_matrix=self._of_encoder(read.W_V))
 
     @property
     def plain_attention(self) -> AttentionWeights:
@@ -328,7 +333,13 @@ class BlockView:
     def cross_query_key(self) -> QueryKeyWeights:
         """The weights that make the scores of cross-attention; refuses what has none that can be read."""
         self.require_cross_attention()
-        return self._query_key(self.module._modules[self.cross_name])
+        read = self._query_key(self.module._modules[self.cross_name])
+        return replace(read, W_K=self._of_encoder(read.W_K))
+
+    def _of_encoder(self, weight: Tensor) -> Tensor:
+        """A matrix that reads the encoder's output, as that is shown."""
+        gain = self.model.encoder_gain
+        return weight if gain is None else gain[:, None] * weight
 
     def _query_key(self, attn: Any) -> QueryKeyWeights:
         (W_Q, b_Q), (W_K, b_K) = (projection(attn, letter, self.model.cfg, self._refuse) for letter in "QK")

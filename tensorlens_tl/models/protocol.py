@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 @runtime_checkable
 class HookedModel(Protocol):
-    """Any TransformerLens model: HookedTransformer, HookedEncoder, TransformerBridge.
+    """Any TransformerLens model: HookedTransformer, HookedEncoder, HookedEncoderDecoder, TransformerBridge.
 
     >>> from tensorlens_tl.models import HookedModel
     >>> isinstance(model, HookedModel), isinstance("gpt2", HookedModel)

@@ -8,6 +8,7 @@ TransformerLens 4. Whether the reading is right is decided by the block proof (`
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tensorlens_tl.algebra.numerics import maybe, plus, refuse_autocast
+from tensorlens_tl.algebra.numerics import maybe, plus, refuse_autocast, times
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.block import BlockView
 from tensorlens_tl.models.lifecycle import newly_initialised
@@ -48,15 +49,17 @@ from tensorlens_tl.models.patches import ClassHead, PatchWeights, read_patches
 READ_FROM = {
     "patches": ("embed",),
     "class_head": ("classifier_ln",),
-    "final_norm": ("ln_final", "decoder_ln_final", "embed_ln"),
-    "encoder_norm": ("encoder_ln_final",),
+    "final_norm": ("ln_final", "decoder_ln_final", "decoder_final_ln", "embed_ln"),
+    "encoder_norm": ("encoder_ln_final", "encoder_final_ln"),
     "mlm_head": ("mlm_head", "ln_final", "prediction_head"),
-    "unembedding": ("unembed",),
-    "embedding": ("embed",),
+    "unembedding": ("unembed", "project_out"),
+    "embedding": ("embed", "project_in"),
 }
 """Which parts of a model a property of `ModelView` reads."""
 
 STACKS = ("encoder_blocks", "decoder_blocks")
+HOOKED_STACKS = ("encoder", "decoder")
+"""What an encoder–decoder calls its blocks: a Bridge, and a HookedEncoderDecoder."""
 
 HEAD_PARTS = ("mlm_head", "prediction_head", "classifier_ln", "unembed")
 """Which parts stand between the hidden state and the logits."""
@@ -81,14 +84,17 @@ class ModelView:
             UnsupportedModelError: none of TransformerLens' classes, or a configuration that cannot be frozen.
             InvalidInputError: inside ``torch.autocast``.
         """
-        self.is_encoder_decoder = all(hasattr(model, stack) for stack in STACKS)
-        self._stacks = STACKS if self.is_encoder_decoder else ("blocks",)
+        self.is_hooked_encoder_decoder = _is_hooked_encoder_decoder(model)
+        self.is_encoder_decoder = self.is_hooked_encoder_decoder or all(hasattr(model, stack) for stack in STACKS)
+        self._stacks: Sequence[str] = ("blocks",)
+        if self.is_encoder_decoder:
+            self._stacks = HOOKED_STACKS if self.is_hooked_encoder_decoder else STACKS
         for needed in ("cfg", *self._stacks, "hook_dict", "run_with_hooks"):
             # the class comes first: a Bridge puts its hook_dict together anew whenever it is read
             if not hasattr(type(model), needed) and not hasattr(model, needed):
                 raise UnsupportedModelError(
-                    f"{type(model).__name__} has no `{needed}`: pass a HookedTransformer, a HookedEncoder or a "
-                    "TransformerBridge (a HookedEncoderDecoder is not supported; boot it as a Bridge)." + _hint(model)
+                    f"{type(model).__name__} has no `{needed}`: pass a HookedTransformer, a HookedEncoder, a "
+                    "HookedEncoderDecoder or a TransformerBridge." + _hint(model)
                 )
         with lock_of(model):  # another thread may have given it other weights for a while
             self.model = model
@@ -105,7 +111,7 @@ class ModelView:
         self.read_names: set[str] = set()
         parts = {part for parts in READ_FROM.values() for part in parts}
         self.offloaded = offloaded(*(getattr(model, part, None) for part in parts))
-        self.encoder_layers = len(model.encoder_blocks) if self.is_encoder_decoder else 0
+        self.encoder_layers = len(getattr(model, self._stacks[0])) if self.is_encoder_decoder else 0
         refuse_autocast(self.device)
         self.refuse_split_inputs()
 
@@ -233,6 +239,17 @@ class ModelView:
         return getattr(self.config, "decoder_vocab_size", None) or self.d_vocab
 
     @property
+    def mask_argument(self) -> str:
+        """What the model's forward calls the mask of its input."""
+        one_zero = self.is_hooked_encoder or self.is_hooked_encoder_decoder
+        return "one_zero_attention_mask" if one_zero else "attention_mask"
+
+    @property
+    def decoder_argument(self) -> str:
+        """What an encoder–decoder's forward calls what its decoder reads."""
+        return "decoder_input" if self.is_hooked_encoder_decoder else "decoder_input_ids"
+
+    @property
     def reads(self) -> str:
         """What the model reads: ``"tokens"``, ``"images"`` or ``"sound"``."""
         if getattr(self.cfg, "is_visual_model", False):
@@ -284,19 +301,38 @@ class ModelView:
         """The norm after the last block, or None (in a masked language model `ln_final` belongs to the head)."""
         if hasattr(self.model, "mlm_head"):
             return None
-        return self._end_norm(self.final_norm_name)
+        norm = self._end_norm(self.final_norm_name)
+        if norm is None or not self.is_hooked_encoder_decoder or not self.cfg.tie_word_embeddings:
+            return norm
+        # its logits are of √(1/d_model) times what the norm gives, and no hook point stands between
+        gain = next(self.model.parameters()).new_full((1,), self.cfg.d_model**-0.5)
+        return replace(norm, gain=times(gain, norm.gain))
 
     @property
     def final_norm_name(self) -> str:
         """What the model calls the norm after its last block."""
+        if self.is_hooked_encoder_decoder:
+            return "decoder_final_ln"
         if getattr(self.config, STABLE, False):
             return "embed_ln"
         return "decoder_ln_final" if self.is_encoder_decoder else "ln_final"
 
     @weights_read
     def encoder_norm(self) -> NormWeights | None:
-        """The norm after an encoder–decoder's last encoder block, or None."""
+        """The norm after an encoder–decoder's last encoder block, or None.
+
+        A HookedEncoderDecoder shows what it gives before its gain, which belongs to what reads it (`encoder_gain`).
+        """
+        if self.is_hooked_encoder_decoder:
+            return replace(norm_weights(self.model.encoder_final_ln, self.cfg), gain=None)
         return self._end_norm("encoder_ln_final")
+
+    @property
+    def encoder_gain(self) -> Float[Tensor, "d_model"] | None:
+        """What cross-attention multiplies the encoder's output by, as it is shown; None for nothing."""
+        if not self.is_hooked_encoder_decoder:
+            return None
+        return norm_weights(self.model.encoder_final_ln, self.cfg).gain
 
     def _end_norm(self, name: str) -> NormWeights | None:
         norm = getattr(self.model, name, None)
@@ -346,10 +382,24 @@ class ModelView:
         if unembed is None:
             return None
         W_U, b_U = self._unembedding_weights(unembed)
+        if self.projection is not None:
+            weight, bias = read_linear(self.projection, "project_out", self._refuse)
+            if bias is not None:
+                b_U = plus(bias @ W_U, b_U)
+            W_U = weight @ W_U
         added = detached(getattr(getattr(self.model, "original_model", None), "final_logits_bias", None))
         if added is None:
             return W_U, b_U
         return W_U, plus(added[0], b_U)  # BART adds one besides
+
+    @property
+    def projection(self) -> nn.Module | None:
+        """What narrows the stream before it is unembedded (OPT-350m): part of the unembedding here."""
+        return self._projection("project_out")
+
+    def _projection(self, name: str) -> nn.Module | None:
+        module = innermost(getattr(self.model, "_modules", {}).get(name))
+        return module if isinstance(module, nn.Module) else None
 
     def _unembedding_weights(self, unembed: Any) -> tuple[Tensor, Tensor | None]:
         module = innermost(unembed)
@@ -394,7 +444,17 @@ class ModelView:
 
     @weights_read
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
-        """W_E, as stored: some models (Gemma) multiply it by a constant on its way into the residual stream."""
+        """W_E, as stored: some models (Gemma) multiply it by a constant on its way into the residual stream.
+
+        Where a matrix widens it on that way (OPT-350m), it is part of it.
+        """
+        embedding = self._stored_embedding()
+        widening = self._projection("project_in")
+        if widening is None:
+            return embedding
+        return embedding @ read_linear(widening, "project_in", self._refuse).weight
+
+    def _stored_embedding(self) -> Float[Tensor, "d_vocab width"]:
         embed = getattr(self.model, "embed", None)
         if is_adapter(innermost(embed)):
             return read_embedding(innermost(embed), "embed", self._refuse)
@@ -482,6 +542,12 @@ class ModelView:
             "centred unembedding": self.unembedding is not None and _zero_mean(self.unembedding[0][:8]),
         }
         return ", ".join(name for name, present in processed.items() if present) or "raw"
+
+
+def _is_hooked_encoder_decoder(model: Any) -> bool:
+    """Whether it is one of TransformerLens' own, which are no Bridge (up to 3.9)."""
+    stacks = (getattr(model, "_modules", {}).get(stack) for stack in HOOKED_STACKS)
+    return not hasattr(model, "original_model") and all(isinstance(stack, nn.ModuleList) for stack in stacks)
 
 
 def _hint(model: Any) -> str:

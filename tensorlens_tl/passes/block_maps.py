@@ -406,7 +406,7 @@ class BlockMaps(Blocks):
             weight, index = weight.topk(weights.choices, dim=-1)
         else:
             index = self.capture.activation(points.index)
-        return Routes(index, weight * weights.routing.factor)
+        return Routes(index, weights.routing.of_choices(weight, index))
 
     def expert_weights(self, layer: int) -> ExpertsWeights:
         """The weights of a layer's experts.

@@ -56,6 +56,7 @@ from tensorlens_tl.passes.inputs import (
     prepare,
     query_positions,
     readable_tokens,
+    token_inputs,
 )
 from tensorlens_tl.passes.preflight import (
     check_dtype,
@@ -99,7 +100,8 @@ def freeze(
     Hooks put on or taken off later do not change a pass; ``attached()`` runs with those that are there.
 
     Args:
-        model: a HookedTransformer, HookedEncoder (TransformerLens 3.9) or TransformerBridge (3.9 and 4.x).
+        model: a HookedTransformer, HookedEncoder or HookedEncoderDecoder (TransformerLens 3.9), or a TransformerBridge
+            (3.9 and 4.x).
         input: a string or a list of strings; or token ids, as a tensor `[batch, pos]` or `[pos]`, or as lists, which
             may differ in length; or what a tokenizer or processor returns, a mapping with `input_ids`. Of a model that
             reads images or sound, the values that it reads: pixels `[batch, channel, height, width]`, a spectrogram
@@ -224,7 +226,7 @@ def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequenc
         frozen.live("a run with other inputs").check_hooks()
     tokens = frozen.tokens
     texts = frozen.str_tokens
-    given = [inputs[name] for name in ("input", "decoder_input_ids") if isinstance(inputs.get(name), Tensor)]
+    given = [inputs[name] for name in token_inputs(inputs) if isinstance(inputs[name], Tensor)]
     if frozen.view.reads == "tokens" and sum(ids.shape[1] for ids in given) == tokens.shape[1]:
         tokens = torch.cat(given, dim=1)
         texts, _ = readable_tokens(frozen.view, tokens)
@@ -412,6 +414,9 @@ class _Run:
             if cached.ndim == 4:  # a pattern: each of its queries is compared
                 cached = cached.transpose(1, 2)
                 expected = expected.transpose(1, 2)
+            if not cached.is_floating_point():  # which experts tokens are sent to
+                cached = cached.double()
+                expected = expected.double()
             errors[name] = relative_error(cached, expected, capture.mask[:, capture.span(name)])
 
         logits = self._observe(see)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, model_points
 from tensorlens_tl.models import ModelView
-from tensorlens_tl.passes.inputs import Prompt
+from tensorlens_tl.passes.inputs import Prompt, token_inputs
 from tensorlens_tl.passes.operator import token_ids
 
 REPLACEMENTS = ("mask", "pad", "mean", "zero")
@@ -118,7 +118,7 @@ class Replacement:
 
     def put(self, inputs: dict[str, Any], replaced: Bool[Tensor, "row pos"]) -> tuple[dict[str, Any], list[FwdHook]]:
         """The inputs of a run with some tokens replaced, and the hooks that replace their vectors."""
-        names = [name for name in ("input", "decoder_input_ids") if name in inputs]
+        names = token_inputs(inputs)
         if self.token is not None:
             sides = replaced.split([inputs[name].shape[1] for name in names], dim=1)
             filled = zip(names, sides, strict=True)
@@ -211,8 +211,8 @@ def vocabulary_mean(view: ModelView, counts: Int[Tensor, "token"] | None = None)
             padded = torch.nn.functional.pad(some, (0, -len(some) % width)).view(-1, width)
             inputs = {"input": padded}
             if view.is_encoder_decoder:  # the other side reads one token
-                inputs = {"input": padded[:, :1] * 0, "decoder_input_ids": padded[:, :1] * 0}
-                inputs["decoder_input_ids" if of_decoder else "input"] = padded
+                inputs = {"input": padded[:, :1] * 0, view.decoder_argument: padded[:, :1] * 0}
+                inputs[view.decoder_argument if of_decoder else "input"] = padded
             captured, _ = capture(view.model, inputs, [at], last=at)
             sums.append(times @ captured[at].flatten(0, 1)[: len(some)].double())
         return torch.stack(sums).sum(0) / often.sum()

@@ -16,6 +16,7 @@ from tensorlens_tl.testing.configurations import (
     ENCODER_DECODER,
     HEADS,
     HOOKED,
+    HOOKED_T5,
     LAYERS,
     VOCABULARY,
     WIDTH,
@@ -33,10 +34,11 @@ SIZES: Options = {
 ON_CPU: Options = {"dtype": torch.float64, "device": "cpu"}
 
 HookedEncoder: Any = None
+HookedEncoderDecoder: Any = None
 HookedTransformer: Any = None
 HookedTransformerConfig: Any = None
 with suppress(ImportError):  # they exist up to TransformerLens 3.9
-    from transformer_lens import HookedEncoder, HookedTransformer, HookedTransformerConfig
+    from transformer_lens import HookedEncoder, HookedEncoderDecoder, HookedTransformer, HookedTransformerConfig
 
 
 @torch.no_grad()
@@ -60,6 +62,7 @@ def build_hooked(processed: bool = False, **options: Any) -> Any:
     if config.get("attn_only"):
         config["d_mlp"] = None
     model = HookedTransformer(HookedTransformerConfig(**config))
+    model.double()  # the weights of experts are not built in cfg.dtype
     randomise(model)
     if processed:
         model.process_weights_(fold_ln=True, center_writing_weights=True, center_unembed=True)
@@ -74,6 +77,13 @@ def build_hooked_encoder() -> Any:
     model = HookedEncoder(config)
     randomise(model)
     return model.to(torch.float64)
+
+
+def build_hooked_encoder_decoder(**options: Any) -> Any:
+    """A HookedEncoderDecoder, which is a T5."""
+    model = HookedEncoderDecoder(HookedTransformerConfig(**{**SIZES, **ON_CPU, **HOOKED_T5, **options}))
+    randomise(model)
+    return model.double()
 
 
 def bridge_of(module: nn.Module) -> Any:
@@ -134,6 +144,8 @@ def _builders() -> Iterator[tuple[str, Builder]]:
         for name in ("ln", "rms", "gqa", "parallel", "attn-only"):
             yield f"hooked/{name}-processed", partial(build_hooked, processed=True, **HOOKED[name])
         yield "encoder/bert", build_hooked_encoder
+        yield "encoder-decoder/tied", partial(build_hooked_encoder_decoder, tie_word_embeddings=True)
+        yield "encoder-decoder/gated", partial(build_hooked_encoder_decoder, gated_mlp=True, act_fn="gelu_new")
         yield "hooked/whitened", lambda: whitened(build_hooked(**HOOKED["rotary"]))
     for family in BRIDGE:
         # TransformerLens 3.9 has no adapter for RoBERTa, and cannot run T5 with the transformers of today

@@ -52,7 +52,36 @@ HOOKED: dict[str, Options] = {
         "act_fn": "gelu",
     },
     "bidirectional": {"normalization_type": "LN", "attention_dir": "bidirectional", "act_fn": "gelu"},
+    "experts": {
+        "normalization_type": "RMS",
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "norm_topk_prob": True,
+        "gated_mlp": True,
+        "act_fn": "silu",
+    },
+    "gpt-oss": {  # biases in experts, both halves clamped, the softmax over the choices alone
+        "normalization_type": "RMS",
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "gated_mlp": True,
+        "use_attention_sinks": True,
+        "original_architecture": "GptOssForCausalLM",
+        "act_fn": "silu",
+    },
 }
+
+HOOKED_T5: Options = {
+    "act_fn": "relu",
+    "positional_embedding_type": "relative_positional_bias",
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+    "attention_dir": "bidirectional",
+    "use_attn_scale": False,
+    "tie_word_embeddings": False,
+    "decoder_start_token_id": 1,
+}
+"""A HookedEncoderDecoder's, 3.9."""
 
 # --------------------------------------------------------------------------- TransformerBridge, 3.9 and 4.x
 
@@ -96,6 +125,18 @@ _MIXERS: dict[str, Family] = {
     "qwen3-next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", _DELTA),
 }
 """State-space layers, short convolutions and the gated delta rule in place of attention, in one layer or in both."""
+
+_OPT: Options = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "ffn_dim": 24,
+    "max_position_embeddings": CONTEXT,
+    "word_embed_proj_dim": WIDTH,
+    "dropout": 0.0,
+    **_TOKENS,
+}
 
 BRIDGE: dict[str, Family] = {
     "gpt2": (
@@ -141,20 +182,11 @@ BRIDGE: dict[str, Family] = {
             "eos_token_id": 2,
         },
     ),
-    "opt": (
+    "opt": ("OPTConfig", "OPTForCausalLM", _OPT),
+    "opt-350m": (  # norms after the sums, and a narrower embedding
         "OPTConfig",
         "OPTForCausalLM",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": WIDTH,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "ffn_dim": 24,
-            "max_position_embeddings": CONTEXT,
-            "word_embed_proj_dim": WIDTH,
-            "dropout": 0.0,
-            **_TOKENS,
-        },
+        {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 12},
     ),
     **_MIXERS,
     "bert": ("BertConfig", "BertForMaskedLM", {**_SMALL, **_NO_DROPOUT}),

@@ -50,7 +50,8 @@ def model_names(reads: Reads = "tokens") -> list[str]:
 
 def encoder_decoder_names() -> list[str]:
     """Those of them with an encoder and a decoder: `freeze` needs ``decoder_input_ids`` for them (see `tiny_input`)."""
-    return [name for name in BUILDERS if name.removeprefix("bridge/") in ENCODER_DECODER]
+    bridges = [name for name in BUILDERS if name.removeprefix("bridge/") in ENCODER_DECODER]
+    return [name for name in BUILDERS if name in bridges or name.startswith("encoder-decoder/")]
 
 
 def tiny_input(

@@ -210,6 +210,9 @@ def _expert_nodes(live: LiveTarget, sublayer: Sublayer, by: str) -> Iterator[Nod
     assert points.mlp is not None  # experts are held as a whole
     shared = () if points.shared is None else (points.shared.out,)
     layer = sublayer.layer
+    if by == "component" and weights.module is not None:
+        yield NodeChange(sublayer.name, expert=Expert(weights, None, weights.module), layer=layer)
+        return
     if by == "component":
         yield NodeChange(sublayer.name, (points.mlp.out, *shared), layer=layer)
         return
@@ -220,7 +223,7 @@ def _expert_nodes(live: LiveTarget, sublayer: Sublayer, by: str) -> Iterator[Nod
         elif shared:
             yield NodeChange(name, shared, layer=layer)
         elif weights.shared_module is not None:
-            yield NodeChange(name, expert=Expert(weights, None), layer=layer)
+            yield NodeChange(name, expert=Expert(weights, None, weights.shared_module), layer=layer)
         else:
             raise UnsupportedModelError(
                 f"{live.question}: no hook and no module is known where {name} could be taken away. "

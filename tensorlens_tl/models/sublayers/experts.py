@@ -1,18 +1,20 @@
 """How is a mixture of experts read: its experts, what stands beside them, and where its routing is seen?
 
-TransformerLens has no hook points inside experts, and those of routers are missing or mean different things. Routing
-is read where it takes effect: in the arguments that the experts are called with.
+A Bridge has no hook points inside experts, and those of routers are missing or mean different things. Routing is read
+where it takes effect: in the arguments that the experts are called with. A HookedTransformer's own mixture shows its
+routing at hook points that take effect, and so does each of its experts, one module each.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra import Linear
@@ -45,6 +47,9 @@ class Routing:
             is not given.
         scales_input: whether the weight scales what an expert reads, instead of what it gives (Llama 4).
         factor: of all the weights (Laguna).
+        shown: whether `index` and `weight` are hook points of a HookedTransformer's mixture instead: the first as
+            above, the second for every expert, `[token, expert]`, whether it is chosen or not.
+        normalised: whether the weights of a token's choices are divided by their sum after that.
         router: gives a number for every expert as its first output, `[token, expert]`, or None where none is known.
     """
 
@@ -54,7 +59,19 @@ class Routing:
     dense: bool = False
     scales_input: bool = False
     factor: float = 1.0
+    shown: bool = False
+    normalised: bool = False
     router: nn.Module | None = None
+
+    def of_choices(
+        self, weight: Float[Tensor, "batch pos number"], index: Int[Tensor, "batch pos choice"]
+    ) -> Float[Tensor, "batch pos choice"]:
+        """What each choice counts, from what is seen of the weights."""
+        if self.shown:
+            weight = weight.gather(-1, index)
+        if self.normalised:
+            weight = weight / weight.sum(-1, keepdim=True)
+        return weight * self.factor
 
 
 @dataclass(frozen=True)
@@ -68,6 +85,8 @@ class ExpertsWeights:
         shared: the shared expert or experts as one MLP; None without.
         shared_gate: what the shared expert is scaled by, from what the layer reads; None for 1.
         shared_module: what is called for the shared expert, where it is one of the layer's own modules.
+        module: what is called for all of it, and `modules` for each expert: of a HookedTransformer's mixture, whose
+            experts are held from inside.
         around: for experts that stand beside an MLP with norms of their own (Gemma 4), the names of the norms before
             and after each: ``{"experts": (before, after), "shared": ...}``.
         choices: how many experts a token is sent to (of all, where the model does not say).
@@ -80,6 +99,8 @@ class ExpertsWeights:
     shared: MLPWeights | None = None
     shared_gate: Gate | None = None
     shared_module: nn.Module | None = None
+    module: nn.Module | None = None
+    modules: Sequence[nn.Module] = ()
     around: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     choices: int = 1
     branch_factor: float = 1.0
@@ -135,10 +156,7 @@ def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
     """
     layer = innermost(mlp)
     if not is_bridge_component(mlp):
-        raise refuse(
-            "a HookedTransformer's mixture of experts has no hook points that could hold its routing. Load the model "
-            "as a TransformerBridge: TransformerBridge.boot_transformers(name)."
-        )
+        return _read_shown(mlp, cfg, refuse)
     experts = innermost(layer.experts)
     shared = _first_module(layer, "shared_experts", "shared_expert", "shared_mlp")
     gate = _first_module(layer, "shared_expert_gate")
@@ -154,6 +172,52 @@ def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
         shared_module=shared,
         choices=next((number for number in choices if isinstance(number, int)), count),
     )
+
+
+def _read_shown(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
+    """A HookedTransformer's own mixture: experts with matrices and hook points of TransformerLens' names."""
+    parts = ("experts", "W_gate", "hook_expert_indices", "hook_expert_weights")
+    missing = [part for part in parts if not isinstance(getattr(mlp, part, None), nn.Module)]
+    if missing:
+        raise refuse(f"its mixture of experts ({type(mlp).__name__}) has no {missing[0]}, and no routing that is read.")
+    read = [_read_shown_expert(expert, cfg, refuse) for expert in mlp.experts]
+    softmax_of_choices = _glu_constants(mlp) is not None
+    routing = Routing(
+        mlp.hook_expert_weights,
+        "hook_expert_indices",
+        "hook_expert_weights",
+        shown=True,
+        normalised=bool(getattr(cfg, "norm_topk_prob", False)) and not softmax_of_choices,
+        router=mlp.W_gate,
+    )
+    return ExpertsWeights(
+        count=len(read),
+        expert=read.__getitem__,
+        routing=routing,
+        module=mlp,
+        modules=tuple(mlp.experts),
+        choices=mlp.experts_per_token,
+    )
+
+
+def _read_shown_expert(expert: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
+    (W_in, b_in), (W_gate, b_gate), (W_out, b_out) = (
+        read_linear(getattr(expert, name, None), f"mlp.experts.{name}", refuse) for name in ("W_in", "W_gate", "W_out")
+    )
+    constants = _glu_constants(expert)
+    if constants is None:
+        phi, psi = read_activation(expert, cfg, refuse), None
+    else:
+        phi, psi = _clamped_glu(*constants)
+    return MLPWeights(W_in, b_in, W_gate, b_gate, None, W_out, b_out, phi, psi, hooked=False)
+
+
+def _glu_constants(module: Any) -> tuple[float, float] | None:
+    """α and the limit of GPT-OSS' gated unit, which TransformerLens has as constants beside its class; else None."""
+    constants = vars(sys.modules[type(module).__module__])
+    if "GPT_OSS_ALPHA" not in constants or "GPT_OSS_LIMIT" not in constants:
+        return None
+    return float(constants["GPT_OSS_ALPHA"]), float(constants["GPT_OSS_LIMIT"])
 
 
 def _first_module(layer: Any, *names: str) -> nn.Module | None:
@@ -231,6 +295,11 @@ def _activations(experts: Any, cfg: Any, refuse: Refuse) -> tuple[Callable[[Tens
     alpha = getattr(experts, "alpha", None)
     if limit is None or alpha is None:
         return read_activation(experts, cfg, refuse), None
+    return _clamped_glu(alpha, limit)
+
+
+def _clamped_glu(alpha: float, limit: float) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """φ and ψ of GPT-OSS, both clamped."""
 
     def swish(gate: Tensor) -> Tensor:
         gate = gate.clamp(max=limit)

@@ -29,6 +29,8 @@ def relative_bias(maps: BlockMaps, layer: int, pos: int) -> Float[Tensor, "head 
     with block.loaded():
         owner = innermost(block.module._modules.get(block.mixer_name))
         table = innermost(getattr(owner, "relative_attention_bias", None))
+        if table is None:  # a HookedEncoderDecoder's
+            table = getattr(owner, "rel_pos_bias", None)
         bucket = getattr(owner, "_relative_position_bucket", None)
         if not isinstance(table, nn.Embedding) or bucket is None:
             return None

@@ -22,7 +22,7 @@ from tensorlens_tl.passes.inputs.batches import (
     tokenized,
 )
 from tensorlens_tl.passes.inputs.positions import is_all, one_query, query_positions, span_positions
-from tensorlens_tl.passes.inputs.prompts import Prompt, prepare, readable_tokens, token_rows
+from tensorlens_tl.passes.inputs.prompts import Prompt, prepare, readable_tokens, token_inputs, token_rows
 from tensorlens_tl.passes.inputs.spans import find, find_real, without_mark, word_ids, word_starts
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "readable_tokens",
     "span_positions",
     "taken",
+    "token_inputs",
     "token_rows",
     "tokenized",
     "without_mark",

@@ -86,8 +86,10 @@ class Prompt:
         given: dict[str, Any] = {"input": self.kwargs["input"][rows]}
         if not bool(mask[:, :start].all()):
             given["attention_mask"] = mask[:, :start]
-        named = [name for name in ("token_type_ids", "decoder_input_ids") if name in self.kwargs]
-        given |= {name: self.kwargs[name][rows] for name in named}
+        if "token_type_ids" in self.kwargs:
+            given["token_type_ids"] = self.kwargs["token_type_ids"][rows]
+        for name in token_inputs(self.kwargs)[1:]:
+            given["decoder_input_ids"] = self.kwargs[name][rows]
         if self.encoder_length and not bool(mask[:, start:].all()):
             given["decoder_attention_mask"] = mask[:, start:]
         if self.extra:
@@ -151,7 +153,7 @@ def prepare(
     kwargs: dict[str, Any] = {"input": tokens}
     # HookedTransformer derives a mask of its own from padding tokens where it pads left; an explicit one is exact.
     if attention_mask is not None or not bool(mask.all()) or not view.is_bridge:
-        kwargs["one_zero_attention_mask" if view.is_hooked_encoder else "attention_mask"] = mask.long()
+        kwargs[view.mask_argument] = _as_taken(view, mask)
     if token_type_ids is not None:
         kwargs["token_type_ids"] = _segments(view, token_type_ids, tokens)
     kwargs |= extra
@@ -167,8 +169,9 @@ def prepare(
         raise InvalidInputError(
             f"decoder_input_ids: {len(decoder)} prompts for the decoder, but {len(tokens)} for the encoder."
         )
-    kwargs["decoder_input_ids"] = decoder
-    if decoder_attention_mask is not None or not bool(real.all()):
+    kwargs[view.decoder_argument] = decoder
+    # a HookedEncoderDecoder takes no such mask: real tokens do not see padding that follows them
+    if not view.is_hooked_encoder_decoder and (decoder_attention_mask is not None or not bool(real.all())):
         kwargs["decoder_attention_mask"] = real.long()
     both = torch.cat([tokens, decoder], dim=1)
     length = tokens.shape[1]
@@ -178,12 +181,29 @@ def prepare(
     return Prompt(both, torch.cat([mask, real], dim=1), kwargs, texts, starts, length, extra=tuple(extra))
 
 
+def _as_taken(view: ModelView, mask: Bool[Tensor, "batch pos"]) -> Tensor:
+    """A mask as the model's forward takes it.
+
+    A HookedEncoderDecoder multiplies it by the smallest number of its dtype. The product of an integer and that number
+    is one of float32, where float64's is -inf: real tokens would get NaN, and the model makes zeros of such patterns.
+    """
+    if view.is_hooked_encoder_decoder:
+        return mask.to(next(view.model.parameters()).dtype)
+    return mask.long()
+
+
+def token_inputs(inputs: Mapping[str, Any]) -> list[str]:
+    """Which of a forward's arguments are token ids: those of its one stack, or of its encoder and its decoder."""
+    return [name for name in ("input", "decoder_input_ids", "decoder_input") if name in inputs]
+
+
 def _check_decoder(view: ModelView, decoder_input_ids: object) -> None:
     """Raise `InvalidInputError` unless an encoder–decoder, and no other model, has input for its decoder."""
     if view.is_encoder_decoder and decoder_input_ids is None:
         raise InvalidInputError(
             f"decoder_input_ids: {view.description} is an encoder–decoder; pass what its decoder reads, beginning with "
-            "its start token (model.original_model.config.decoder_start_token_id)."
+            "its start token (decoder_start_token_id of model.original_model.config, or of a HookedEncoderDecoder's "
+            "model.cfg)."
         )
     if decoder_input_ids is not None and not view.is_encoder_decoder:
         raise InvalidInputError(f"decoder_input_ids: {view.description} is no encoder–decoder.")
@@ -348,7 +368,7 @@ def _tokenize(view: ModelView, text: object, number: int, prepend_bos: bool | No
         raise InvalidInputError(
             "input: this model has no tokenizer, or an empty one; pass token ids, or call model.set_tokenizer(...)."
         )
-    if view.is_hooked_encoder:
+    if view.is_hooked_encoder or view.is_hooked_encoder_decoder:
         return model.to_tokens(text, truncate=False)[0][0]
     tokens = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
     if len(tokens) == 0:

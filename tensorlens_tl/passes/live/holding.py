@@ -32,6 +32,7 @@ from tensorlens_tl.hooks import (
 )
 from tensorlens_tl.models.lifecycle import OncePerWeights
 from tensorlens_tl.passes.block_maps import BlockMaps
+from tensorlens_tl.passes.mlps import held_coefficients
 
 _effective_patterns: OncePerWeights[frozenset[str]] = OncePerWeights()
 # of models that obey hooks: the hook points of patterns at which one takes effect (weight processing may rewire them)
@@ -177,6 +178,8 @@ def _mlp_hooks(maps: BlockMaps, layer: int, activation: str) -> list[FwdHook]:
     """What holds one layer's MLP: its activation, or all of it where nothing inside can be held."""
     points = maps.points.blocks[layer]
     shape = _shape(maps, layer)
+    if points.experts:
+        return _expert_hooks(maps, layer, activation)
     if points.mlp is None:
         held = maps.mlp_coefficients(layer, activation)
         dense = maps.view.blocks[layer].dense_mlp
@@ -193,6 +196,21 @@ def _mlp_hooks(maps: BlockMaps, layer: int, activation: str) -> list[FwdHook]:
     if whole is None:
         return []
     return whole_hooks(points.mlp, whole, shape)
+
+
+def _expert_hooks(maps: BlockMaps, layer: int, activation: str) -> list[FwdHook]:
+    """What holds a mixture of experts from inside: where tokens are sent, and what each expert's activation is."""
+    points = maps.points.blocks[layer]
+    weights = maps.expert_weights(layer)
+    assert points.mlp is not None
+    x = maps.capture.activation(points.mlp.into).flatten(0, 1)
+    index = maps.routing(layer).index.flatten(0, 1)
+    hooks = [replace(name, maps.capture.activation(name)) for name in (points.weight, points.index) if name is not None]
+    for number in index.unique().tolist():
+        tokens, choice = (index == number).nonzero(as_tuple=True)
+        held = held_coefficients(weights.expert(number), x[tokens][None], activation)
+        hooks += mlp_hooks(points.experts[number], held, None, choice)
+    return hooks
 
 
 def _prove(maps: BlockMaps) -> frozenset[str]:
