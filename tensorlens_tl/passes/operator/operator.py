@@ -5,23 +5,24 @@ of a query, `d_model` times dearer, or some random rows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, RowPositions
 from tensorlens_tl.algebra.memory import Memory, check_size
 from tensorlens_tl.algebra.numerics import relative_gap, size_of_sum, upcast
-from tensorlens_tl.algebra.positions import BiasTerms, Queries, by_position, in_total
+from tensorlens_tl.algebra.positions import BiasTerms, by_position, in_total
 from tensorlens_tl.algebra.probes import Estimate, check_probes, probed, stored_rows
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes.operator.collapse import Collapse
+from tensorlens_tl.passes.operator.question import Question, factors
 from tensorlens_tl.passes.operator.selection import Keys, chosen_keys, places_bias
 from tensorlens_tl.passes.operator.target import Target, resolve_target
 from tensorlens_tl.passes.operator.tensor import FrozenTensor
@@ -119,7 +120,7 @@ class FrozenOperator(FrozenTensor):
         vectors = torch.take_along_dim(self.output, positions[..., None], dim=1)
         total = upcast(vectors).square().sum(-1)
         noise = self._noise(upcast(vectors), positions, unembedded=False)
-        question = _Question(vectors, positions, self.map, total, torch.zeros_like(total), noise)
+        question = Question(vectors, positions, self.map, total, torch.zeros_like(total), noise)
         return self._scores(question, places_bias(bias), memory)
 
     def target(
@@ -131,6 +132,7 @@ class FrozenOperator(FrozenTensor):
         direction: Float[Tensor, "..."] | None = None,
         bias: str = "apart",
         summed: bool = False,
+        weights: Float[Tensor, "batch query"] | None = None,
         memory: Memory = None,
     ) -> Collapse:
         """The effect of each source token on one logit (TensorLens Eq. 24), a logit difference, or any direction.
@@ -149,6 +151,8 @@ class FrozenOperator(FrozenTensor):
             bias: as in `in_out`; b_U stays apart.
             summed: one row of scores instead of one per query: what the source tokens give to the sum of all the
                 queries' targets, by one pull of a vector that lives at all of them.
+            weights: what each query's target is multiplied by, `[batch, query]`; None for 1. Scores, bias and total
+                have the factor.
             memory: as in `contributions`.
 
         Returns:
@@ -160,26 +164,41 @@ class FrozenOperator(FrozenTensor):
 
         Raises:
             InvalidInputError: no target, both kinds, target and minus the same, several tokens, out of the vocabulary,
-                a wrong shape, or no such way with biases.
+                a wrong shape (weights too), or no such way with biases.
             UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
         """
         positions = self._positions(query)
         place_bias = places_bias(bias)
-        resolved, through = self._resolved(target, minus, direction, positions)
-        soft_cap = None
-        if resolved.of_tokens:
-            soft_cap = self.frozen.soft_cap
-        if not resolved.of_tokens:
-            states = self.output
-        elif self.whole:
-            states = self.frozen.unembedded()
-        else:
-            states = through(self.x)
-        states = torch.take_along_dim(states, positions[..., None], dim=1)
-        total = (upcast(states) * resolved.vectors).sum(-1) + resolved.constant
-        noise = self._noise(resolved.vectors, positions, resolved.of_tokens)
-        question = _Question(resolved.vectors, positions, through, total, resolved.constant, noise, soft_cap)
+        question = self._question(target, minus, direction, positions)
+        if weights is not None:
+            question = question.weighted(factors(weights, question.total))
         return self._scores(question, place_bias, memory, summed=summed)
+
+    def totals(
+        self,
+        target: TokenLike = None,
+        minus: TokenLike = None,
+        *,
+        query: Query = -1,
+        direction: Float[Tensor, "..."] | None = None,
+    ) -> Float[Tensor, "batch query"]:
+        """The numbers that `target` explains, without a pull.
+
+        Args:
+            target, minus, query, direction: as in `target`.
+
+        Returns:
+            The total of each query; zero at padding.
+
+        >>> totals = frozen.operator().totals(" value")
+        >>> torch.equal(totals, frozen.operator().target(" value").total)
+        True
+
+        Raises:
+            InvalidInputError, UnsupportedModelError: as `target`.
+        """
+        question = self._question(target, minus, direction, self._positions(query))
+        return question.at_real_tokens(self.frozen.mask).total
 
     def gradient(
         self,
@@ -238,9 +257,26 @@ class FrozenOperator(FrozenTensor):
         head = self.frozen.prediction_head(self.activation)
         return resolved, self.map if head is None else head @ self.map
 
-    def _scores(
-        self, question: "_Question", place_bias: bool, memory: Memory = None, *, summed: bool = False
-    ) -> Collapse:
+    def _question(
+        self, target: TokenLike, minus: TokenLike, direction: Any, positions: Int[Tensor, "batch query"]
+    ) -> Question:
+        """What `target` asks, one vector for each query."""
+        resolved, through = self._resolved(target, minus, direction, positions)
+        soft_cap = None
+        if resolved.of_tokens:
+            soft_cap = self.frozen.soft_cap
+        if not resolved.of_tokens:
+            states = self.output
+        elif self.whole:
+            states = self.frozen.unembedded()
+        else:
+            states = through(self.x)
+        states = upcast(torch.take_along_dim(states, positions[..., None], dim=1))
+        total = (states * resolved.vectors).sum(-1) + resolved.constant
+        noise = self._noise(resolved.vectors, positions, resolved.of_tokens)
+        return Question(resolved.vectors, positions, through, total, resolved.constant, noise, soft_cap)
+
+    def _scores(self, question: Question, place_bias: bool, memory: Memory = None, *, summed: bool = False) -> Collapse:
         """Pull one vector per query, or their sum, and dot with the source tokens."""
         question = question.at_real_tokens(self.frozen.mask)
         if summed:
@@ -326,55 +362,3 @@ class FrozenOperator(FrozenTensor):
             products = pulled[: max(0, count - rows.start)]
             first[rows.start : rows.start + len(products), :, :live] = products
         return squares, first
-
-
-@dataclass(frozen=True, eq=False)
-class _Question:
-    """Vectors to pull, and the number that the scores must sum to.
-
-    Attributes:
-        vectors: one for each query.
-        positions: of the queries.
-        through: the map from the operator's input to where the vectors live.
-        total: what scores and bias sum to.
-        constant: the part of the bias that no map adds.
-        noise: what rounding may leave in the total.
-        soft_cap: the cap that the model applies to the total afterwards.
-        span: the positions that one vector for all queries covers; None where each query has its own position.
-    """
-
-    vectors: Float[Tensor, "batch query *live d"]
-    positions: Int[Tensor, "batch query"]
-    through: AffineMap
-    total: Float[Tensor, "batch query"]
-    constant: Float[Tensor, "batch query"]
-    noise: Float[Tensor, "batch query"]
-    soft_cap: float | None = None
-    span: slice | None = None
-
-    def where(self, chunk: slice) -> Queries:
-        """Where the vectors of some queries live."""
-        return self.span or RowPositions(self.positions[:, chunk].T)
-
-    def at_real_tokens(self, mask: Bool[Tensor, "batch pos"]) -> "_Question":
-        """The same, zero at queries that are padding."""
-        real = torch.take_along_dim(mask, self.positions, dim=1)
-        vectors = self.vectors * real[..., None]
-        return replace(self, vectors=vectors, total=self.total * real, constant=self.constant * real)
-
-    def summed(self, mask: Bool[Tensor, "batch pos"], whole: bool) -> "_Question":
-        """One vector, over the span that the queries cover (`whole`: from the first position on), that is their sum."""
-        real = torch.take_along_dim(mask, self.positions, dim=1)
-        first = 0 if whole else int(self.positions.min())
-        length = int(self.positions.max()) + 1 - first
-        vectors = self.vectors.new_zeros(len(self.vectors), length, self.vectors.shape[-1])
-        vectors.scatter_add_(1, (self.positions - first)[..., None].expand_as(self.vectors), self.vectors)
-        return replace(
-            self,
-            vectors=vectors[:, None],
-            positions=(self.positions * real).amax(1, keepdim=True),
-            total=self.total.sum(1, keepdim=True),
-            constant=self.constant.sum(1, keepdim=True),
-            noise=self.noise.sum(1, keepdim=True),
-            span=slice(first, first + vectors.shape[1]),
-        )

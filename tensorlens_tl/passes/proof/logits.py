@@ -44,7 +44,7 @@ def compared_positions(view: ModelView, prompt: Prompt, query: Query | None = No
     last = query_positions(prompt, -1)
     columns = [last]
     if query is not None:
-        columns.append(query_positions(prompt, query))
+        columns.append(query_positions(prompt, query).to(last.device))
         prompt.in_logits(columns[-1])
     mask_id = getattr(view.tokenizer, "mask_token_id", None)
     if view.mlm_head is not None:
