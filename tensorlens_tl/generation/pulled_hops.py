@@ -1,14 +1,20 @@
-"""Hops of one row of scores, by one pull each: signed shares are known before they are pulled."""
+"""Hops of one stretch by pulls: signed shares are known before they are pulled.
 
+What hops send on is linear in what has reached the generated tokens. So each hop asks only for the scores of generated
+tokens, which in a causal model needs nothing of the prompt before them, and all that was ever sent on is pulled to the
+prompt at the end, by one pull.
+"""
+
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl.generation.hops import quotients
-from tensorlens_tl.models import NEXT
-from tensorlens_tl.passes import PassOrDifference
+from tensorlens_tl.generation.hops import divisors, quotients
+from tensorlens_tl.models import NEXT, TokenLike
+from tensorlens_tl.passes import Collapse, FrozenOperator
 
 
 class GeneratedTokens(NamedTuple):
@@ -18,43 +24,71 @@ class GeneratedTokens(NamedTuple):
         positions: where they stand, `[batch, token]`; padding where a text has fewer.
         queries: the positions that predict them.
         real: which of them are tokens.
-        totals: what their shares are of, zero where these say nothing; see `tensorlens_tl.generation.hops.divisors`.
     """
 
     positions: Int[Tensor, "batch token"]
     queries: Int[Tensor, "batch token"]
     real: Bool[Tensor, "batch token"]
-    totals: Float[Tensor, "batch token"]
 
 
 def sent_on_by_pulls(
-    frozen: PassOrDifference,
+    operator: FrozenOperator,
     tokens: GeneratedTokens,
-    scores: Float[Tensor, "batch 1 key"],
-    bias: Float[Tensor, "batch 1"],
+    queries: Int[Tensor, "batch query"],
     hops: int,
-    settings: dict[str, Any],
-) -> tuple[Float[Tensor, "batch 1 key"], Float[Tensor, "batch 1"]]:
-    """What `sent_on` gives with signed shares, without the scores of every generated token.
+    minus: TokenLike = None,
+    **settings: Any,
+) -> Collapse:
+    """A stretch's scores after some hops, as `sent_on` gives them with signed shares.
 
     Args:
-        frozen: the texts, or the difference of two.
+        operator: of the texts, or of the difference of two.
         tokens: the generated ones.
-        scores, bias: one row, of a span.
-        hops: how many; no more are pulled than leave something on generated tokens.
-        settings: bias, activation and memory, as for a target.
+        queries: the positions that predict those of the stretch.
+        hops: how many, at least 1.
+        minus: what the tokens of the stretch are held against.
+        settings: bias and memory, as for a target.
+
+    Returns:
+        Scores `[batch, 1, key]` with bias and total.
     """
-    others = dict(settings)
-    operator = frozen.operator(activation=others.pop("activation"))
-    at = tokens.positions[:, None]
-    for _ in range(hops):
-        held = torch.take_along_dim(scores, at, dim=2) * tokens.real[:, None]
-        reached = held[:, 0].any(0)
-        if not bool(reached.any()):
+    ask = partial(operator.target, NEXT, summed=True, **settings)
+    reached = partial(ask, keys=tokens.positions)
+    totals = operator.totals(NEXT, query=tokens.queries)
+    shared = divisors(totals, tokens.real)
+    held = reached(minus, query=queries).scores[:, 0]
+    given = quotients(held, shared)
+    sent = held
+    weights = given
+    for _ in range(hops - 1):
+        if not bool(given.any()):
             break
-        weights = quotients(held[:, 0], tokens.totals)[:, reached]
-        given = operator.target(NEXT, query=tokens.queries[:, reached], weights=weights, summed=True, **others)
-        assert given.bias is not None  # every target has one
-        scores = scores.scatter_add(2, at, -held) + given.scores
-        bias = bias + given.bias + (held * (tokens.totals == 0)[:, None]).sum(-1)
-    return scores, bias
+        held = reached(query=tokens.queries, weights=given).scores[:, 0]
+        given = quotients(held, shared)
+        sent = sent + held
+        weights = weights + given
+    asked = (tokens.queries[..., None] == queries[:, None]).any(-1) & tokens.real
+    if minus is None:
+        scores, bias = _parts(ask(query=tokens.queries, weights=weights + asked))
+        total = (totals * asked).sum(1, keepdim=True)
+    else:
+        first = ask(minus, query=queries)
+        others = ask(query=tokens.queries, weights=weights)
+        scores, bias = (sum(pair) for pair in zip(_parts(first), _parts(others), strict=True))
+        total = first.total
+    at = tokens.positions[:, None]
+    left = (torch.take_along_dim(scores, at, dim=2)[:, 0] - sent) * _before_some(given) * tokens.real
+    lost = (sent * (shared == 0)).sum(1, keepdim=True)
+    return Collapse(scores.scatter(2, at, left[:, None]), bias + lost, total)
+
+
+def _parts(collapse: Collapse) -> tuple[Float[Tensor, "batch 1 key"], Float[Tensor, "batch 1"]]:
+    """Scores and bias of a target of every key."""
+    assert collapse.bias is not None
+    return collapse.scores, collapse.bias
+
+
+def _before_some(given: Float[Tensor, "batch token"]) -> Bool[Tensor, "batch token"]:
+    """The tokens before one that gives something on: nothing is left on others, not even rounding."""
+    gives = (given != 0).long()
+    return gives.flip(1).cumsum(1).flip(1) > gives

@@ -95,20 +95,16 @@ class FrozenGeneration:
         check_shares(shares)
         check_method(method, options, hops, minus, bias, activation)
         queries = self._queries(self.positions if span is None else self._span(span))
+        settings: dict[str, Any] = {"bias": bias, "activation": activation, "memory": memory}
         if method != METHOD:
-            settings = options | given(minus=minus, bias=bias, activation=activation)
-            return self._by_method(method, queries, span, minus, settings, memory)
+            others = options | given(minus=minus, bias=bias, activation=activation)
+            return self._by_method(method, queries, span, minus, others, memory)
         shown = queries if span is None else self._last(queries)
-        if span is None and minus is None:
-            collapse = self.links(bias=bias, activation=activation, memory=memory)
+        if span is not None and self._is_pulled(hops, shares, settings):
+            collapse = self._pulled(queries, minus, hops, settings)
         else:
-            collapse = self.frozen.operator(activation=activation).target(
-                NEXT, minus, query=queries, bias=bias, summed=span is not None, memory=memory
-            )
+            collapse = self._sent_on(self._targets(queries, span, minus, settings), hops, shares, settings)
         scores, constant = _scores_and_bias(collapse)
-        if hops != 0:
-            settings = {"bias": bias, "activation": activation, "memory": memory}
-            scores, constant = self._after_hops(scores, constant, hops, shares, settings)
         options = {"span": span, "hops": hops, "minus": minus, "bias": bias, "activation": activation}
         if hops != 0:
             options["shares"] = shares
@@ -201,24 +197,44 @@ class FrozenGeneration:
 
     # ------------------------------------------------------------------ inside
 
-    def _after_hops(
-        self, scores: Tensor, bias: Tensor, hops: Hops, shares: Shares, settings: dict[str, Any]
-    ) -> tuple[Float[Tensor, "batch query key"], Float[Tensor, "batch query"]]:
-        """Scores and bias after some hops: by a pull each, where these are fewer than those of the links."""
+    def _targets(
+        self, queries: Int[Tensor, "batch query"], span: Span, minus: TokenLike, settings: dict[str, Any]
+    ) -> Collapse:
+        """What made the tokens that queries predict, or the sum of a span's."""
+        if span is None and minus is None:
+            return self.links(**settings)
+        others = dict(settings)
+        operator = self.frozen.operator(activation=others.pop("activation"))
+        return operator.target(NEXT, minus, query=queries, summed=span is not None, **others)
+
+    def _is_pulled(self, hops: Hops, shares: Shares, settings: dict[str, Any]) -> bool:
+        """Whether a pull for each hop of a span costs less than the scores of every token."""
         count = check_hops(hops)
-        queries = self._queries(self.positions)
+        has_links = (settings["bias"], settings["activation"]) in self._links
+        return shares == SIGNED and count is not None and 0 < count < self.positions.shape[1] and not has_links
+
+    def _pulled(
+        self, queries: Int[Tensor, "batch query"], minus: TokenLike, hops: Hops, settings: dict[str, Any]
+    ) -> Collapse:
+        """A span after some hops, by a pull each."""
+        others = dict(settings)
+        operator = self.frozen.operator(activation=others.pop("activation"))
+        tokens = GeneratedTokens(self.positions, self._queries(self.positions), self.real)
+        return sent_on_by_pulls(operator, tokens, queries, check_hops(hops) or 0, minus, **others)
+
+    def _sent_on(self, collapse: Collapse, hops: Hops, shares: Shares, settings: dict[str, Any]) -> Collapse:
+        """Scores after some hops, by the scores of every generated token."""
+        if hops == 0:
+            return collapse
         totals = None
         if shares == SIGNED:
+            queries = self._queries(self.positions)
             totals = divisors(self.frozen.operator().totals(NEXT, query=queries), self.real)
-        has_links = (settings["bias"], settings["activation"]) in self._links
-        is_shorter = count is not None and scores.shape[1] == 1 and count < self.positions.shape[1]
-        if totals is not None and count is not None and is_shorter and not has_links:
-            tokens = GeneratedTokens(self.positions, queries, self.real, totals)
-            return sent_on_by_pulls(self.frozen, tokens, scores, bias, count, settings)
         links = _scores_and_bias(self.links(**settings))
         positions = torch.arange(self.frozen.tokens.shape[1], device=self.positions.device)
         generated = (self.positions[..., None] == positions) & self.real[..., None]
-        return sent_on(scores, bias, *links, generated, hops, shares, totals)
+        scores, bias = sent_on(*_scores_and_bias(collapse), *links, generated, hops, shares, totals)
+        return Collapse(scores, bias, collapse.total)
 
     def _queries(self, positions: Int[Tensor, "batch token"]) -> Int[Tensor, "batch token"]:
         """The positions that predict tokens: one earlier each; padding stays."""

@@ -133,6 +133,7 @@ class FrozenOperator(FrozenTensor):
         bias: str = "apart",
         summed: bool = False,
         weights: Float[Tensor, "batch query"] | None = None,
+        keys: Query = "all",
         memory: Memory = None,
     ) -> Collapse:
         """The effect of each source token on one logit (TensorLens Eq. 24), a logit difference, or any direction.
@@ -153,10 +154,12 @@ class FrozenOperator(FrozenTensor):
                 queries' targets, by one pull of a vector that lives at all of them.
             weights: what each query's target is multiplied by, `[batch, query]`; None for 1. Scores, bias and total
                 have the factor.
+            keys: source tokens, counted as queries are (a text stands for all its tokens), every one by default. In a
+                causal model those before them and before the first query cost nothing.
             memory: as in `contributions`.
 
         Returns:
-            Scores `[batch, query, key]` with bias, total and gap.
+            Scores `[batch, query, key]` with bias, total and gap; of some keys the scores alone.
 
         >>> collapse = frozen.operator().target(" value")
         >>> torch.allclose(collapse.scores.sum(-1) + collapse.bias, collapse.total, atol=1e-4)
@@ -172,7 +175,8 @@ class FrozenOperator(FrozenTensor):
         question = self._question(target, minus, direction, positions)
         if weights is not None:
             question = question.weighted(factors(weights, question.total))
-        return self._scores(question, place_bias, memory, summed=summed)
+        sources = chosen_keys(self.frozen.prompt, keys)
+        return self._scores(question, place_bias, memory, summed=summed, sources=sources)
 
     def totals(
         self,
@@ -276,25 +280,23 @@ class FrozenOperator(FrozenTensor):
         noise = self._noise(resolved.vectors, positions, resolved.of_tokens)
         return Question(resolved.vectors, positions, through, total, resolved.constant, noise, soft_cap)
 
-    def _scores(self, question: Question, place_bias: bool, memory: Memory = None, *, summed: bool = False) -> Collapse:
+    def _scores(
+        self,
+        question: Question,
+        place_bias: bool,
+        memory: Memory = None,
+        *,
+        summed: bool = False,
+        sources: Keys | None = None,
+    ) -> Collapse:
         """Pull one vector per query, or their sum, and dot with the source tokens."""
         question = question.at_real_tokens(self.frozen.mask)
         if summed:
             question = question.summed(self.frozen.mask, whole=self.frozen.sides is not None)
+        if sources is not None and sources.columns is not None:
+            return Collapse(self._scores_of(question, place_bias, memory, sources))
+        scores, bias = self._pulled(question, place_bias, memory)
         positions = question.positions
-        scores = upcast(self.x[:0]).new_zeros(*positions.shape, self.x.shape[1])
-        bias = scores.new_zeros(positions.shape)
-        for rows in self._chunks(positions.shape[1], "queries", memory, parts=self._causal_parts(positions)):
-            chunk = slice(rows.start, rows.stop)
-            terms = BiasTerms()
-            cotangents = question.vectors[:, chunk].transpose(0, 1)
-            gradient = self._pull(question.through, cotangents, question.where(chunk), None, terms)
-            keys = gradient.shape[2]  # a causal model needs no key after its last query
-            scores[:, chunk, :keys] = (upcast(gradient) * self.x[:, :keys]).sum(-1).transpose(0, 1).to(scores)
-            if place_bias:
-                scores[:, chunk] += by_position(terms, scores[:, chunk].transpose(0, 1)).transpose(0, 1)
-            else:
-                bias[:, chunk] = in_total(terms, bias[:, chunk].T).T
         scores = self._masked(scores, positions, chosen_keys(self.frozen.prompt, "all"))
         bias = bias * torch.take_along_dim(self.frozen.mask, positions, dim=1) + question.constant
         for numbers in (question.total, scores, bias):
@@ -304,6 +306,43 @@ class FrozenOperator(FrozenTensor):
         gap = relative_gap(scores, bias, question.total)
         collapse = Collapse(scores, bias, question.total, gap, soft_cap=question.soft_cap)
         return self.frozen.checked(collapse, question.noise / size_of_sum(scores, bias))
+
+    def _scores_of(
+        self, question: Question, place_bias: bool, memory: Memory, sources: Keys
+    ) -> Float[Tensor, "batch query key"]:
+        """Scores of some source tokens, without what comes before them and before the first query."""
+        first = 0
+        if self.frozen.causal:
+            first = min(sources.positions[0], question.first)
+        scores, _ = self._pulled(question, place_bias, memory, first)
+        chosen = scores[:, :, [position - first for position in sources.positions]]
+        return sources.select(self._masked(chosen, question.positions, sources), dim=2)
+
+    def _pulled(
+        self, question: Question, place_bias: bool, memory: Memory, first: int = 0
+    ) -> tuple[Float[Tensor, "batch query key"], Float[Tensor, "batch query"]]:
+        """Scores of the source tokens from a position on, and the bias that is added there, by one pull per query."""
+        x = self.x
+        if first:
+            question = question.after(first)
+            x = x[:, first:]
+        positions = question.positions
+        scores = upcast(x[:0]).new_zeros(*positions.shape, x.shape[1])
+        bias = scores.new_zeros(positions.shape)
+        for rows in self._chunks(positions.shape[1], "queries", memory, parts=self._causal_parts(positions)):
+            chunk = slice(rows.start, rows.stop)
+            terms = BiasTerms()
+            cotangents = question.vectors[:, chunk].transpose(0, 1).to(x.dtype)
+            gradient = question.through.pull_between(
+                cotangents, question.where(chunk), None, x.shape[1], causal=self.frozen.causal, biases=terms
+            )
+            keys = gradient.shape[2]  # a causal model needs no key after its last query
+            scores[:, chunk, :keys] = (upcast(gradient) * x[:, :keys]).sum(-1).transpose(0, 1).to(scores)
+            if place_bias:
+                scores[:, chunk] += by_position(terms, scores[:, chunk].transpose(0, 1)).transpose(0, 1)
+            else:
+                bias[:, chunk] = in_total(terms, bias[:, chunk].T).T
+        return scores, bias
 
     def _noise(
         self, vectors: Float[Tensor, "batch query d"], positions: Int[Tensor, "batch query"], unembedded: bool

@@ -43,6 +43,21 @@ class Question:
     soft_cap: float | None = None
     span: slice | None = None
 
+    @property
+    def first(self) -> int:
+        """The first position where a vector lives."""
+        if self.span is not None:
+            return self.span.start
+        return int(self.positions.min())
+
+    def after(self, first: int) -> "Question":
+        """The same in a causal map of the positions from `first` on, which no vector lives before."""
+        span = self.span
+        if span is not None:
+            span = slice(span.start - first, span.stop - first)
+        through = self.through.at(slice(first, None))
+        return replace(self, through=through, positions=(self.positions - first).clamp_min(0), span=span)
+
     def where(self, chunk: slice) -> Queries:
         """Where the vectors of some queries live."""
         return self.span or RowPositions(self.positions[:, chunk].T)
