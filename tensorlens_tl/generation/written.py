@@ -403,6 +403,8 @@ def _generated_positions(
 
 def _looks_ahead(frozen: FrozenPass) -> bool:
     """Whether a real token attends to later ones; padding on the left may, where all of its own keys are masked."""
+    if frozen.causal:
+        return False
     patterns = (frozen.pattern(n) for n, points in enumerate(frozen.points.blocks) if points.pattern is not None)
     return any(bool((pattern.triu(1) * frozen.mask[:, None, :, None]).any()) for pattern in patterns)
 
