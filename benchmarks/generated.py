@@ -9,7 +9,7 @@ else a machine runs does not count; candidates are interleaved, and minima taken
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,9 @@ PROOFS = {"none but each first block": False, "sampled": "sample", "whole": True
 Row = tuple[str, int, dict[str, float]]
 
 
-def in_forwards(shape: Shape, ids: torch.Tensor, calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def in_forwards(
+    shape: Shape, ids: torch.Tensor, calls: Mapping[str, Callable[[], Any]], rounds: int
+) -> dict[str, float]:
     """Each candidate in forwards of the same run."""
     seconds = interleaved({"forward": lambda: shape.forward(ids), **calls}, rounds, time.thread_time)
     return {name: seconds[name] / seconds["forward"] for name in calls}
@@ -77,7 +79,10 @@ def section() -> list[str]:
     torch.set_num_threads(1)
     rows = [freezing(), *generated(96, 128, 6), *generated(768, 1024, 2)]
     what, tokens, questions = first_questions()
-    cells = [[what, tokens, *(f"{values[name]:.2f}" if name in values else "" for name in PROOFS)] for what, tokens, values in rows]
+    cells = [
+        [what, tokens, *(f"{values[name]:.2f}" if name in values else "" for name in PROOFS)]
+        for what, tokens, values in rows
+    ]
     return [
         HEADING,
         "",

@@ -114,7 +114,7 @@ def test_logits_are_compared_once_for_each_position():
 
 
 def runs_during(model, work):
-    """How often the model runs its first block meanwhile; the hook that counts is of the block's module, not of ours."""
+    """How often the model runs its first block meanwhile."""
     runs = []
     handle = model.blocks[0].register_forward_hook(lambda *_: runs.append(1))
     try:

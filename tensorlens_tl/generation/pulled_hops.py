@@ -73,8 +73,10 @@ def sent_on_by_pulls(
         total = (totals * asked).sum(1, keepdim=True)
     else:
         first = ask(minus, query=queries)
-        others = ask(query=tokens.queries, weights=weights)
-        scores, bias = (sum(pair) for pair in zip(_parts(first), _parts(others), strict=True))
+        scores, bias = _parts(first)
+        others = _parts(ask(query=tokens.queries, weights=weights))
+        scores = scores + others[0]
+        bias = bias + others[1]
         total = first.total
     at = tokens.positions[:, None]
     left = (torch.take_along_dim(scores, at, dim=2)[:, 0] - sent) * _before_some(given) * tokens.real
