@@ -11,8 +11,8 @@ on the prompt, what is still on generated tokens, and the bias. There are two ki
 
 * ``"signed"``, the shares of the token's own total: w_gj = a_gj / t_g and w_gb = a_gb / t_g. They are linear in what is
   sent on, so a hop of everything is one pull of Σ_g (s_g / t_g)·u_g, where u_g is the vector of token g's logit at the
-  position that predicts it: as dear as one question, whatever the number of tokens. A token against which the sources
-  of another speak takes that over with its sign. Shares of a total that is next to nothing would be large and say
+  position that predicts it: as dear as one question, whatever the number of tokens. A source that speaks against a
+  token takes over a share of the opposite sign. Shares of a total that is next to nothing would be large and say
   little: what reached a token whose |t_g| is below `LEAST_TOTAL` of the root mean square of its text's totals goes to
   the bias.
 * ``"absolute"``, shares of absolute scores: w_gj = |a_gj| / (Σ_j |a_gj| + |a_gb|), and likewise for the bias. They are

@@ -67,10 +67,10 @@ def sent_on_by_pulls(
         given = quotients(held, shared)
         sent = sent + held
         weights = weights + given
-    asked = (tokens.queries[..., None] == queries[:, None]).any(-1) & tokens.real
+    explained = (tokens.queries[..., None] == queries[:, None]).any(-1) & tokens.real
     if minus is None:
-        scores, bias = _parts(ask(query=tokens.queries, weights=weights + asked))
-        total = (totals * asked).sum(1, keepdim=True)
+        scores, bias = _parts(ask(query=tokens.queries, weights=weights + explained))
+        total = (totals * explained).sum(1, keepdim=True)
     else:
         first = ask(minus, query=queries)
         scores, bias = _parts(first)

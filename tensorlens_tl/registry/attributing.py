@@ -102,7 +102,7 @@ def attribute(
         raise InvalidInputError("attribute: `input` is missing; pass a string, a list of strings or token ids.")
     rows, batches = prompt_batches(ModelView(model), input, for_freeze, memory)
     if len(batches) < 2:
-        frozen = freeze(model, input, **for_freeze, query=_asked_logits(for_method))
+        frozen = freeze(model, input, **for_freeze, query=_logit_positions(for_method))
         return _answered(chosen, frozen, for_method)
     for_freeze.pop("prepend_bos", None)  # the rows are token ids now
     split = {name: one_per_prompt(name, for_method[name], len(rows)) for name in PER_PROMPT if name in for_method}
@@ -112,7 +112,7 @@ def attribute(
         of_batch = {name: taken(values, batch) for name, values in split.items() if values is not None}
         try:
             batch_options = for_method | of_batch
-            frozen = freeze(model, [rows[i] for i in batch], **for_freeze, query=_asked_logits(batch_options))
+            frozen = freeze(model, [rows[i] for i in batch], **for_freeze, query=_logit_positions(batch_options))
             parts.append(_answered(chosen, frozen, batch_options))
         except InvalidInputError as error:
             raise error.with_prompts(dict(enumerate(map(PromptNumber, batch)))) from error
@@ -139,7 +139,7 @@ def _chosen(model: ModelLike | FrozenPass | Difference, name: str | None) -> Met
     return chosen
 
 
-def _asked_logits(options: Mapping[str, Any]) -> Query | None:
+def _logit_positions(options: Mapping[str, Any]) -> Query | None:
     """The positions whose logits a method's options ask for, to be compared while the model is frozen."""
     query = options.get("query")
     if options.get("target") is None or options.get("direction") is not None:

@@ -52,8 +52,8 @@ def compared_positions(view: ModelView, prompt: Prompt, query: Query | None = No
     if view.mlm_head is not None and mask_id is not None:
         masks = prompt.tokens == mask_id
         numbers = torch.arange(masks.shape[1], device=masks.device)
-        found = torch.where(masks, numbers, last)  # a prompt with fewer masks has its last token several times
-        columns.append(found[:, masks.any(0)])
+        places = torch.where(masks, numbers, last)  # a prompt with fewer masks has its last token several times
+        columns.append(places[:, masks.any(0)])
     return torch.cat(columns, dim=1)
 
 
