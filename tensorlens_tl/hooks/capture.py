@@ -242,7 +242,7 @@ class SomeLogits:
 
     def of(self, logits: Any) -> Any:
         """The logits at the positions, of what the run gave; what is no tensor of logits as it is."""
-        if self._alone:
+        if self._alone and isinstance(logits, Tensor) and logits.ndim == 3:
             return logits
         return logits_at(logits, self.positions)
 
