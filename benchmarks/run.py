@@ -25,6 +25,7 @@ import torch
 from browser import CLICK, SLIDE, chromium
 from data_sets import measure as measure_data_sets
 from difference import measure as measure_difference
+from generated import section as measure_generated
 from shapes import Shape, bert_base, bundled, bundled_longer, gpt2_small, llama_160m, mixture, small_neox
 from timing import LEAST_SHARE, beside_a_product, interleaved
 
@@ -81,7 +82,7 @@ def costs() -> Lines:
                 op.target(5)
 
                 def logits(frozen: Any = frozen) -> None:
-                    frozen.logits_compared = None
+                    frozen.logits_check.compared.fill_(False)
                     _ = frozen.unembedding_error
 
                 calls = {
@@ -920,6 +921,11 @@ def flashtrace() -> Lines:
             yield row(f"a span, {hops} hops", threads, *cells, error, f"{float(ours(hops).gap):.1e}")
 
 
+def everything_included() -> Lines:
+    """## Freezing, questions and generated text from token ids to scores, in forwards"""
+    yield from measure_generated()[2:]
+
+
 def differences() -> Lines:
     """## The difference of two runs, in forwards
 
@@ -956,6 +962,7 @@ SECTIONS = (
     generated,
     routes,
     flashtrace,
+    everything_included,
     differences,
     data_sets,
     profile,

@@ -11,6 +11,8 @@ from transformer_lens.hook_points import HookPoint
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
+from tensorlens_tl.hooks import states_and_logits
+from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.testing import check_model, model_names, tiny_model
 
 MODELS = [name for name in ("hooked/ln", "bridge/gpt2", "bridge/llama", "bridge/opt") if name in model_names()]
@@ -109,6 +111,74 @@ def test_logits_are_compared_once_for_each_position():
             frozen.operator().target(5, query=query)
     assert len(runs) == 1  # position 2; the last was compared when it was frozen
     assert frozen.errors["unembed"] < 1e-12
+
+
+def runs_during(model, work):
+    """How often the model runs its first block meanwhile."""
+    runs = []
+    handle = model.blocks[0].register_forward_hook(lambda *_: runs.append(1))
+    try:
+        work()
+    finally:
+        handle.remove()
+    return len(runs)
+
+
+@every_class
+def test_logits_that_will_be_asked_for_are_compared_while_freezing(name):
+    model, tokens = tiny_model(name), some_tokens()
+    own = model(tokens).detach()
+    tlens.freeze(model, tokens)  # once for each model: does it repeat itself?
+    for query in (2, [0, 4], slice(1, 3), "all"):
+        frozen = tlens.freeze(model, tokens, query=query)
+        compared = frozen.logits_check.compared.clone()
+        assert runs_during(model, lambda: frozen.operator().target(5, query=query)) == 0  # noqa: B023
+        assert torch.equal(frozen.logits_check.compared, compared)
+        result = frozen.operator().target(5, query=query)
+        positions = query_positions(frozen.prompt, query)
+        assert close(result.total, own[..., 5].gather(1, positions))
+        assert runs_during(model, lambda: tlens.attribute(model, tokens, 5, query=query)) == 1  # noqa: B023
+    with pytest.raises(tlens.InvalidInputError, match="out of range"):
+        tlens.freeze(model, tokens, query=99)
+
+
+def test_a_late_hook_is_noticed_where_logits_will_be_asked_for():
+    model = tiny_model("bridge/gpt2")
+
+    def late(logits, hook):
+        logits = logits.clone()
+        logits[:, 3, 5] -= 3
+        return logits
+
+    with model.hooks(fwd_hooks=[("unembed.hook_out", late)]):
+        frozen = tlens.freeze(model, some_tokens(), query=3)
+        with pytest.raises(tlens.UnsupportedModelError, match="a hook after the unembedding"):
+            frozen.operator().target(5, query=3)
+
+
+def test_masks_and_the_first_token_of_a_masked_model_are_compared_while_freezing():
+    model = tlens.load_demo_model("encoder")
+    mask = model.tokenizer.mask_token_id
+    tokens = torch.tensor([[2, 7, mask, 8, mask, 9, 3], [2, 7, 8, 9, 11, mask, 3]])
+    frozen = tlens.freeze(model, tokens)
+    expected = torch.zeros_like(tokens, dtype=torch.bool)
+    expected[:, [0, -1]] = True
+    expected |= tokens == mask
+    assert torch.equal(frozen.logits_check.compared, expected)
+    for query in (torch.tensor([[2], [5]]), 0):
+        assert runs_during(model, lambda: frozen.operator().target(5, query=query)) == 0  # noqa: B023
+    assert runs_during(model, lambda: frozen.operator().target(5, query=3)) == 1
+
+
+@every_class
+def test_logits_of_some_positions_are_those_of_a_whole_run(name):
+    model, tokens = tiny_model(name), some_tokens(batch=2, pos=6)
+    own = model(tokens).detach()
+    at = tlens.freeze(model, tokens).points.unembed_in
+    for positions in ([[5], [0]], [[4, 1, 4], [0, 5, 2]], [[5, 4, 3, 2, 1, 0], [0, 2, 1, 3, 5, 4]], [[0] * 9, [3] * 9]):
+        positions = torch.tensor(positions)
+        _, logits = states_and_logits(model, {"input": tokens}, at, positions)
+        assert close(logits, torch.take_along_dim(own, positions[..., None], dim=1))
 
 
 # ------------------------------------------------------------------ threads

@@ -1,6 +1,7 @@
 """Generated text: every token and span exact, one pull for a span, and hops that conserve the total."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from conftest import close, some_tokens, tolerance
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, generation
 from tensorlens_tl.commands import main
+from tensorlens_tl.evaluate.known import tasks
 from tensorlens_tl.generation import freeze_generation, sent_on
 from tensorlens_tl.report.prediction import predict
 from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_model
@@ -137,36 +139,148 @@ def test_places_of_each_prompt_as_a_query():
 # ------------------------------------------------------------------ hops
 
 
-def slowly(scores, bias, links, link_bias, positions, hops):
+def slowly(scores, bias, links, link_bias, positions, hops, shares):
     """The definition, one token after another."""
     scores, total = scores.clone(), bias.clone()
     for _ in range(hops):
         before = scores.clone()
         for token, position in enumerate(positions):
             scores[position] -= before[position]
-            size = links[token].abs().sum() + link_bias[token].abs()
-            scores += before[position] * links[token].abs() / size
-            total += before[position] * link_bias[token].abs() / size
+            made, apart = links[token], link_bias[token]
+            if shares == "absolute":
+                made, apart = made.abs(), apart.abs()
+            size = made.sum() + apart
+            scores += before[position] * made / size
+            total += before[position] * apart / size
     return scores, total
 
 
+@pytest.mark.parametrize("shares", ["signed", "absolute"])
 @pytest.mark.parametrize("hops", [0, 1, 2, 4, 9, "all"])
-def test_hops_are_the_definition(hops):
+def test_hops_are_the_definition(hops, shares):
     tokens, pos, first = 4, 9, 5
     draw = torch.Generator().manual_seed(1)
     scores, links = (torch.randn(2, n, pos, dtype=torch.float64, generator=draw) for n in (3, tokens))
     bias, link_bias = (torch.randn(2, n, dtype=torch.float64, generator=draw) for n in (3, tokens))
     links = links * (torch.arange(pos) < torch.arange(first, pos)[:, None])
     generated = (torch.arange(pos) == torch.arange(first, pos)[:, None]).expand(2, -1, -1)
-    landed, left = sent_on(scores, bias, links, link_bias, generated, hops)
+    landed, left = sent_on(scores, bias, links, link_bias, generated, hops, shares)
     count = tokens if hops == "all" else hops
     for row in range(2):
         for query in range(3):
-            args = scores[row, query], bias[row, query], links[row], link_bias[row], range(first, pos), count
+            args = scores[row, query], bias[row, query], links[row], link_bias[row], range(first, pos), count, shares
             expected, total = slowly(*args)
             assert close(landed[row, query], expected)
             assert close(left[row, query], total)
     assert close(landed.sum(-1) + left, scores.sum(-1) + bias)
+
+
+def test_signed_shares_by_hand():
+    """Two prompt tokens and two generated ones, of totals 4 and 2: each line is worked out on paper."""
+    scores, bias = torch.tensor([[[1.0, 0.0, 2.0, 4.0]]]), torch.tensor([[0.5]])
+    links, apart = torch.tensor([[[2.0, 3.0, 0.0, 0.0], [1.0, 0.0, -2.0, 0.0]]]), torch.tensor([[-1.0, 3.0]])
+    generated = torch.tensor([[[False, False, True, False], [False, False, False, True]]])
+    for hops, expected, left in (
+        (1, [4.0, 1.5, -4.0, 0.0], 6.0),
+        (2, [2.0, -1.5, 0.0, 0.0], 7.0),
+        ("all", [2.0, -1.5, 0.0, 0.0], 7.0),
+    ):
+        landed, rest = sent_on(scores, bias, links, apart, generated, hops)
+        assert landed.tolist() == [[expected]]
+        assert rest.tolist() == [[left]]
+    landed, rest = sent_on(scores, bias, links, apart, generated, 1, totals=torch.tensor([[4.0, 0.0]]))
+    assert landed.tolist() == [[[2.0, 1.5, 0.0, 0.0]]]  # the second has no shares: its 4 are the bias's
+    assert rest.tolist() == [[4.0]]
+
+
+def witness(text, span, hops, minus=None):
+    """Signed shares from the scores of each token, one question and one hop after the other; the text is one row."""
+    positions = text.positions[0].tolist()
+    operator = text.frozen.operator()
+    rows = [operator.target(NEXT, query=position - 1) for position in positions]
+    asked = [operator.target(NEXT, minus, query=position - 1) for position in positions[span]]
+    scores = sum(one.scores[0, 0] for one in asked)
+    bias = sum(one.bias[0, 0] for one in asked)
+    typical = (sum(float(one.total) ** 2 for one in rows) / len(rows)) ** 0.5
+    for _ in range(hops):
+        held = {position: float(scores[position]) for position in positions}
+        for position, row in zip(positions, rows, strict=True):
+            scores[position] -= held[position]
+            if abs(float(row.total)) < typical / 4:
+                bias = bias + held[position]
+                continue
+            scores = scores + row.scores[0, 0] * held[position] / row.total[0, 0]
+            bias = bias + row.bias[0, 0] * held[position] / row.total[0, 0]
+    return scores, bias
+
+
+@pytest.mark.parametrize("hops", [1, 2, 3])
+def test_hops_at_one_pull_each(model, name, hops):
+    """What is sent on without the scores of single tokens is what these give, and nothing is lost on the way."""
+    limit = tolerance(name)
+    text = freeze_generation(model, some_tokens(batch=1, pos=4), max_new_tokens=5, stop_at_eos=False)
+    for minus in (None, "runner-up"):
+        pulled = text.attribute(span=slice(1, 5), hops=hops, minus=minus)
+        assert not text._links  # no token was asked about by itself
+        scores, bias = witness(text, slice(1, 5), hops, minus)
+        assert close(pulled.scores[0, 0], scores, limit)
+        assert close(pulled.bias[0, 0], bias, limit)
+        plain = text.attribute(span=slice(1, 5), minus=minus)
+        assert close(sums(pulled), plain.total, limit)
+        assert close(pulled.total, plain.total, limit)
+        assert not pulled.scores[0, 0, 9 - hops :].any()  # exactly nothing, where nothing can be
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("bias", ["apart", "position"])
+def test_pulled_hops_of_uneven_prompts_are_those_of_every_token(side, bias, demo_model):
+    given = {"continuation": [[5, 6, 9, 3], [7, 8, 9], [4, 6]], "padding_side": side}
+    text = freeze_generation(demo_model, PROMPTS, **given)
+    settings = {"span": slice(-2, None), "bias": bias, "hops": 1}
+    pulled = text.attribute(**settings)
+    text.links(bias=bias)
+    by_links = text.attribute(**settings)
+    assert close(pulled.scores, by_links.scores, 1e-5)
+    assert close(pulled.bias, by_links.bias, 1e-5)
+    assert close(pulled.total, by_links.total, 1e-5)
+
+
+@pytest.mark.parametrize("program", ["previous-token", "two-back", "reverse", "sort", "induction"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_hops_lead_to_the_known_sources(program, norm):
+    """Programs whose truth is written down, by way of the tokens that they write themselves."""
+    known = tlens.demo.program(program)
+    start = known.queries[0] + 1
+    count = min(len(known.queries), 6)
+    model = known.model(norm=norm, dtype=torch.float64)
+    text = freeze_generation(model, known.prompts(6, seed=3)[:, :start], max_new_tokens=count, stop_at_eos=False)
+    rows = text.frozen.tokens.tolist()
+    for hops in (1, count - 1):
+        sent = text.attribute(span=-1, hops=hops)
+        assert float(sent.gap.max()) < 1e-9
+        for number, row in enumerate(rows):
+            sources = {start + count - 1}
+            for _ in range(hops + 1):
+                written = {position for position in sources if position >= start}
+                sources -= written
+                for position in written:
+                    truth = known.explain(row, position - 1)
+                    assert truth.answer == row[position]
+                    sources |= truth.sources
+            scores = sent.scores[number, 0].abs()
+            assert float(scores[list(sources)].sum() / scores.sum()) > 0.99
+
+
+def test_signed_and_absolute_shares_find_the_sources_of_a_trained_model():
+    rng = random.Random(11)
+    ids = {word: number for number, word in enumerate(tasks.RECALL_WORDS)}
+    rows = [tasks.recall_row(rng, 4, 2, questions=3) for _ in range(40)]
+    tokens = torch.tensor([[ids[word] for word in words] for words, _ in rows])
+    text = freeze_generation(tlens.load_demo_model("recall"), tokens[:, :-7], continuation=tokens[:, -7:])
+    for shares in ("signed", "absolute"):
+        for hops in (1, 2, "all"):
+            best = text.attribute(span=-1, hops=hops, shares=shares).scores[:, 0].argmax(-1)
+            assert best.tolist() == [positions[-1] for _, positions in rows]
 
 
 def test_a_token_that_nothing_made_gives_to_the_bias():
@@ -289,6 +403,7 @@ def test_a_wrong_draft_is_mended(monkeypatch, demo_model, written):
         ({"max_new_tokens": 3, "span": 0.5}, "a generated token"),
         ({"max_new_tokens": 3, "hops": -1}, "at least 0"),
         ({"max_new_tokens": 3, "hops": "some"}, "a number of hops"),
+        ({"max_new_tokens": 3, "shares": "squared"}, "shares"),
         ({"max_new_tokens": 3, "minus": "two words"}, "a target is one token"),
         ({"max_new_tokens": 3, "bias": "nowhere"}, "bias"),
         ({"max_new_tokens": 3, "activation": "relu"}, "ratio"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError
 from tensorlens_tl.evaluate.scorers import Explained
-from tensorlens_tl.hooks import capture, foreign_hooks, logit_hooks, logits_at, model_points
+from tensorlens_tl.hooks import SomeLogits, capture, foreign_hooks, model_points
 from tensorlens_tl.models import ModelView, TokenLike
 from tensorlens_tl.passes import TOLERANCE
 from tensorlens_tl.passes.inputs import Prompt, query_positions
@@ -155,9 +155,9 @@ class PerturbedRuns:
         inputs, hooks = self.replacement.put(inputs_of(self.prompt, rows), replaced.to(rows.device))
         at = None if self.positions is None else self.positions[rows]
         if at is not None and self.predicts:
-            hooks += logit_hooks(self.model, self.unembed_at, at)
-            activations, logits = capture(self.model, inputs, [self.hidden_at], hooks=hooks)
-            outputs = [_vectors(activations[self.hidden_at], at), logits_at(logits, at)[:, 0]]
+            some = SomeLogits(self.model, self.unembed_at, at)
+            activations, logits = capture(self.model, inputs, [self.hidden_at], hooks=[*hooks, *some.hooks])
+            outputs = [_vectors(activations[self.hidden_at], at), some.of(logits)[:, 0]]
         else:
             activations, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
             outputs = [_query_state(activations[self.hidden_at], at, self.prompt.mask[rows])]

@@ -9,11 +9,14 @@ One pass of prompt and continuation is frozen, and every generated token is a qu
 | module | question |
 | --- | --- |
 | `writing` | what does a model write after a prompt, and is a given continuation one of it? |
-| `written` | what can be asked of a frozen text, and how are the answers of many prompts put together? |
+| `written` | what can be asked of a frozen text? |
+| `attributing` | how are the answers of many prompts put together? |
 | `hops` | what made the generated tokens that a score landed on? |
+| `pulled_hops` | the same, of one stretch, by one pull a hop |
 """
 
+from tensorlens_tl.generation.attributing import attribute_generation
 from tensorlens_tl.generation.hops import check_hops as check_hops, sent_on
-from tensorlens_tl.generation.written import FrozenGeneration, attribute_generation, freeze_generation
+from tensorlens_tl.generation.written import FrozenGeneration, freeze_generation
 
 __all__ = ["FrozenGeneration", "attribute_generation", "freeze_generation", "sent_on"]

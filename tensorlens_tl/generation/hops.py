@@ -1,22 +1,30 @@
 """Hops: what reached generated tokens is sent on to what made those.
 
 Let s be scores over the keys of a text and s_b a bias, and let generated token g be made by scores a_g over the earlier
-keys and a bias. With the weights
-
-    w_g = |a_g| / (Σ_j |a_gj| + |a_gb|),        w_gb = |a_gb| / (the same),
-
-one hop replaces the score s_g of every generated token at once by s_g·w_g, spread over what made it:
+keys and a bias a_gb, which sum to its own total t_g: its logit, or of the difference of two texts the change of that.
+One hop replaces the score s_g of every generated token at once by s_g·w_g, spread over what made it:
 
     s_j ← s_j·[j is of the prompt] + Σ_g s_g·w_gj,        s_b ← s_b + Σ_g s_g·w_gb
 
 The weights of a token sum to 1, the bias among them, so that Σ_j s_j + s_b is the same after every hop: what has landed
-on the prompt, what is still on generated tokens, and the bias. A token is made by earlier ones only, so nothing is left
-on n generated tokens after n hops. With W the weights between generated tokens (strictly lower triangular) everything
-that ever passes through them is s_G·(I − W)⁻¹, one triangular solve; k hops are k products with W. The idea of hops is
-FlashTrace's (2026), whose weights are of its own; conservation with the bias, and the solve, are ours.
+on the prompt, what is still on generated tokens, and the bias. There are two kinds:
 
-Only s itself is linear in the frozen model. The weights are shares of absolute scores: they say in what proportion a
-token's makers take over what it was given, and are no derivative of anything.
+* ``"signed"``, the shares of the token's own total: w_gj = a_gj / t_g and w_gb = a_gb / t_g. They are linear in what is
+  sent on, so a hop of everything is one pull of Σ_g (s_g / t_g)·u_g, where u_g is the vector of token g's logit at the
+  position that predicts it: as dear as one question, whatever the number of tokens. A source that speaks against a
+  token takes over a share of the opposite sign. Shares of a total that is next to nothing would be large and say
+  little: what reached a token whose |t_g| is below `LEAST_TOTAL` of the root mean square of its text's totals goes to
+  the bias.
+* ``"absolute"``, shares of absolute scores: w_gj = |a_gj| / (Σ_j |a_gj| + |a_gb|), and likewise for the bias. They are
+  at most 1, and take the scores of each generated token by itself: one pull for each of them.
+
+A token is made by earlier ones only, so nothing is left on n generated tokens after n hops. With W the weights between
+generated tokens (strictly lower triangular) everything that ever passes through them is s_G·(I − W)⁻¹, one triangular
+solve; k hops are k products with W. The idea of hops is FlashTrace's (2026), whose weights are of its own; conservation
+with the bias, signed shares by one pull, and the solve, are ours.
+
+Only s itself is linear in the frozen model. The weights say in what proportion a token's makers take over what it was
+given, and are no derivative of anything.
 """
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,13 +33,22 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import check_choice, whole_number
 
 if TYPE_CHECKING:
     Hops = int | Literal["all"]
     """A number of hops, or as many as there are generated tokens."""
+
+    Shares = Literal["signed", "absolute"]
+    """The weights of hops."""
 else:
-    Hops = Any  # what is wrong with it is said by `check_hops`
+    Hops = Shares = Any  # what is wrong with them is said by `check_hops` and `check_shares`
+
+SHARES = ("signed", "absolute")
+SIGNED = SHARES[0]
+
+LEAST_TOTAL = 0.25
+"""A total below this part of a typical one of its text is next to nothing, and has no signed shares."""
 
 
 def check_hops(hops: Hops) -> int | None:
@@ -45,6 +62,31 @@ def check_hops(hops: Hops) -> int | None:
     return whole_number("hops", hops, least=0, why="a number of hops, or 'all'")
 
 
+def check_shares(shares: Shares) -> None:
+    """Refuse a kind of weights that does not exist.
+
+    Raises:
+        InvalidInputError: neither ``"signed"`` nor ``"absolute"``.
+    """
+    check_choice("shares", shares, SHARES)
+
+
+def divisors(totals: Float[Tensor, "batch token"], real: Bool[Tensor, "batch token"]) -> Float[Tensor, "batch token"]:
+    """The totals that signed shares are of; zero where a total is next to nothing.
+
+    Args:
+        totals: of each generated token.
+        real: which of them are tokens; others have totals of zero.
+    """
+    typical = (totals.square().sum(1, keepdim=True) / real.sum(1, keepdim=True)).sqrt()
+    return totals.masked_fill(totals.abs() < LEAST_TOTAL * typical, 0.0)
+
+
+def quotients(held: Float[Tensor, "*rows"], totals: Float[Tensor, "*rows"]) -> Float[Tensor, "*rows"]:
+    """held ÷ totals, and zero where a total is zero."""
+    return torch.where(totals == 0, 0.0, held / torch.where(totals == 0, 1.0, totals))
+
+
 def sent_on(
     scores: Float[Tensor, "batch query key"],
     bias: Float[Tensor, "batch query"],
@@ -52,6 +94,8 @@ def sent_on(
     link_bias: Float[Tensor, "batch token"],
     generated: Bool[Tensor, "batch token key"],
     hops: Hops = "all",
+    shares: Shares = "signed",
+    totals: Float[Tensor, "batch token"] | None = None,
 ) -> tuple[Float[Tensor, "batch query key"], Float[Tensor, "batch query"]]:
     """Scores after some hops; see `tensorlens_tl.generation.hops` for the definition.
 
@@ -68,18 +112,23 @@ def sent_on(
         links, link_bias: scores of each generated token, over the keys and for the bias, in the order of generation.
         generated: where each generated token stands: one True in each row, none in a row that stands for no token.
         hops: how many, or ``"all"``.
+        shares: ``"signed"`` or ``"absolute"``.
+        totals: what signed shares are of; a token whose total is zero gives everything to the bias. None for the sums
+            of scores and bias.
 
     Returns:
         Scores `[batch, query, key]` and bias `[batch, query]` with the same sum.
 
     Raises:
-        InvalidInputError: neither a number of at least 0 nor ``"all"``.
+        InvalidInputError: neither a number of at least 0 nor ``"all"``, or no such shares.
     """
     count = check_hops(hops)
+    check_shares(shares)
     at = generated.to(scores)
-    size = links.abs().sum(-1) + link_bias.abs()
-    weights = links.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)[..., None]
-    bias_weights = (1 - weights.sum(-1)).to(scores)  # the weights sum to 1
+    if shares == SIGNED:
+        weights, bias_weights = _signed(links, link_bias, totals)
+    else:
+        weights, bias_weights = _absolute(links, link_bias)
     weights = weights.to(scores)
     between = weights @ at.mT  # [batch, token, token]: what a generated token gives to one before it
     held = scores @ at.mT
@@ -94,4 +143,27 @@ def sent_on(
             passed = passed + held
             held = held @ between
     outside = weights - between @ at
-    return scores + passed @ outside + held @ at, bias + (passed @ bias_weights[..., None])[..., 0]
+    sent_to_bias = (passed @ bias_weights.to(scores)[..., None])[..., 0]
+    return scores + passed @ outside + held @ at, bias + sent_to_bias
+
+
+def _signed(
+    links: Float[Tensor, "batch token key"],
+    link_bias: Float[Tensor, "batch token"],
+    totals: Float[Tensor, "batch token"] | None,
+) -> tuple[Float[Tensor, "batch token key"], Float[Tensor, "batch token"]]:
+    """Shares of each token's own total, and the bias's."""
+    if totals is None:
+        totals = links.sum(-1) + link_bias
+    weights = quotients(links, totals[..., None].expand_as(links))
+    bias_weights = quotients(link_bias, totals)
+    return weights, torch.where(totals == 0, 1.0, bias_weights)
+
+
+def _absolute(
+    links: Float[Tensor, "batch token key"], link_bias: Float[Tensor, "batch token"]
+) -> tuple[Float[Tensor, "batch token key"], Float[Tensor, "batch token"]]:
+    """Shares of absolute scores, and the bias's, with which they sum to 1."""
+    size = links.abs().sum(-1) + link_bias.abs()
+    weights = links.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)[..., None]
+    return weights, 1 - weights.sum(-1)

@@ -11,14 +11,15 @@ from torch import Tensor
 from tensorlens_tl._arguments import whole_number, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
-from tensorlens_tl.generation.hops import Hops, check_hops, sent_on
+from tensorlens_tl.generation.hops import SIGNED, Hops, Shares, check_hops, check_shares, divisors, sent_on
 from tensorlens_tl.generation.methods import METHOD, check_method, given, scored_by
+from tensorlens_tl.generation.pulled_hops import GeneratedTokens, sent_on_by_pulls
 from tensorlens_tl.generation.writing import Continuation, Count, Text, refuse_non_causal, texts_of
-from tensorlens_tl.models import NEXT, RUNNER_UP, ModelLike, ModelView, TokenLike, check_rule
+from tensorlens_tl.models import NEXT, RUNNER_UP, ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, difference, freeze
-from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find, memory_batches, one_per_prompt, taken
+from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find
 from tensorlens_tl.passes.operator import EACH_NEXT, Collapse
-from tensorlens_tl.results import EACH_GENERATED, Attribution, joined
+from tensorlens_tl.results import EACH_GENERATED, Attribution
 
 if TYPE_CHECKING:
     Span = str | int | slice | tuple[int, int] | Sequence[int] | None
@@ -66,6 +67,7 @@ class FrozenGeneration:
         *,
         span: Span = None,
         hops: Hops = 0,
+        shares: Shares = SIGNED,
         minus: TokenLike = None,
         bias: str = "apart",
         activation: str = "ratio",
@@ -76,7 +78,7 @@ class FrozenGeneration:
         """What made the generated tokens, one query for each, or a stretch of them together.
 
         Args:
-            span, hops, minus, bias, activation, memory, method, options: as for `attribute_generation`.
+            span, hops, shares, minus, bias, activation, memory, method, options: as for `attribute_generation`.
 
         Returns:
             Scores `[batch, query, key]`, additive with their bias; see `attribute_generation`.
@@ -90,25 +92,22 @@ class FrozenGeneration:
         True
         """
         check_hops(hops)
+        check_shares(shares)
         check_method(method, options, hops, minus, bias, activation)
         queries = self._queries(self.positions if span is None else self._span(span))
+        settings: dict[str, Any] = {"bias": bias, "activation": activation, "memory": memory}
         if method != METHOD:
-            settings = options | given(minus=minus, bias=bias, activation=activation)
-            return self._by_method(method, queries, span, minus, settings, memory)
+            others = options | given(minus=minus, bias=bias, activation=activation)
+            return self._by_method(method, queries, span, minus, others, memory)
         shown = queries if span is None else self._last(queries)
-        if span is None and minus is None:
-            collapse = self.links(bias=bias, activation=activation, memory=memory)
+        if span is not None and self._is_pulled(hops, shares, settings):
+            collapse = self._pulled(queries, minus, hops, settings)
         else:
-            collapse = self.frozen.operator(activation=activation).target(
-                NEXT, minus, query=queries, bias=bias, summed=span is not None, memory=memory
-            )
+            collapse = self._sent_on(self._targets(queries, span, minus, settings), hops, shares, settings)
         scores, constant = _scores_and_bias(collapse)
-        if hops != 0:
-            links = _scores_and_bias(self.links(bias=bias, activation=activation, memory=memory))
-            positions = torch.arange(self.frozen.tokens.shape[1], device=self.positions.device)
-            generated = (self.positions[..., None] == positions) & self.real[..., None]
-            scores, constant = sent_on(scores, constant, *links, generated, hops)
         options = {"span": span, "hops": hops, "minus": minus, "bias": bias, "activation": activation}
+        if hops != 0:
+            options["shares"] = shares
         return Attribution.of(
             self.frozen,
             scores,
@@ -197,6 +196,45 @@ class FrozenGeneration:
         return [[row[0], row[count - 1] + 1] for row, count in zip(self.positions.tolist(), counts, strict=True)]
 
     # ------------------------------------------------------------------ inside
+
+    def _targets(
+        self, queries: Int[Tensor, "batch query"], span: Span, minus: TokenLike, settings: dict[str, Any]
+    ) -> Collapse:
+        """What made the tokens that queries predict, or the sum of a span's."""
+        if span is None and minus is None:
+            return self.links(**settings)
+        others = dict(settings)
+        operator = self.frozen.operator(activation=others.pop("activation"))
+        return operator.target(NEXT, minus, query=queries, summed=span is not None, **others)
+
+    def _is_pulled(self, hops: Hops, shares: Shares, settings: dict[str, Any]) -> bool:
+        """Whether a pull for each hop of a span costs less than the scores of every token."""
+        count = check_hops(hops)
+        has_links = (settings["bias"], settings["activation"]) in self._links
+        return shares == SIGNED and count is not None and 0 < count < self.positions.shape[1] and not has_links
+
+    def _pulled(
+        self, queries: Int[Tensor, "batch query"], minus: TokenLike, hops: Hops, settings: dict[str, Any]
+    ) -> Collapse:
+        """A span after some hops, by a pull each."""
+        others = dict(settings)
+        operator = self.frozen.operator(activation=others.pop("activation"))
+        tokens = GeneratedTokens(self.positions, self._queries(self.positions), self.real)
+        return sent_on_by_pulls(operator, tokens, queries, check_hops(hops) or 0, minus, **others)
+
+    def _sent_on(self, collapse: Collapse, hops: Hops, shares: Shares, settings: dict[str, Any]) -> Collapse:
+        """Scores after some hops, by the scores of every generated token."""
+        if hops == 0:
+            return collapse
+        totals = None
+        if shares == SIGNED:
+            queries = self._queries(self.positions)
+            totals = divisors(self.frozen.operator().totals(NEXT, query=queries), self.real)
+        links = _scores_and_bias(self.links(**settings))
+        positions = torch.arange(self.frozen.tokens.shape[1], device=self.positions.device)
+        generated = (self.positions[..., None] == positions) & self.real[..., None]
+        scores, bias = sent_on(*_scores_and_bias(collapse), *links, generated, hops, shares, totals)
+        return Collapse(scores, bias, collapse.total)
 
     def _queries(self, positions: Int[Tensor, "batch token"]) -> Int[Tensor, "batch token"]:
         """The positions that predict tokens: one earlier each; padding stays."""
@@ -312,7 +350,7 @@ def _bounds(span: Span, count: int) -> slice:
     return slice(number, number + 1 or None)
 
 
-def _frozen(
+def frozen_texts(
     model: ModelLike, texts: Sequence[Text], padding_side: str | None, store: Store, verify: Verify
 ) -> FrozenGeneration:
     """Texts in one pass; where they are unequal, with one position of padding at least in each."""
@@ -321,35 +359,52 @@ def _frozen(
     lengths = [len(row) for row in ids]
     if padding_side not in (None, "left", "right"):
         raise InvalidInputError(f"padding_side={padding_side!r}; use 'left' or 'right'.")
-    if len(set(lengths)) == len(set(first)) == 1:
-        frozen = freeze(model, torch.tensor(ids), store=store, verify=verify)
-    else:
-        width = max(lengths) + 1  # a prompt with fewer generated tokens asks there for the missing ones
-        tokens = torch.zeros(len(ids), width, dtype=torch.long)
-        mask = torch.zeros(len(ids), width, dtype=torch.long)
-        for number, row in enumerate(ids):
-            start = width - len(row) if padding_side == "left" else 0
-            real = slice(start, start + len(row))
-            tokens[number, real] = torch.tensor(row)
-            mask[number, real] = 1
-        frozen = freeze(model, tokens, attention_mask=mask, store=store, verify=verify)
+    padded = len(set(lengths)) != 1 or len(set(first)) != 1
+    width = max(lengths)
+    if padded:
+        width += 1  # a prompt with fewer generated tokens asks there for the missing ones
+    tokens = torch.zeros(len(ids), width, dtype=torch.long)
+    mask = torch.zeros(len(ids), width, dtype=torch.long)
+    for number, row in enumerate(ids):
+        start = width - len(row) if padding_side == "left" else 0
+        real = slice(start, start + len(row))
+        tokens[number, real] = torch.tensor(row)
+        mask[number, real] = 1
+    positions = _generated_positions(mask, lengths, first)
+    frozen = freeze(
+        model,
+        tokens,
+        attention_mask=mask if padded else None,
+        store=store,
+        verify=verify,
+        query=positions - torch.take_along_dim(mask, positions, dim=1),
+    )
     if _looks_ahead(frozen):
         raise UnsupportedModelError(
             f"generated text: tokens of this {frozen.view.description} attend to later ones. A causal language model "
             "is needed."
         )
+    return FrozenGeneration(frozen, positions.to(frozen.mask.device))
+
+
+def _generated_positions(
+    mask: Int[Tensor, "batch pos"], lengths: Sequence[int], first: Sequence[int]
+) -> Int[Tensor, "batch token"]:
+    """Where the generated tokens of each text stand; one position of padding for each that a text lacks."""
     most = max(length - begin for length, begin in zip(lengths, first, strict=True))
-    start = frozen.mask.long().argmax(1).tolist()
-    padding = (~frozen.mask).long().argmax(1).tolist()
+    start = mask.argmax(1).tolist()
+    padding = (1 - mask).argmax(1).tolist()
     positions = [
         [*range(left + begin, left + length)] + [spare] * (most - length + begin)
         for left, begin, length, spare in zip(start, first, lengths, padding, strict=True)
     ]
-    return FrozenGeneration(frozen, torch.tensor(positions, device=frozen.mask.device))
+    return torch.tensor(positions)
 
 
 def _looks_ahead(frozen: FrozenPass) -> bool:
     """Whether a real token attends to later ones; padding on the left may, where all of its own keys are masked."""
+    if frozen.causal:
+        return False
     patterns = (frozen.pattern(n) for n, points in enumerate(frozen.points.blocks) if points.pattern is not None)
     return any(bool((pattern.triu(1) * frozen.mask[:, None, :, None]).any()) for pattern in patterns)
 
@@ -389,110 +444,4 @@ def freeze_generation(
     texts = texts_of(
         view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos
     )  # fmt: skip
-    return _frozen(model, texts, padding_side, store, verify)
-
-
-def attribute_generation(
-    model: ModelLike,
-    prompt: InputLike,
-    *,
-    max_new_tokens: Count = None,
-    continuation: Continuation = None,
-    span: Span = None,
-    hops: Hops = 0,
-    minus: TokenLike = None,
-    bias: str = "apart",
-    activation: str = "ratio",
-    stop_at_eos: bool = True,
-    prepend_bos: bool | None = None,
-    padding_side: str | None = None,
-    store: Store = "model",
-    verify: Verify = True,
-    memory: Memory = None,
-    method: str = METHOD,
-    **options: Any,
-) -> Attribution:
-    """What made the text that a model writes after a prompt: scores of the prompt and of earlier generated tokens.
-
-    >>> result = tlens.attribute_generation(model, text, max_new_tokens=3)
-    >>> result.scores.shape  # batch, generated tokens, source tokens
-    torch.Size([1, 3, 10])
-    >>> bool(((result.scores.sum(-1) + result.bias - result.total).abs() < 1e-3).all())
-    True
-
-    The whole text is frozen once. The result has one query for each generated token, which is the position that
-    predicts it, one before its own; or with `span` one query in all, computed by one pull. Its options say where the
-    generated tokens stand (``"generated"``: the first position, and the one after the last, of each prompt) and which
-    of them the scores are about (``"asked"``).
-
-    Args:
-        model: a causal language model.
-        prompt: a string, a list of strings, or token ids.
-        max_new_tokens: write so many tokens greedily: each has the largest logit of a plain run. Fewer where the model
-            ends before.
-        continuation: or take this continuation: the new text only, one for each prompt, as text or token ids.
-        span: a stretch of the generated text, attributed as a whole: the sum of its tokens' targets. ``"all"``, a
-            text (its last occurrence), ``(start, stop)`` or a slice of the generated tokens, or the number of one.
-        hops: send what reached generated tokens on to what made those: so many times, or ``"all"``, after which only
-            the prompt and the bias have scores. See `tensorlens_tl.generation.hops`; weights are those of each token's
-            own logit, whatever `minus` says.
-        minus: a token to hold each one against, ``"runner-up"`` for the likeliest other token at each position, or one
-            for each prompt or query, as in `FrozenOperator.target`.
-        bias: ``"apart"`` from the scores, or by ``"position"``; see `FrozenOperator.in_out`.
-        activation: the rule for activations; see `FrozenPass.operator`.
-        stop_at_eos: end a text before the first end token (of the tokenizer or the config) that the model writes.
-        prepend_bos: as in TransformerLens; of strings.
-        padding_side: ``"left"`` or ``"right"`` (the default), where texts differ in length.
-        store, verify: as for `freeze`.
-        memory: what may be allocated at once, as ``"512MB"`` or bytes; it bounds how many prompts run together.
-        method: any of `list_methods()`, for the same tokens: one query for each, or of a span the sum of their scores.
-            A method that explains no prediction (attention, say) has one map for every target; its rows are averaged
-            over a span.
-        options: of another method than the default.
-
-    Returns:
-        Scores `[batch, query, key]`, additive with their bias to each target where the method is.
-
-    Raises:
-        RegistryError: no such method.
-        InvalidInputError: an option that the method does not take, or hops of another than the default;
-            both or neither of `max_new_tokens` and `continuation`; a continuation that is empty, that
-            changes the prompt's tokens, or not one per prompt; nothing written; a text beyond the context; a span that
-            is empty, outside the generated text or not in it; no such number of hops.
-        UnsupportedModelError: not a causal language model, and what `freeze` refuses.
-    """
-    check_hops(hops)
-    check_rule(activation)
-    in_bytes(memory)
-    view = ModelView(model)
-    refuse_non_causal(view)
-    texts = texts_of(
-        view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos
-    )  # fmt: skip
-    check_method(method, options, hops, minus, bias, activation)
-    settings: dict[str, Any] = {"span": span, "hops": hops, "bias": bias, "activation": activation, "memory": memory}
-    settings |= {"method": method, **options}
-    batches = memory_batches(view, [len(ids) for ids, _ in texts], memory)
-    if len(batches) == 1:
-        return _frozen(model, texts, padding_side, store, verify).attribute(minus=minus, **settings)
-    others = None if isinstance(minus, str) else one_per_prompt("minus", minus, len(texts))
-    parts = []
-    for batch in batches:
-        batch_minus: Any = minus if others is None else taken(others, batch)
-        try:
-            frozen = _frozen(model, [texts[number] for number in batch], padding_side, store, verify)
-            parts.append(frozen.attribute(minus=batch_minus, **settings))
-        except InvalidInputError as error:
-            raise error.with_prompts(dict(enumerate(map(PromptNumber, batch)))) from error
-    explained: dict[str, Any] = {name: _by_prompt(parts, batches, name) for name in ("generated", "asked")}
-    if others is not None:
-        explained["minus"] = minus
-    return joined(parts, batches, explained)
-
-
-def _by_prompt(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], name: str) -> list[list[int]]:
-    """An option of every prompt, in the order of the prompts."""
-    values: dict[int, list[int]] = {}
-    for part, batch in zip(parts, batches, strict=True):
-        values.update(zip(batch, part.options[name], strict=True))
-    return [values[prompt] for prompt in sorted(values)]
+    return frozen_texts(model, texts, padding_side, store, verify)

@@ -3,12 +3,12 @@
 from tensorlens_tl.hooks.additions import Passed, StreamPlace, StreamPoint, hooked_stream_points, passing
 from tensorlens_tl.hooks.calls import CallChange, changed_calls
 from tensorlens_tl.hooks.capture import (
+    SomeLogits,
     capture,
     check_finite,
     from_cache,
     graph_of,
     keep_in,
-    logit_hooks,
     logits_at,
     observe,
     states_and_logits,
@@ -47,6 +47,7 @@ __all__ = [
     "Passed",
     "PlacedHook",
     "RuleHooks",
+    "SomeLogits",
     "StreamPlace",
     "StreamPoint",
     "attention_hooks",
@@ -65,7 +66,6 @@ __all__ = [
     "keep_in",
     "leave_out",
     "lock_of",
-    "logit_hooks",
     "logits_at",
     "mlp_hooks",
     "model_points",

@@ -211,23 +211,44 @@ def states_and_logits(
 
     Logits that are no tensor `[batch, pos, d_vocab]` are handed back as they are.
     """
-    activations, logits = capture(model, inputs, [unembed_in], hooks=logit_hooks(model, unembed_in, positions))
-    return activations[unembed_in], logits_at(logits, positions)
+    some = SomeLogits(model, unembed_in, positions)
+    activations, logits = capture(model, inputs, [unembed_in], hooks=some.hooks)
+    return activations[unembed_in], some.of(logits)
 
 
-def logit_hooks(model: HookedModel, unembed_in: str | None, positions: Int[Tensor, "batch query"]) -> list[FwdHook]:
-    """Hooks by which a run unembeds one position per prompt only, where logits of the others are not needed.
+class SomeLogits:
+    """The logits of one run at some positions, without those of the others, which can cost as much as several blocks.
 
-    They can cost as much as several blocks. With anybody's hooks on the model, all are computed: such a hook may count
-    positions.
+    With anybody's hooks on the model, all are computed: such a hook may count positions.
+
+    Attributes:
+        positions: as the model's logits count them, `[batch, query]`.
+        hooks: to run the model with, before `of` reads what it gave.
     """
-    if unembed_in is None or positions.shape[1] != 1 or other_hooks(model):
-        return []
-    return [_only_at(unembed_in, positions)]
+
+    def __init__(self, model: HookedModel, unembed_in: str | None, positions: Int[Tensor, "batch query"]) -> None:
+        self.positions = positions
+        self.hooks: list[FwdHook] = []
+        self._alone = False
+        if unembed_in is not None and not other_hooks(model):
+            self.hooks = [(unembed_in, in_this_thread(self._take))]
+
+    def _take(self, tensor: Tensor, *, hook: Any) -> Tensor:
+        """The stream at the positions alone; a classifier's head takes one position out by itself."""
+        if tensor.ndim != 3 or tensor.shape[1] <= self.positions.shape[1]:
+            return tensor
+        self._alone = True
+        return torch.take_along_dim(tensor, self.positions[..., None].to(tensor.device), dim=1)
+
+    def of(self, logits: Any) -> Any:
+        """The logits at the positions, of what the run gave; what is no tensor of logits as it is."""
+        if self._alone and isinstance(logits, Tensor) and logits.ndim == 3:
+            return logits
+        return logits_at(logits, self.positions)
 
 
 def logits_at(logits: Any, positions: Int[Tensor, "batch query"]) -> Any:
-    """The logits at some positions, whether a run gave all of them or, by `logit_hooks`, only those.
+    """The logits at some positions, of a run that gave all of them.
 
     A classifier's `[batch, class]` are one position's, whichever that is.
     """
@@ -236,16 +257,6 @@ def logits_at(logits: Any, positions: Int[Tensor, "batch query"]) -> Any:
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] == positions.shape[1] == 1:
         return logits
     return torch.take_along_dim(logits, positions[..., None].to(logits.device), dim=1)
-
-
-def _only_at(name: str, positions: Int[Tensor, "batch 1"]) -> FwdHook:
-    return name, in_this_thread(partial(_picked, positions))
-
-
-def _picked(positions: Int[Tensor, "batch 1"], tensor: Tensor, *, hook: Any) -> Tensor:
-    if tensor.shape[1] == 1 or tensor.ndim == 2:  # a classifier's head takes one position out by itself
-        return tensor
-    return torch.take_along_dim(tensor, positions[..., None].to(tensor.device), dim=1)
 
 
 def from_cache(cache: Any, names: Sequence[str], batch: int, lengths: Mapping[str, int]) -> dict[str, Tensor]:

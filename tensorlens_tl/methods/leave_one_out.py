@@ -24,7 +24,7 @@ from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.hooks import FwdHook, capture, logit_hooks, logits_at, run
+from tensorlens_tl.hooks import FwdHook, SomeLogits, capture, run
 from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.methods.prefix import SharedPrefix
 from tensorlens_tl.models import Query, TokenLike
@@ -203,8 +203,9 @@ class _Runs:
         at = self.live_logits.in_logits
         name = frozen.points.unembed_in
         assert name is not None  # a model with an unembedding
-        activations, output = capture(frozen.model, frozen.inputs, [name], hooks=logit_hooks(frozen.model, name, at))
-        logits = logits_at(output, at)
+        some = SomeLogits(frozen.model, name, at)
+        activations, output = capture(frozen.model, frozen.inputs, [name], hooks=some.hooks)
+        logits = some.of(output)
         self.live_logits.check(activations[name], logits)
         return self._read(logits)
 
@@ -213,9 +214,9 @@ class _Runs:
     ) -> Float[Tensor, "copy batch query"]:
         """The numbers of one run, at positions counted in it."""
         rows = at.flatten(0, 1)
-        hooks = [*hooks, *logit_hooks(self.frozen.model, self.frozen.points.unembed_in, rows)]
+        some = SomeLogits(self.frozen.model, self.frozen.points.unembed_in, rows)
         with torch.no_grad():
-            logits = logits_at(run(self.frozen.model, inputs, hooks), rows)
+            logits = some.of(run(self.frozen.model, inputs, [*hooks, *some.hooks]))
         return self._read(logits.unflatten(0, at.shape[:2]))
 
     def _read(self, logits: Float[Tensor, "*copy batch query d_vocab"]) -> Float[Tensor, "*copy batch query"]:

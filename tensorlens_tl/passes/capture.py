@@ -316,7 +316,7 @@ class Capture:
         """Whether a pattern has weight on later tokens; of a recomputed one, the reach of its keys tells."""
         if pattern not in self.activations and pattern in self.held_scores:
             return self.held_scores[pattern].ahead != 0
-        return bool(self.activation(pattern).triu(1).any())
+        return has_weight_ahead(self.activation(pattern))
 
     # ------------------------------------------------------------------ parts of it
 
@@ -370,6 +370,16 @@ class Capture:
         prompt = Prompt(self.tokens[index], self.mask[index], {}, [])
         additions = self.additions.at(index)
         return replace(self, prompt=prompt, activations=activations, held_scores={}, additions=additions)
+
+
+def has_weight_ahead(pattern: Float[Tensor, "batch head query key"], rows: int = 128) -> bool:
+    """Whether any query has weight on a later key; some rows at a time, without a copy of the others."""
+    for start in range(0, pattern.shape[-2], rows):
+        stop = start + rows
+        within = pattern[..., start:stop, start:stop]
+        if bool(pattern[..., start:stop, stop:].any()) or bool(within.triu(1).any()):
+            return True
+    return False
 
 
 def _first(length: int) -> tuple[slice, slice]:

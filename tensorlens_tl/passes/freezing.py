@@ -20,14 +20,13 @@ from tensorlens_tl.hooks import (
     FwdHook,
     ModelPoints,
     Passed,
+    SomeLogits,
     StreamPoint,
     check_finite,
     from_cache,
     hook_numbers,
     hooked_stream_points,
     keep_in,
-    logit_hooks,
-    logits_at,
     model_points,
     observe,
     other_hooks,
@@ -35,7 +34,7 @@ from tensorlens_tl.hooks import (
     refuse_attached,
     unheld_run,
 )
-from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.models import ModelLike, ModelView, Query
 from tensorlens_tl.models.lifecycle import WeightState, configuration, refuse_devices, refuse_dropout
 from tensorlens_tl.passes.additions import with_additions
 from tensorlens_tl.passes.attention_scores import PatternReader, refuse_unreadable
@@ -66,7 +65,7 @@ from tensorlens_tl.passes.preflight import (
     check_width,
     warn_of_ties,
 )
-from tensorlens_tl.passes.proof import SeenWrites, logits_error, prove, sampled_positions
+from tensorlens_tl.passes.proof import SeenWrites, compared_positions, logits_error, prove, sampled_positions
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far a block's map may be from the block: the largest relative error of a token. A wrong reading of the
@@ -91,6 +90,7 @@ def freeze(
     verify: Verify = True,
     tolerance: Tolerance = None,
     strict: bool = False,
+    query: Query | None = None,
 ) -> FrozenPass:
     """Run a model once and hold its patterns, activation ratios and norm scales fixed.
 
@@ -131,6 +131,10 @@ def freeze(
             what it gives; None takes `TOLERANCE` for the model's dtype.
         strict: whether a sum that is further from the model's number than its proof allows (`allowed_gap` of the
             pass) raises `NumericalError` instead of a `GapWarning`.
+        query: positions whose logits will be asked for, as in `FrozenOperator.target`. Before a logit is explained it
+            is compared with the model's own at that position: during this run at each prompt's last token, at these
+            positions, and of a masked language model at the first token and at every mask; at any other, by one more
+            run when it is first asked for.
 
     Raises:
         InvalidInputError: an input that is empty, longer than the context or outside the vocabulary, or shapes that
@@ -147,7 +151,7 @@ def freeze(
     >>> max(frozen.errors.values()) < frozen.tolerance
     True
     """
-    options = FreezeOptions(store, patterns, verify, tolerance, bool(strict))
+    options = FreezeOptions(store, patterns, verify, tolerance, bool(strict), query)
     if patterns == "recompute" and cache is not None:
         raise InvalidInputError("cache: patterns='recompute' sees patterns while the model runs; leave one out.")
     # activations must be usable with gradients later, also when the caller is in inference mode
@@ -184,6 +188,7 @@ class FreezeOptions:
     verify: Verify = True
     tolerance: Tolerance = None
     strict: bool = False
+    query: Query | None = None
 
     def __post_init__(self) -> None:
         if self.store not in ("model", "cpu"):
@@ -252,7 +257,7 @@ def _freeze(
     """
     allowed = partial(options.tolerance_of, view)
     points = model_points(view)
-    compared = query_positions(prompt, -1)
+    compared = compared_positions(view, prompt, options.query)
     hooked = hooked or bool(hooked_stream_points(view, points))
     if hooked and prompt.class_at is None:  # who runs the model again runs it without these hooks
         compared = query_positions(prompt, "all")[:, prompt.encoder_length :]
@@ -288,7 +293,7 @@ def _freeze(
     warn_of_ties(capture, {name: run.activations.pop(name) for name in points.routers if name in run.activations})
     frozen = FrozenPass(replace(maps, layouts=proof.layouts), proof, options.strict)
     if points.unembed_in is not None:
-        error = logits_error(capture, frozen.unembedded(), logits_at(logits, prompt.in_logits(compared)), compared)
+        error = logits_error(capture, frozen.unembedded(), run.compared.of(logits), compared)
         frozen.logits_check.add(error, compared)
     if cache is None:
         check_repeats(capture, tolerance)
@@ -303,6 +308,7 @@ class _Run:
         sampled: the positions that blocks are proved at, of a sampled proof.
         writes: what the proof compares.
         reader: reads patterns where they are recomputed.
+        compared: the logits that are compared with those of the weights.
         hooked: the points of the residual stream that user-installed hooks are on.
         passed: what went through them.
     """
@@ -324,7 +330,8 @@ class _Run:
         self.reader: PatternReader | None = None
         self.hooked = hooked_stream_points(view, points)
         self.passed: dict[StreamPoint, Passed] = {}
-        self.hooks = logit_hooks(view.model, points.unembed_in, prompt.in_logits(compared))
+        self.compared = SomeLogits(view.model, points.unembed_in, prompt.in_logits(compared))
+        self.hooks = self.compared.hooks
         if options.patterns == "recompute":
             refuse_unreadable(view)
             self.reader = PatternReader(view, points, prompt, options.store, partial(options.tolerance_of, view))

@@ -102,7 +102,8 @@ def attribute(
         raise InvalidInputError("attribute: `input` is missing; pass a string, a list of strings or token ids.")
     rows, batches = prompt_batches(ModelView(model), input, for_freeze, memory)
     if len(batches) < 2:
-        return _answered(chosen, freeze(model, input, **for_freeze), for_method)
+        frozen = freeze(model, input, **for_freeze, query=_logit_positions(for_method))
+        return _answered(chosen, frozen, for_method)
     for_freeze.pop("prepend_bos", None)  # the rows are token ids now
     split = {name: one_per_prompt(name, for_method[name], len(rows)) for name in PER_PROMPT if name in for_method}
     check_slice(for_method.get("query"), [len(row) for row in rows])
@@ -110,8 +111,9 @@ def attribute(
     for batch in batches:
         of_batch = {name: taken(values, batch) for name, values in split.items() if values is not None}
         try:
-            frozen = freeze(model, [rows[i] for i in batch], **for_freeze)
-            parts.append(_answered(chosen, frozen, for_method | of_batch))
+            batch_options = for_method | of_batch
+            frozen = freeze(model, [rows[i] for i in batch], **for_freeze, query=_logit_positions(batch_options))
+            parts.append(_answered(chosen, frozen, batch_options))
         except InvalidInputError as error:
             raise error.with_prompts(dict(enumerate(map(PromptNumber, batch)))) from error
     explained = {name: for_method[name] for name in PER_PROMPT if for_method.get(name) is not None}
@@ -135,6 +137,16 @@ def _chosen(model: ModelLike | FrozenPass | Difference, name: str | None) -> Met
             "Leave `method` out, or pass one of the two runs."
         )
     return chosen
+
+
+def _logit_positions(options: Mapping[str, Any]) -> Query | None:
+    """The positions whose logits a method's options ask for, to be compared while the model is frozen."""
+    query = options.get("query")
+    if options.get("target") is None or options.get("direction") is not None:
+        return None
+    if isinstance(query, str) and query == MEAN:
+        return None
+    return query
 
 
 def _answered(method: Method, frozen: FrozenPass | Difference, options: Mapping[str, Any]) -> Attribution:

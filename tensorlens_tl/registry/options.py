@@ -30,6 +30,7 @@ def split_options(method: Method, options: Mapping[str, Any]) -> tuple[dict[str,
         InvalidInputError: one that neither knows; suggests the nearest.
     """
     freezing = {k: v for k, v in inspect.signature(freeze).parameters.items() if v.kind is v.KEYWORD_ONLY}
+    del freezing["query"]  # of a method; `attribute` tells `freeze` of it
     for_freeze = {name: value for name, value in options.items() if name in freezing and name not in method.options}
     for_method = {name: value for name, value in options.items() if name not in for_freeze}
     unknown = [name for name in for_method if not method.takes(name)]

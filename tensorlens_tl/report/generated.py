@@ -77,8 +77,8 @@ def explain_generation(
         ended = list(steps.values())[-1]
         parts += [
             "<h2>By way of generated tokens</h2>",
-            "<p>What generated tokens gave to the stretch is passed on to the tokens that made them, in proportion to "
-            "absolute scores, the bias included. The total stays the same at every hop.</p>",
+            "<p>What generated tokens gave to the stretch is passed on to the tokens that made them, in shares of "
+            "each one's own logit, the bias included. The total stays the same at every hop.</p>",
             _hops({0: whole} | steps, text.generated_ranges()[0][0]),
             ended.to_html(style=False),
             _largest(ended),

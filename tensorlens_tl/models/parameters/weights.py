@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -353,12 +353,11 @@ def _measured_norm(inner: nn.Module, cfg: Any, width: int) -> _Measured:
     stored = detached(getattr(inner, "weight", None))
     shift = detached(getattr(inner, "bias", None))
     epsilon = _epsilon(inner, cfg)
-    generator = torch.Generator().manual_seed(0)
     gains: list[tuple[Tensor | None, bool]] = [(None, False)]
-    x = torch.randn(8, width, generator=generator) + 1  # a mean that only a LayerNorm subtracts
+    x = _off_centre(width).clone()
     if stored is not None:
         gains = [(stored, False), (1 + upcast(stored), True)]  # as Gemma adds it: in half precision it would be rounded
-        x = (torch.randn(8, *stored.shape, generator=generator) + 1).to(stored)
+        x = _off_centre(*stored.shape).to(stored, copy=True)
     with torch.no_grad():
         output = forward_of(inner)(x)
     options: list[tuple[float, _Measured]] = []
@@ -372,6 +371,12 @@ def _measured_norm(inner: nn.Module, cfg: Any, width: int) -> _Measured:
     if not error <= (1e-2 + 4 * torch.finfo(output.dtype).eps) * float(output.abs().max()):
         raise UnsupportedModelError(f"{type(inner).__name__} is not read as a LayerNorm or an RMSNorm.")
     return best
+
+
+@lru_cache(maxsize=64)
+def _off_centre(*shape: int) -> Tensor:
+    """Random vectors with a mean that only a LayerNorm subtracts; the same ones for every norm, drawn once."""
+    return torch.randn(8, *shape, generator=torch.Generator().manual_seed(0)) + 1
 
 
 def norm_epsilon(norm: Any, cfg: Any) -> float:

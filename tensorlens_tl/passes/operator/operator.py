@@ -5,23 +5,24 @@ of a query, `d_model` times dearer, or some random rows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, RowPositions
 from tensorlens_tl.algebra.memory import Memory, check_size
 from tensorlens_tl.algebra.numerics import relative_gap, size_of_sum, upcast
-from tensorlens_tl.algebra.positions import BiasTerms, Queries, by_position, in_total
+from tensorlens_tl.algebra.positions import BiasTerms, by_position, in_total
 from tensorlens_tl.algebra.probes import Estimate, check_probes, probed, stored_rows
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes.operator.collapse import Collapse
+from tensorlens_tl.passes.operator.question import Question, factors
 from tensorlens_tl.passes.operator.selection import Keys, chosen_keys, places_bias
 from tensorlens_tl.passes.operator.target import Target, resolve_target
 from tensorlens_tl.passes.operator.tensor import FrozenTensor
@@ -119,7 +120,7 @@ class FrozenOperator(FrozenTensor):
         vectors = torch.take_along_dim(self.output, positions[..., None], dim=1)
         total = upcast(vectors).square().sum(-1)
         noise = self._noise(upcast(vectors), positions, unembedded=False)
-        question = _Question(vectors, positions, self.map, total, torch.zeros_like(total), noise)
+        question = Question(vectors, positions, self.map, total, torch.zeros_like(total), noise)
         return self._scores(question, places_bias(bias), memory)
 
     def target(
@@ -131,6 +132,8 @@ class FrozenOperator(FrozenTensor):
         direction: Float[Tensor, "..."] | None = None,
         bias: str = "apart",
         summed: bool = False,
+        weights: Float[Tensor, "batch query"] | None = None,
+        keys: Query = "all",
         memory: Memory = None,
     ) -> Collapse:
         """The effect of each source token on one logit (TensorLens Eq. 24), a logit difference, or any direction.
@@ -149,10 +152,14 @@ class FrozenOperator(FrozenTensor):
             bias: as in `in_out`; b_U stays apart.
             summed: one row of scores instead of one per query: what the source tokens give to the sum of all the
                 queries' targets, by one pull of a vector that lives at all of them.
+            weights: what each query's target is multiplied by, `[batch, query]`; None for 1. Scores, bias and total
+                have the factor.
+            keys: source tokens, counted as queries are (a text stands for all its tokens), every one by default. In a
+                causal model those before them and before the first query cost nothing.
             memory: as in `contributions`.
 
         Returns:
-            Scores `[batch, query, key]` with bias, total and gap.
+            Scores `[batch, query, key]` with bias, total and gap; of some keys the scores alone.
 
         >>> collapse = frozen.operator().target(" value")
         >>> torch.allclose(collapse.scores.sum(-1) + collapse.bias, collapse.total, atol=1e-4)
@@ -160,26 +167,42 @@ class FrozenOperator(FrozenTensor):
 
         Raises:
             InvalidInputError: no target, both kinds, target and minus the same, several tokens, out of the vocabulary,
-                a wrong shape, or no such way with biases.
+                a wrong shape (weights too), or no such way with biases.
             UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
         """
         positions = self._positions(query)
         place_bias = places_bias(bias)
-        resolved, through = self._resolved(target, minus, direction, positions)
-        soft_cap = None
-        if resolved.of_tokens:
-            soft_cap = self.frozen.soft_cap
-        if not resolved.of_tokens:
-            states = self.output
-        elif self.whole:
-            states = self.frozen.unembedded()
-        else:
-            states = through(self.x)
-        states = torch.take_along_dim(states, positions[..., None], dim=1)
-        total = (upcast(states) * resolved.vectors).sum(-1) + resolved.constant
-        noise = self._noise(resolved.vectors, positions, resolved.of_tokens)
-        question = _Question(resolved.vectors, positions, through, total, resolved.constant, noise, soft_cap)
-        return self._scores(question, place_bias, memory, summed=summed)
+        question = self._question(target, minus, direction, positions)
+        if weights is not None:
+            question = question.weighted(factors(weights, question.total))
+        sources = chosen_keys(self.frozen.prompt, keys)
+        return self._scores(question, place_bias, memory, summed=summed, sources=sources)
+
+    def totals(
+        self,
+        target: TokenLike = None,
+        minus: TokenLike = None,
+        *,
+        query: Query = -1,
+        direction: Float[Tensor, "..."] | None = None,
+    ) -> Float[Tensor, "batch query"]:
+        """The numbers that `target` explains, without a pull.
+
+        Args:
+            target, minus, query, direction: as in `target`.
+
+        Returns:
+            The total of each query; zero at padding.
+
+        >>> totals = frozen.operator().totals(" value")
+        >>> torch.equal(totals, frozen.operator().target(" value").total)
+        True
+
+        Raises:
+            InvalidInputError, UnsupportedModelError: as `target`.
+        """
+        question = self._question(target, minus, direction, self._positions(query))
+        return question.at_real_tokens(self.frozen.mask).total
 
     def gradient(
         self,
@@ -238,27 +261,42 @@ class FrozenOperator(FrozenTensor):
         head = self.frozen.prediction_head(self.activation)
         return resolved, self.map if head is None else head @ self.map
 
+    def _question(
+        self, target: TokenLike, minus: TokenLike, direction: Any, positions: Int[Tensor, "batch query"]
+    ) -> Question:
+        """What `target` asks, one vector for each query."""
+        resolved, through = self._resolved(target, minus, direction, positions)
+        soft_cap = None
+        if resolved.of_tokens:
+            soft_cap = self.frozen.soft_cap
+        if not resolved.of_tokens:
+            states = self.output
+        elif self.whole:
+            states = self.frozen.unembedded()
+        else:
+            states = through(self.x)
+        states = upcast(torch.take_along_dim(states, positions[..., None], dim=1))
+        total = (states * resolved.vectors).sum(-1) + resolved.constant
+        noise = self._noise(resolved.vectors, positions, resolved.of_tokens)
+        return Question(resolved.vectors, positions, through, total, resolved.constant, noise, soft_cap)
+
     def _scores(
-        self, question: "_Question", place_bias: bool, memory: Memory = None, *, summed: bool = False
+        self,
+        question: Question,
+        place_bias: bool,
+        memory: Memory = None,
+        *,
+        summed: bool = False,
+        sources: Keys | None = None,
     ) -> Collapse:
         """Pull one vector per query, or their sum, and dot with the source tokens."""
         question = question.at_real_tokens(self.frozen.mask)
         if summed:
             question = question.summed(self.frozen.mask, whole=self.frozen.sides is not None)
+        if sources is not None and sources.columns is not None:
+            return Collapse(self._scores_of(question, place_bias, memory, sources))
+        scores, bias = self._pulled(question, place_bias, memory)
         positions = question.positions
-        scores = upcast(self.x[:0]).new_zeros(*positions.shape, self.x.shape[1])
-        bias = scores.new_zeros(positions.shape)
-        for rows in self._chunks(positions.shape[1], "queries", memory, parts=self._causal_parts(positions)):
-            chunk = slice(rows.start, rows.stop)
-            terms = BiasTerms()
-            cotangents = question.vectors[:, chunk].transpose(0, 1)
-            gradient = self._pull(question.through, cotangents, question.where(chunk), None, terms)
-            keys = gradient.shape[2]  # a causal model needs no key after its last query
-            scores[:, chunk, :keys] = (upcast(gradient) * self.x[:, :keys]).sum(-1).transpose(0, 1).to(scores)
-            if place_bias:
-                scores[:, chunk] += by_position(terms, scores[:, chunk].transpose(0, 1)).transpose(0, 1)
-            else:
-                bias[:, chunk] = in_total(terms, bias[:, chunk].T).T
         scores = self._masked(scores, positions, chosen_keys(self.frozen.prompt, "all"))
         bias = bias * torch.take_along_dim(self.frozen.mask, positions, dim=1) + question.constant
         for numbers in (question.total, scores, bias):
@@ -268,6 +306,43 @@ class FrozenOperator(FrozenTensor):
         gap = relative_gap(scores, bias, question.total)
         collapse = Collapse(scores, bias, question.total, gap, soft_cap=question.soft_cap)
         return self.frozen.checked(collapse, question.noise / size_of_sum(scores, bias))
+
+    def _scores_of(
+        self, question: Question, place_bias: bool, memory: Memory, sources: Keys
+    ) -> Float[Tensor, "batch query key"]:
+        """Scores of some source tokens, without what comes before them and before the first query."""
+        first = 0
+        if self.frozen.causal:
+            first = min(sources.positions[0], question.first)
+        scores, _ = self._pulled(question, place_bias, memory, first)
+        chosen = scores[:, :, [position - first for position in sources.positions]]
+        return sources.select(self._masked(chosen, question.positions, sources), dim=2)
+
+    def _pulled(
+        self, question: Question, place_bias: bool, memory: Memory, first: int = 0
+    ) -> tuple[Float[Tensor, "batch query key"], Float[Tensor, "batch query"]]:
+        """Scores of the source tokens from a position on, and the bias that is added there, by one pull per query."""
+        x = self.x
+        if first:
+            question = question.after(first)
+            x = x[:, first:]
+        positions = question.positions
+        scores = upcast(x[:0]).new_zeros(*positions.shape, x.shape[1])
+        bias = scores.new_zeros(positions.shape)
+        for rows in self._chunks(positions.shape[1], "queries", memory, parts=self._causal_parts(positions)):
+            chunk = slice(rows.start, rows.stop)
+            terms = BiasTerms()
+            cotangents = question.vectors[:, chunk].transpose(0, 1).to(x.dtype)
+            gradient = question.through.pull_between(
+                cotangents, question.where(chunk), None, x.shape[1], causal=self.frozen.causal, biases=terms
+            )
+            keys = gradient.shape[2]  # a causal model needs no key after its last query
+            scores[:, chunk, :keys] = (upcast(gradient) * x[:, :keys]).sum(-1).transpose(0, 1).to(scores)
+            if place_bias:
+                scores[:, chunk] += by_position(terms, scores[:, chunk].transpose(0, 1)).transpose(0, 1)
+            else:
+                bias[:, chunk] = in_total(terms, bias[:, chunk].T).T
+        return scores, bias
 
     def _noise(
         self, vectors: Float[Tensor, "batch query d"], positions: Int[Tensor, "batch query"], unembedded: bool
@@ -326,55 +401,3 @@ class FrozenOperator(FrozenTensor):
             products = pulled[: max(0, count - rows.start)]
             first[rows.start : rows.start + len(products), :, :live] = products
         return squares, first
-
-
-@dataclass(frozen=True, eq=False)
-class _Question:
-    """Vectors to pull, and the number that the scores must sum to.
-
-    Attributes:
-        vectors: one for each query.
-        positions: of the queries.
-        through: the map from the operator's input to where the vectors live.
-        total: what scores and bias sum to.
-        constant: the part of the bias that no map adds.
-        noise: what rounding may leave in the total.
-        soft_cap: the cap that the model applies to the total afterwards.
-        span: the positions that one vector for all queries covers; None where each query has its own position.
-    """
-
-    vectors: Float[Tensor, "batch query *live d"]
-    positions: Int[Tensor, "batch query"]
-    through: AffineMap
-    total: Float[Tensor, "batch query"]
-    constant: Float[Tensor, "batch query"]
-    noise: Float[Tensor, "batch query"]
-    soft_cap: float | None = None
-    span: slice | None = None
-
-    def where(self, chunk: slice) -> Queries:
-        """Where the vectors of some queries live."""
-        return self.span or RowPositions(self.positions[:, chunk].T)
-
-    def at_real_tokens(self, mask: Bool[Tensor, "batch pos"]) -> "_Question":
-        """The same, zero at queries that are padding."""
-        real = torch.take_along_dim(mask, self.positions, dim=1)
-        vectors = self.vectors * real[..., None]
-        return replace(self, vectors=vectors, total=self.total * real, constant=self.constant * real)
-
-    def summed(self, mask: Bool[Tensor, "batch pos"], whole: bool) -> "_Question":
-        """One vector, over the span that the queries cover (`whole`: from the first position on), that is their sum."""
-        real = torch.take_along_dim(mask, self.positions, dim=1)
-        first = 0 if whole else int(self.positions.min())
-        length = int(self.positions.max()) + 1 - first
-        vectors = self.vectors.new_zeros(len(self.vectors), length, self.vectors.shape[-1])
-        vectors.scatter_add_(1, (self.positions - first)[..., None].expand_as(self.vectors), self.vectors)
-        return replace(
-            self,
-            vectors=vectors[:, None],
-            positions=(self.positions * real).amax(1, keepdim=True),
-            total=self.total.sum(1, keepdim=True),
-            constant=self.constant.sum(1, keepdim=True),
-            noise=self.noise.sum(1, keepdim=True),
-            span=slice(first, first + vectors.shape[1]),
-        )

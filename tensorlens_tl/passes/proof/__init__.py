@@ -2,7 +2,7 @@
 
 from tensorlens_tl.passes.proof.blocks import Proof, prove
 from tensorlens_tl.passes.proof.layouts import LayoutSearch, block_error
-from tensorlens_tl.passes.proof.logits import LogitsCheck, logits_error
+from tensorlens_tl.passes.proof.logits import LogitsCheck, compared_positions, logits_error
 from tensorlens_tl.passes.proof.patterns import check_pattern, looks_ahead
 from tensorlens_tl.passes.proof.sampled import POSITIONS, can_be_sampled, sampled_positions
 from tensorlens_tl.passes.proof.writes import SeenWrites
@@ -16,6 +16,7 @@ __all__ = [
     "block_error",
     "can_be_sampled",
     "check_pattern",
+    "compared_positions",
     "logits_error",
     "looks_ahead",
     "prove",

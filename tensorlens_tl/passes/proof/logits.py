@@ -4,7 +4,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from tensorlens_tl.models import ModelView, Query
 from tensorlens_tl.passes.capture import Capture
+from tensorlens_tl.passes.inputs import Prompt, query_positions
 
 
 class LogitsCheck:
@@ -29,6 +31,30 @@ class LogitsCheck:
         """Note what a comparison at some positions measured."""
         self.compared = self.compared.scatter(1, positions, True)
         self.error = max(error, self.error or 0.0)
+
+
+def compared_positions(view: ModelView, prompt: Prompt, query: Query | None = None) -> Int[Tensor, "batch compared"]:
+    """The positions whose logits are compared while a pass is frozen, some of them perhaps more than once.
+
+    Each prompt's last real token, those of `query`, and of a masked language model the first token and every mask.
+
+    Raises:
+        InvalidInputError: a query that `query_positions` refuses, or where the model predicts nothing.
+    """
+    last = query_positions(prompt, -1)
+    columns = [last]
+    if query is not None:
+        columns.append(query_positions(prompt, query).to(last.device))
+        prompt.in_logits(columns[-1])
+    mask_id = getattr(view.tokenizer, "mask_token_id", None)
+    if view.mlm_head is not None:
+        columns.append(query_positions(prompt, 0))
+    if view.mlm_head is not None and mask_id is not None:
+        masks = prompt.tokens == mask_id
+        numbers = torch.arange(masks.shape[1], device=masks.device)
+        places = torch.where(masks, numbers, last)  # a prompt with fewer masks has its last token several times
+        columns.append(places[:, masks.any(0)])
+    return torch.cat(columns, dim=1)
 
 
 def logits_error(capture: Capture, states: Tensor, logits: object, positions: Int[Tensor, "batch query"]) -> float:
