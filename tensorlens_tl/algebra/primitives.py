@@ -380,7 +380,7 @@ def _unmixed_by_group(
     grouped: Float[Tensor, "batch kv group query key"], heads: Float[Tensor, "row batch query kv group d"]
 ) -> Float[Tensor, "row batch key kv d"]:
     """The same for heads that share keys and values, one of each group after the other: the sum over queries and group
-    at once would lay the pattern out anew, which takes longer than the products."""
+    at once would copy the whole pattern, which takes longer than the products."""
     by_head = rearrange(heads, "r b q kv group d -> group b kv q (r d)")
     values = grouped[:, :, 0].mT @ by_head[0]
     for number in range(1, len(by_head)):

@@ -46,7 +46,7 @@ def sent_on_by_pulls(
         tokens: the generated ones.
         queries: the positions that predict those of the stretch.
         hops: how many, at least 1.
-        minus: what the tokens of the stretch are held against.
+        minus: what is subtracted from each token of the stretch.
         settings: bias and memory, as for a target.
 
     Returns:
