@@ -14,6 +14,13 @@ One pass of prompt and continuation is frozen, and every generated token is a qu
 """
 
 from tensorlens_tl.generation.hops import check_hops as check_hops, sent_on
-from tensorlens_tl.generation.written import FrozenGeneration, attribute_generation, freeze_generation
+from tensorlens_tl.generation.methods import scored_by as scored_by
+from tensorlens_tl.generation.writing import Continuation as Continuation, Count as Count
+from tensorlens_tl.generation.written import (
+    FrozenGeneration,
+    Span as Span,
+    attribute_generation,
+    freeze_generation,
+)
 
 __all__ = ["FrozenGeneration", "attribute_generation", "freeze_generation", "sent_on"]

@@ -91,7 +91,7 @@ class FrozenGeneration:
         """
         check_hops(hops)
         check_method(method, options, hops, minus, bias, activation)
-        queries = self._queries(self.positions if span is None else self._span(span))
+        queries = self.queries(span)
         if method != METHOD:
             settings = options | given(minus=minus, bias=bias, activation=activation)
             return self._by_method(method, queries, span, minus, settings, memory)
@@ -117,7 +117,7 @@ class FrozenGeneration:
             bias=constant,
             total=collapse.total,
             additive=True,
-            target=self._label(queries, span, minus, hops),
+            target=self.label(queries, span, minus, hops),
             options={name: value for name, value in options.items() if value is not None}
             | {"generated": self.generated_ranges(), "asked": self._token_positions(queries)},
         )
@@ -142,7 +142,7 @@ class FrozenGeneration:
         before, logit, _ = target.partition("logit of ")
         if not logit:
             return target.replace(EACH_NEXT, EACH_GENERATED)
-        label = self._label(queries, span, minus, 0)
+        label = self.label(queries, span, minus, 0)
         return label if label.startswith(before) else before + label
 
     def difference(self, other: "FrozenGeneration") -> "FrozenGeneration":
@@ -191,10 +191,52 @@ class FrozenGeneration:
             links = self._links[bias, activation] = operator.target(NEXT, query=queries, bias=bias, memory=memory)
         return links
 
+    def queries(self, span: Span = None) -> Int[Tensor, "batch query"]:
+        """The positions that predict a stretch's tokens, one before each, padding counted.
+
+        Args:
+            span: as for `attribute_generation`; None is every generated token.
+
+        Returns:
+            Positions, of padding where a prompt has fewer of them.
+
+        Raises:
+            InvalidInputError: a span that is empty, outside the generated text or not in it.
+
+        >>> written = tlens.generation.freeze_generation(model, "Return the", max_new_tokens=3)
+        >>> written.queries((0, 2))
+        tensor([[2, 3]])
+        """
+        return self._queries(self.positions if span is None else self._span(span))
+
     def generated_ranges(self) -> list[list[int]]:
         """The position of each prompt's first generated token, and the one after the last: ``[first, stop]``."""
         counts = self.real.sum(1).tolist()
         return [[row[0], row[count - 1] + 1] for row, count in zip(self.positions.tolist(), counts, strict=True)]
+
+    def label(
+        self, queries: Int[Tensor, "batch query"], span: Span = None, minus: TokenLike = None, hops: Hops = 0
+    ) -> str:
+        """What scores of generated tokens are of, in words.
+
+        Args:
+            queries: the positions that predict the tokens; see `queries`.
+            span: None where each of them is explained by itself; else they are together.
+            minus, hops: as for `attribute_generation`.
+        """
+        unit, against = _unit(minus)
+        if span is None:
+            label = f"{unit}{against} of {EACH_GENERATED}"
+        else:
+            tokens = [self.frozen.str_tokens[0][position] for position in self._token_positions(queries)[0]]
+            label = f"sum of the {unit}s{against} of {_counted(len(tokens), 'generated token')}"
+            if len(self.positions) == 1 and len(tokens) <= 12:
+                label += f" {''.join(tokens)!r}"
+        if isinstance(self.frozen, Difference):
+            label = f"change of the {label}"
+        if hops == 0:
+            return label
+        return f"{label}, after {_counted(hops, 'hop')}"
 
     # ------------------------------------------------------------------ inside
 
@@ -256,22 +298,6 @@ class FrozenGeneration:
                 f", 0 to {len(positions) - 1}.",
             )
         return within
-
-    def _label(self, queries: Int[Tensor, "batch query"], span: Span, minus: TokenLike, hops: Hops) -> str:
-        """What the scores are of, in words."""
-        unit, against = _unit(minus)
-        if span is None:
-            label = f"{unit}{against} of {EACH_GENERATED}"
-        else:
-            tokens = [self.frozen.str_tokens[0][position] for position in self._token_positions(queries)[0]]
-            label = f"sum of the {unit}s{against} of {_counted(len(tokens), 'generated token')}"
-            if len(self.positions) == 1 and len(tokens) <= 12:
-                label += f" {''.join(tokens)!r}"
-        if isinstance(self.frozen, Difference):
-            label = f"change of the {label}"
-        if hops == 0:
-            return label
-        return f"{label}, after {_counted(hops, 'hop')}"
 
 
 def _unit(minus: TokenLike) -> tuple[str, str]:

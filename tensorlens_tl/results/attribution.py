@@ -15,7 +15,7 @@ from tensorlens_tl.passes import Difference, FrozenPass
 from tensorlens_tl.passes.inputs import find_real, query_positions, without_mark, word_ids, word_starts
 from tensorlens_tl.results.entry import Entry, largest, query_row
 from tensorlens_tl.results.frames import long_frame
-from tensorlens_tl.results.means import refuse_runners_up
+from tensorlens_tl.results.means import refuse_ranked
 from tensorlens_tl.results.views import AXES, OF_GENERATED, Shown
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ class Attribution(Shown):
         ):
             if left != right:
                 raise InvalidInputError(f"difference: the two differ in {name}; compare like with like.")
-        refuse_runners_up(self.target, other.target)
+        refuse_ranked(self.target, other.target)
         left, right = (attribution.provenance.get("weight_processing") for attribution in (self, other))
         if left != right:
             raise InvalidInputError(
