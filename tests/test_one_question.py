@@ -74,7 +74,7 @@ def test_generated_text_by_any_method(method, model):
     span = written.attribute(method=method, span=slice(1, 3))
     rows = expected.scores[:, 1:]
     assert close(span.scores[:, 0], rows.sum(1) if explains else rows.mean(1))
-    assert ("2 generated tokens" in span.target) is explains
+    assert (results.EACH_SPAN in span.target) is explains
     assert "generated" in span.to_html()
 
 
@@ -226,7 +226,7 @@ def test_methods_are_tested_on_generated_text(model):
     result = evaluate.perturbation(
         model, prompts, ["tensorlens target", "relp", "alti"], max_new_tokens=3, span=span, **options
     )
-    assert result.settings["target"] == "sum of the logit differences to 9 of 2 generated tokens"
+    assert result.settings["target"] == "sum of the logit differences to 9 of each prompt's span"
     assert result.settings["query"] == "span (1, 3)"
     for row, prompt in enumerate(prompts):
         text = written.frozen.tokens[row][written.frozen.mask[row]][None]

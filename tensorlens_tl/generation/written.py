@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number, whole_slice
+from tensorlens_tl._arguments import plain, whole_number, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.generation.hops import Hops, check_hops, sent_on
@@ -18,7 +18,7 @@ from tensorlens_tl.models import NEXT, RUNNER_UP, ModelLike, ModelView, TokenLik
 from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, difference, freeze
 from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find, memory_batches, one_per_prompt, taken
 from tensorlens_tl.passes.operator import EACH_NEXT, Collapse
-from tensorlens_tl.results import EACH_GENERATED, Attribution, joined
+from tensorlens_tl.results import EACH_GENERATED, EACH_MINUS, EACH_SPAN, Attribution, joined, span_text
 
 if TYPE_CHECKING:
     Span = str | int | slice | tuple[int, int] | Sequence[int] | None
@@ -46,6 +46,12 @@ class FrozenGeneration:
     frozen: PassOrDifference
     positions: Int[Tensor, "batch token"]
     _links: dict[tuple[str, str], Collapse] = field(default_factory=dict)
+    _of_batch: bool = False
+
+    @property
+    def _is_one(self) -> bool:
+        """Whether this is the only prompt: no others in this pass, nor in other passes of one call."""
+        return len(self.positions) == 1 and not self._of_batch
 
     def __repr__(self) -> str:
         counts = sorted(set(self.real.sum(1).tolist()))
@@ -227,11 +233,11 @@ class FrozenGeneration:
         unit, against = _unit(minus)
         if span is None:
             label = f"{unit}{against} of {EACH_GENERATED}"
-        else:
+        elif self._is_one:
             tokens = [self.frozen.str_tokens[0][position] for position in self._token_positions(queries)[0]]
-            label = f"sum of the {unit}s{against} of {_counted(len(tokens), 'generated token')}"
-            if len(self.positions) == 1 and len(tokens) <= 12:
-                label += f" {''.join(tokens)!r}"
+            label = f"sum of the {unit}s{against} of {span_text(tokens)}"
+        else:
+            label = f"sum of the {unit}s{against} of {EACH_SPAN}"
         if isinstance(self.frozen, Difference):
             label = f"change of the {label}"
         if hops == 0:
@@ -306,6 +312,9 @@ def _unit(minus: TokenLike) -> tuple[str, str]:
         return "logit", ""
     if _is_runner_up(minus):
         return "logit difference", " to the runner-up"
+    minus = plain(minus)
+    if isinstance(minus, list | tuple):
+        return "logit difference", f" to {EACH_MINUS}"
     return "logit difference", f" to {minus!r}"
 
 
@@ -507,6 +516,7 @@ def attribute_generation(
         batch_minus: Any = minus if others is None else taken(others, batch)
         try:
             frozen = _frozen(model, [texts[number] for number in batch], padding_side, store, verify)
+            frozen = replace(frozen, _of_batch=True)
             parts.append(frozen.attribute(minus=batch_minus, **settings))
         except InvalidInputError as error:
             raise error.with_prompts(dict(enumerate(map(PromptNumber, batch)))) from error

@@ -117,7 +117,7 @@ class Terms(Result):
         gap = "not additive"
         if self.additive:
             gap = f"gap={float(self.gap.max()):.1e}"
-        return f"{type(self).__name__}({len(self)} of {self.target!r}, total={totals}, {gap})"
+        return f"{type(self).__name__}({len(self)} of {shown_target(self.target)!r}, total={totals}, {gap})"
 
     def __getitem__(self, name: str) -> Float[Tensor, "batch query"]:
         """One part's score for every prompt and query.
