@@ -39,6 +39,7 @@ from tensorlens_tl.errors import (
     FrozenModelError as FrozenModelError,
     GapWarning as GapWarning,
     InvalidInputError as InvalidInputError,
+    MethodError as MethodError,
     NumericalError as NumericalError,
     RegistryError as RegistryError,
     SizeError as SizeError,

@@ -59,6 +59,10 @@ class RegistryError(TensorLensError, LookupError):
     """An unknown method, or a name that another method already has."""
 
 
+class MethodError(TensorLensError, RuntimeError):
+    """A registered method or a function raised an error that is none of this library's; names the method."""
+
+
 class SizeError(TensorLensError, MemoryError):
     """A result would be larger than the stated limit."""
 

@@ -209,3 +209,12 @@ def test_a_norm_of_queries_that_has_no_hook_point_is_refused():
         with pytest.raises(tlens.UnsupportedModelError, match="a norm inside attention without a hook point"):
             tlens.attribute(frozen, method=method, target=5, **options)
     assert tlens.attribute(frozen, method="relp", target=5).gap.max() < 1e-6
+
+
+@pytest.mark.parametrize(("name", "same"), [("bridge/gpt2", True), ("bridge/llama", False)])
+def test_whose_numbers_relp_gives_by_default(name, same):
+    """As its entry says: those of the frozen pull, where no MLP is gated."""
+    assert tlens.get_method("relp").equal_to == "tensorlens (collapse=target), where no MLP is gated"
+    frozen = tlens.freeze(tiny_model(name), torch.tensor([[3, 4, 5, 6]]))
+    said, pulled = (tlens.attribute(frozen, 5, method=method).scores for method in ("relp", "tensorlens"))
+    assert torch.allclose(said, pulled, atol=1e-12) is same

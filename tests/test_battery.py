@@ -8,6 +8,7 @@ from conftest import hooks_left, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra import ZERO, AffineMap, Attention, Linear, MixingMap, PositionwiseMap, RowPositions
+from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.lifecycle import OncePerWeights
 from tensorlens_tl.testing import (
     check_attribution,
@@ -19,6 +20,7 @@ from tensorlens_tl.testing import (
     parametrize_with_checks,
     tiny_model,
 )
+from tensorlens_tl.testing.method_checks import METHOD_CHECKS
 from tensorlens_tl.testing.requirements import Untouched
 
 GPT2, LLAMA, OPT = "bridge/gpt2", "bridge/llama", "bridge/opt"
@@ -475,6 +477,28 @@ def test_by_default_every_layout_is_tried():
     refusals = check_method("globenc")
     assert set(refusals) == {"bridge/neox", "bridge/olmo2"}
     assert all(words.startswith("globenc: undefined") for words in refusals.values())
+
+
+def test_what_was_checked_can_be_read():
+    report = check_method("globenc", ["bridge/gpt2", "bridge/neox"])
+    frame = report.to_dataframe()
+    assert {*frame["model"]} == {"bridge/gpt2"}
+    assert len(frame) == len(METHOD_CHECKS)
+    assert bool((frame["measured"].dropna() <= frame["allowed"].dropna()).all())
+    assert "holds on 1 of 2 models" in repr(report)
+    assert "bridge/neox  refused: globenc: undefined" in repr(report)
+    assert "one by one" in repr(report)
+
+
+def test_a_target_is_named_as_everywhere():
+    report = check_method("relp", GPT2, target="first-choice", minus="runner-up")
+    assert report == {}
+    measured, allowed = next(iter(report.residuals.values()))["one by one"]
+    assert 0 < measured < allowed < 1e-6
+    with pytest.raises(InvalidInputError, match="check_method takes it as target="):
+        check_method("relp", GPT2)
+    with pytest.raises(InvalidInputError, match="among the options as well"):
+        check_method("relp", GPT2, target=5, options={"target": 5})
 
 
 def test_something_that_is_no_result(model_named):

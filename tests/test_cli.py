@@ -1,11 +1,13 @@
 """The command line, as a user types it."""
 
 import importlib
+import io
 import re
 import shlex
 import subprocess
 import sys
 
+import pandas
 import pytest
 
 import tensorlens_tl as tlens
@@ -42,6 +44,8 @@ def test_methods(capsys):
     assert main(["methods"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in tlens.list_methods())
+    words = " ".join(re.sub("[│┃]", " ", printed).split())
+    assert "numbers of" in words
 
 
 @pytest.mark.parametrize("kind", [[], ["--kind", "bridge"]])
@@ -455,6 +459,72 @@ def test_an_evaluation_reads_a_table_of_prompts(tmp_path, capsys):
     saved = (tmp_path / "a.csv").read_text(encoding="utf-8")
     assert "prompt 1" in saved
     assert "prompt 2" not in saved
+
+
+def perturbed(path, *words):
+    """The table that a perturbation test of the prompts of a file writes."""
+    table = path.with_name("result.csv")
+    options = ["--methods", "tensorlens target", "relp", "--fractions", "0", "0.5", "-o", str(table)]
+    assert main(["evaluate", "perturbation", "--prompts", str(path), *options, *words]) == 0
+    return table.read_text(encoding="utf-8")
+
+
+def test_a_table_of_prompts_says_what_is_asked(tmp_path, capsys):
+    """The columns are those of the options in Python; a row without a prompt is left out with its target."""
+    texts = ["Return the value of the", "Raise an error if the"]
+    columns = tmp_path / "p.csv"
+    columns.write_text(
+        f"prompt,target,minus,query\n{texts[0]}, file, first,-1\n,x,y,-1\n{texts[1]}, list,runner-up,-1\n",
+        encoding="utf-8",
+    )
+    model = tlens.load_demo_model()
+    expected = tlens.evaluate.perturbation(
+        model, texts, ["tensorlens target", "relp"], target=[" file", " list"], minus=[" first", "runner-up"],
+        fractions=(0, 0.5),
+    )  # fmt: skip
+    expected.save(tmp_path / "expected.csv")
+    assert perturbed(columns) == (tmp_path / "expected.csv").read_text(encoding="utf-8")
+    lines = tmp_path / "p.txt"
+    lines.write_text("\n".join(texts), encoding="utf-8")
+    assert perturbed(lines, "--target", "first-choice") == perturbed(lines)
+    assert perturbed(lines, "--target", " file", "--minus", "runner-up") != perturbed(lines)
+    zero = ["--replacement", "zero", "--max-new-tokens"]  # a mean would be that of the whole texts
+    tables = [
+        pandas.read_csv(io.StringIO(perturbed(lines, *zero, *words))) for words in (["2", "--span", "0:1"], ["1"])
+    ]
+    assert tables[0]["value"].to_list() == pytest.approx(tables[1]["value"].to_list(), rel=1e-4, abs=1e-6)
+    assert main(["evaluate", "completeness", "--prompts", str(columns), "--methods", "tensorlens target"]) == 0
+    assert "target, minus, query: not read here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "message"),
+    [
+        ("prompt,target\nReturn the, file\nRaise an,\n", [], "prompt 1 has no 'target'"),
+        ("prompt,target\nReturn the, file\n", ["--target", " a"], "has a column 'target' as well"),
+        ("prompt,query\nReturn the,0\nRaise an,1\n", [], "2 different values"),
+        ("prompt\nReturn the value\n", ["--span", "0:1"], "max_new_tokens"),
+    ],
+)
+def test_tables_that_ask_nothing_clear_are_refused(rows, words, message, tmp_path, capsys):
+    path = tmp_path / "p.csv"
+    path.write_text(rows, encoding="utf-8")
+    assert main(["evaluate", "perturbation", "--prompts", str(path), "--methods", "relp", *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_data_set_has_targets_and_what_they_are_held_against(tmp_path, capsys):
+    path = tmp_path / "rows.csv"
+    path.write_text("text,answer,other\nReturn the value of the, file, first\n", encoding="utf-8")
+    named = ["--target", " file", "--minus", " first"]
+    columns = ["--target-column", "answer", "--minus-column", "other"]
+    totals = []
+    for number, words in enumerate((named, columns)):
+        folder = tmp_path / str(number)
+        assert main(["dataset", str(path), "-o", str(folder), *words]) == 0
+        totals.append(float(tlens.load_results(folder)["0"].total))
+    expected = tlens.attribute(tlens.load_demo_model(), "Return the value of the", " file", minus=" first").total
+    assert totals == [pytest.approx(float(expected))] * 2
 
 
 @pytest.mark.parametrize(

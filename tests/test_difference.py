@@ -14,8 +14,11 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from test_fuzz import HOOKED, bridge, build, hooked, padded, prompts
 
 import tensorlens_tl as tlens
+from tensorlens_tl import circuits
 from tensorlens_tl.algebra import Linear
 from tensorlens_tl.algebra.secants import KeyResponse, QueryResponse, change as change_module, numbers, parts
+from tensorlens_tl.circuits.stream import stream_target
+from tensorlens_tl.errors import GapWarning
 from tensorlens_tl.passes import freeze_changed
 from tensorlens_tl.passes.proof import LayoutSearch
 from tensorlens_tl.passes.two_runs import scores as scores_module
@@ -976,3 +979,41 @@ def test_other_activation_functions_are_another_architecture():
     ]
     with pytest.raises(tlens.InvalidInputError, match=r"blocks.0 has two activation functions"):
         tlens.difference(*passes)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda change: circuits.logit_attribution(change, 5),
+        lambda change: circuits.logit_attribution(change, 5, by="head", query=[2, -1]),
+        lambda change: circuits.paths(change, 5, max_order=2),
+        lambda change: circuits.contribution_graph(change, 5),
+        lambda change: circuits.routes(change, 5),
+        lambda change: tlens.attribute(change, 5),
+    ],
+)
+def test_a_difference_that_is_rounding_is_no_gap(of):
+    """Two models that differ in the last bits: the parts miss the total by as much, and none is wrong."""
+    model = tiny_model("bridge/gpt2").to(torch.float32)
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + 1e-7 * torch.randn(parameter.shape, generator=generator))
+    tokens = torch.tensor([[3, 4, 5, 6, 7]])
+    change = tlens.difference(tlens.freeze(model, tokens), tlens.freeze(other, tokens))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", GapWarning)
+        assert float(torch.as_tensor(of(change).gap).max()) > change.allowed_gap
+
+
+def test_a_wrong_difference_is_still_a_gap():
+    """What rounding explains is small beside a change of a token."""
+    model = tiny_model("bridge/gpt2").to(torch.float32)
+    runs = [tlens.freeze(model, torch.tensor([tokens])) for tokens in ([3, 4, 5, 6, 7], [3, 4, 8, 6, 7])]
+    change = tlens.difference(*runs)
+    terms = circuits.logit_attribution(change, 5)
+    wrong = replace(terms, total=terms.total * 1.01)
+    size = terms.scores.abs().sum(-1)
+    with pytest.warns(GapWarning, match="beyond rounding"):
+        change.checked(wrong, stream_target(change, 5, None, None, -1, "ratio", one=False).noise / size)

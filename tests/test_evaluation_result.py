@@ -11,6 +11,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import demo, evaluate
 from tensorlens_tl.commands import main
 from tensorlens_tl.evaluate.scorers import random_scores, scorers_of
+from tensorlens_tl.results import Evaluation
 from tensorlens_tl.results.statistics import bootstrap_interval, holm, sign_flip_p
 
 
@@ -169,3 +170,16 @@ def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
     ]:
         assert main(["evaluate", *command]) == 1
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_methods_with_the_same_numbers_are_named(capsys):
+    """To rounding, NaN where the other has NaN; nothing of methods without any number."""
+    nothing = float("nan")
+    rows = [[1.0, 2.0, nothing], [1.0, 2.0 + 1e-9, nothing], [1.0, 2.1, nothing], [1.0, 2.0, 3.0], *[[nothing] * 3] * 2]
+    methods = ["a", "b", "c", "d", "e", "f"]
+    result = Evaluation("test", torch.tensor([rows], dtype=torch.float64), {"m": True}, methods, ["0", "1", "2"])
+    assert result.same_numbers == [["a", "b"]]
+    result.show()
+    assert "the same numbers: a, b" in capsys.readouterr().out
+    assert "the same numbers: a, b" in result.to_html()
+    assert result.only("a", "c").same_numbers == []

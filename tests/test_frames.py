@@ -307,3 +307,55 @@ def test_a_mean_over_the_queries_of_two_stacks_is_refused_by_name():
     frozen = tlens.freeze(bart, some_tokens(), decoder_input_ids=some_tokens()[:, :3])
     with pytest.raises(tlens.UnsupportedModelError, match="query='mean'"):
         tlens.attribute(frozen, 5, query="mean")
+
+
+# ------------------------------------------------------------------ targets of each prompt and query, in words
+
+
+def targets_of(result):
+    """What the table says is explained, in its order."""
+    return result.to_dataframe()["target"].drop_duplicates().to_list()
+
+
+@pytest.mark.parametrize("memory", [None, "150KB"])
+def test_each_prompt_and_query_names_its_own_target(demo, memory):
+    texts = ["Return the value of the", "Raise an exception if the"]
+    words = [[" first", " file"], [" a", "first-choice"]]
+    said = tlens.attribute(demo, texts, words, minus=["runner-up", 5], query=[-2, -1], memory=memory)
+    assert targets_of(said) == [
+        "logit of ' first' − the runner-up",
+        "logit of ' file' − the runner-up",
+        "logit of ' a' − 5",
+        "logit of the first choice − 5",
+    ]
+    assert "'logit of each answer − other'" in repr(said)
+    assert "[[" not in said.to_html()
+    one = tlens.attribute(demo, texts, [" first", " file"], memory=memory)
+    assert targets_of(one) == ["logit of ' first'", "logit of ' file'"]
+    assert one.describe(batch=1).startswith("tensorlens: logit of ' file'")
+    assert "logit of &#x27; file&#x27;" in one.to_html()
+    alone = tlens.attribute(demo, texts[0], [" first", " file"], query=[-2, -1], memory=memory)
+    assert targets_of(alone) == ["logit of ' first'", "logit of ' file'"]
+
+
+@pytest.mark.parametrize("memory", [None, "150KB"])
+@pytest.mark.parametrize("method", ["tensorlens", "relp"])
+def test_each_prompt_names_its_own_span(demo, memory, method, capsys):
+    texts = ["Return the value of the", "Raise an exception if the"]
+    options = {"max_new_tokens": 3, "span": (0, 2), "memory": memory, "method": method}
+    said = tlens.attribute_generation(demo, texts, **options, minus=[5, 7])
+    first, second = (["".join(tokens[place] for place in places) for tokens, places in
+                      zip(said.tokens, said.options["asked"], strict=True)])  # fmt: skip
+    assert targets_of(said) == [
+        f"sum of the logit differences to 5 of 2 generated tokens {first!r}",
+        f"sum of the logit differences to 7 of 2 generated tokens {second!r}",
+    ]
+    assert said.target == "sum of the logit differences to each minus token of each prompt's span"
+    said.show(2, batch=1)
+    assert "differences to 7" in " ".join(capsys.readouterr().out.split())
+
+
+def test_lists_of_tokens_in_titles(demo):
+    frozen = tlens.freeze(demo, ["Return the value of the", "Raise an exception if the"])
+    terms = circuits.logit_attribution(frozen, [" first", " file"])
+    assert "'logit of each answer'" in repr(terms)

@@ -6,7 +6,7 @@ from conftest import close, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import evaluate, results
-from tensorlens_tl.errors import InvalidInputError, RegistryError
+from tensorlens_tl.errors import InvalidInputError, MethodError, RegistryError
 from tensorlens_tl.generation import freeze_generation
 from tensorlens_tl.testing import tiny_model
 
@@ -74,7 +74,7 @@ def test_generated_text_by_any_method(method, model):
     span = written.attribute(method=method, span=slice(1, 3))
     rows = expected.scores[:, 1:]
     assert close(span.scores[:, 0], rows.sum(1) if explains else rows.mean(1))
-    assert ("2 generated tokens" in span.target) is explains
+    assert (results.EACH_SPAN in span.target) is explains
     assert "generated" in span.to_html()
 
 
@@ -194,3 +194,110 @@ def test_tokens_that_cannot_be_tested_are_refused(options, message, model, clean
     options = {"methods": ["tensorlens in_out"], "fractions": (0, 0.5), "replacement": 3} | options
     with pytest.raises(InvalidInputError, match=message):
         evaluate.perturbation(model, some_tokens(batch=2, pos=6), **options)
+
+
+def test_the_first_choice_is_what_is_tested_where_none_is_named(model):
+    tokens = some_tokens(batch=3, pos=6)
+    options = {"fractions": (0, 0.5), "replacement": 3}
+    for metrics in (["hs_mse"], ["hs_mse", "aopc", "logit"]):
+        silent, named = (
+            evaluate.perturbation(model, tokens, METHODS, target=target, metrics=metrics, **options).curves
+            for target in (None, "first-choice")
+        )
+        assert torch.equal(silent, named)
+    some = evaluate.perturbation(model, tokens, METHODS, target=[5, "first-choice", 7], **options)
+    predicted = int(model(tokens).detach()[1, -1].argmax())
+    assert torch.equal(
+        some.curves, evaluate.perturbation(model, tokens, METHODS, target=[5, predicted, 7], **options).curves
+    )
+    with pytest.raises(InvalidInputError, match="measure 'aopc'"):
+        evaluate.perturbation(model, tokens, METHODS, target=[5, "first-choice", 7], metrics="hs_mse", **options)
+
+
+# ------------------------------------------------------------------ evaluations of the text that was explained
+
+
+def test_methods_are_tested_on_generated_text(model):
+    """Two tokens of a span: the token that a method names is replaced by hand, one pass for each prompt."""
+    prompts = [row[:length] for row, length in zip(UNEVEN, (5, 3, 4), strict=True)]
+    written = freeze_generation(model, prompts, max_new_tokens=3, stop_at_eos=False)
+    span = (1, 3)
+    options = {"fractions": (0, 0.2), "replacement": 3, "minus": 9}
+    result = evaluate.perturbation(
+        model, prompts, ["tensorlens target", "relp", "alti"], max_new_tokens=3, span=span, **options
+    )
+    assert result.settings["target"] == "sum of the logit differences to 9 of each prompt's span"
+    assert result.settings["query"] == "span (1, 3)"
+    for row, prompt in enumerate(prompts):
+        text = written.frozen.tokens[row][written.frozen.mask[row]][None]
+        first = len(prompt)
+        targets = text[0, first + 1 : first + 3]
+        before, after = (first, first + 2)
+        for method, name in enumerate(("tensorlens", "relp", "alti")):
+            minus = {} if name == "alti" else {"minus": 9}
+            scores = tlens.attribute_generation(
+                model, [prompt], max_new_tokens=3, stop_at_eos=False, span=span, method=name, **minus
+            ).scores[0, 0, : first + 1]
+            changed = text.clone()
+            changed[0, scores.argmax()] = 3
+            whole, perturbed = (model(ids).detach()[0, before:after] for ids in (text, changed))
+            falls = whole - perturbed
+            logit = falls.gather(1, targets[:, None]).sum() - falls[:, 9].sum()
+            chances = whole.softmax(-1) - perturbed.softmax(-1)
+            aopc = (chances.gather(1, targets[:, None])[:, 0] - chances[:, 9]).mean()
+            assert result.curves[2, method, row, 1] == pytest.approx(float(logit), abs=1e-9)
+            assert result.curves[1, method, row, 1] == pytest.approx(float(aopc), abs=1e-9)
+
+
+def test_a_span_of_one_token_is_that_token(model):
+    """The same numbers as of the token at its query, where the continuation has one token."""
+    tokens = some_tokens(batch=2, pos=6)
+    options = {"fractions": (0, 0.5), "replacement": 3}
+    alone = evaluate.perturbation(model, tokens, METHODS[:3], target=[5, 6], **options)
+    span = evaluate.perturbation(model, tokens, METHODS[:3], continuation=[[5], [6]], **options)
+    assert close(alone.curves, span.curves)
+
+
+def test_every_method_is_tested_on_generated_text(model):
+    result = evaluate.perturbation(
+        model, some_tokens(batch=2, pos=5), continuation=[[5, 6], [7]], fractions=(0, 0.5), replacement=3
+    )
+    assert {*result.methods, *result.skipped} == {*evaluate.STANDARD, "random"}
+    assert {"tensorlens target", "gim", "leave-one-out", "tensorlens norm"} <= {*result.methods}
+    assert bool(result.curves.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"span": 0}, "max_new_tokens, continuation"),
+        ({"max_new_tokens": 2, "span": 5}, "span"),
+        ({"max_new_tokens": 2, "target": 5}, "their own targets"),
+        ({"max_new_tokens": 2, "query": 1}, "span= chooses"),
+        ({"max_new_tokens": 2, "methods": {"mine": ("relp", {"target": 5})}}, "'mine' has target="),
+        ({"max_new_tokens": 2, "methods": ["no query"]}, "'no query' has no option 'query'"),
+        ({"max_new_tokens": 2, "methods": ["one token"], "minus": 5}, "'one token' explains a token's logit"),
+        ({"max_new_tokens": 2, "methods": {"f": lambda frozen: tlens.attribute(frozen)}}, "f: a function is not told"),
+    ],
+)
+def test_spans_that_cannot_be_tested_are_refused(options, message, model, clean_registry):
+    @tlens.register_method("no query")
+    def no_query(frozen):
+        return tlens.attribute(frozen)
+
+    @tlens.register_method("one token")
+    def one_token(frozen, *, target=None, query=-1):
+        return tlens.attribute(frozen, target, method="relp", query=query)
+
+    options = {"methods": ["tensorlens target"], "fractions": (0, 0.5), "replacement": 3} | options
+    with pytest.raises(InvalidInputError, match=message):
+        evaluate.perturbation(model, some_tokens(batch=2, pos=6), **options)
+
+
+def test_a_method_that_fails_is_named(model):
+    def broken(frozen):
+        raise ValueError("no such thing")
+
+    with pytest.raises(MethodError, match="method 'mine' failed: ValueError: no such thing") as caught:
+        evaluate.completeness(model, some_tokens(batch=1, pos=5), {"mine": broken})
+    assert isinstance(caught.value.__cause__, ValueError)

@@ -304,6 +304,17 @@ def test_methods_stand_in_groups_of_one_scale(frozen):
             assert np.abs(values).sum(0) == pytest.approx(1, abs=0.01)
 
 
+def test_a_method_that_fails_is_named_and_the_others_are_shown(frozen, clean_registry):
+    @tlens.register_method("broken")
+    def broken(frozen, *, query=-1):
+        raise TypeError("no <such> thing")
+
+    with pytest.warns(UserWarning, match="Method 'broken' failed: TypeError: no <such> thing"):
+        page = report.explain(frozen, methods=["broken", "attention"]).body
+    assert "Method &#x27;broken&#x27; failed: TypeError: no &lt;such&gt; thing" in page
+    assert "attention" in page
+
+
 def test_what_costs_too_much_is_left_out_or_estimated(frozen, monkeypatch):
     slow = ["integrated-gradients", "leave-one-out", "tensorlens", "value-zeroing"]
     monkeypatch.setattr(methods, "LIMIT", methods.operations(frozen, tlens.get_method("rollout"), {}) + 1)

@@ -1,4 +1,4 @@
-"""`minus="runner-up"`: the token of largest logit besides the target, wherever a token can be named."""
+"""`target="first-choice"` and `minus="runner-up"`: tokens named by their logits, wherever a token can be named."""
 
 import inspect
 
@@ -11,14 +11,14 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits, compress, generation, passes
 from tensorlens_tl.compress.effect import CompressionEffect
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.models import RUNNER_UP
+from tensorlens_tl.models import FIRST_CHOICE, RUNNER_UP
 from tensorlens_tl.testing import model_names, tiny_model
 from tensorlens_tl.testing.models import random_input
 
 NAME = "bridge/gpt2"
 FACES = (circuits, compress, generation, passes)
 CLASSES = (tlens.FrozenOperator, circuits.HeadMap, generation.FrozenGeneration, CompressionEffect)
-ELSEWHERE = {"attribute_generation", "FrozenGeneration.attribute", "pixel_scores"}
+ELSEWHERE = {"attribute_generation", "FrozenGeneration.attribute", "FrozenGeneration.label", "pixel_scores"}
 """Whose target is no token that is named here: tests below, and in test_generation."""
 
 
@@ -99,6 +99,55 @@ def test_the_runner_up_is_the_token_named(name, runs):
     said = numbers(CALLS[name](runs, target=TARGET, minus=RUNNER_UP))
     assert torch.equal(said, numbers(CALLS[name](runs, target=TARGET, minus=other)))
     assert not torch.equal(said, numbers(CALLS[name](runs, target=TARGET, minus=other - 1)))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_first_choice_is_the_prediction(name, runs):
+    """Of two runs, that of the first."""
+    first = runs.model
+    if name == "compare_models":  # from the other model to this one
+        assert not torch.equal(*(model(torch.tensor([TOKENS]))[:, -1].argmax(-1) for model in (runs.other, first)))
+    target = int(first(torch.tensor([TOKENS]))[0, -1].argmax())
+    said = numbers(CALLS[name](runs, target=FIRST_CHOICE, minus=RUNNER_UP))
+    other = int(runner_up(first, torch.tensor([TOKENS]), target))
+    assert torch.equal(said, numbers(CALLS[name](runs, target=target, minus=other)))
+    alone = numbers(CALLS[name](runs, target=FIRST_CHOICE))
+    assert torch.equal(alone, numbers(CALLS[name](runs, target=target)))
+    assert not torch.equal(alone, said)
+
+
+@pytest.mark.parametrize("method", methods_taking_minus())
+def test_every_method_explains_the_prediction(method, runs):
+    model, tokens = runs.model, some_tokens(batch=2, pos=6)
+    options = {"method": method, "query": [-2, -1]}
+    if method == "decompx":
+        options["aggregate"] = "target"
+    said = tlens.attribute(model, tokens, FIRST_CHOICE, **options)
+    predicted = model(tokens).detach()[:, [-2, -1]].argmax(-1).tolist()
+    assert torch.equal(said.scores, tlens.attribute(model, tokens, predicted, **options).scores)
+    assert said.target.endswith("logit of the first choice")
+
+
+def test_a_prediction_to_hold_a_token_against(runs):
+    """Of a token that is the prediction itself nothing is left."""
+    tokens = torch.tensor([TOKENS])
+    predicted = int(runs.model(tokens)[0, -1].argmax())
+    other = (predicted + 1) % 5
+    said = tlens.attribute(runs.model, tokens, other, minus=FIRST_CHOICE)
+    assert torch.equal(said.scores, tlens.attribute(runs.model, tokens, other, minus=predicted).scores)
+    with pytest.raises(InvalidInputError, match="same token"):
+        tlens.attribute(runs.model, tokens, FIRST_CHOICE, minus=FIRST_CHOICE)
+
+
+def test_a_tokenizer_that_has_the_word_is_refused(demo_model, monkeypatch):
+    """Nobody can say then which of the two is meant."""
+    frozen = tlens.freeze(demo_model, "Return the value")
+    predicted = frozen.operator().target(FIRST_CHOICE).total
+    assert torch.equal(predicted, frozen.operator().target(tlens.evaluate.predictions(frozen)[0].tolist()).total)
+    monkeypatch.setattr(type(demo_model.tokenizer), "__call__", lambda *args, **options: {"input_ids": [7]})
+    for question in ({"target": FIRST_CHOICE}, {"target": 5, "minus": RUNNER_UP}):
+        with pytest.raises(InvalidInputError, match=r"also the text of 7.*Pass that id"):
+            frozen.operator().target(**question)
 
 
 @pytest.mark.parametrize("method", methods_taking_minus())

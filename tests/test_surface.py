@@ -203,7 +203,7 @@ def test_targets_and_ids_of_many_prompts(demo_model):
     targets = [5, 6, 7]
     together = tlens.attribute(demo_model, rows, target=targets, memory="300KB")
     assert together.options["target"] == targets
-    assert together.target == "a target of its own for each prompt"
+    assert together.target == "logit of each answer"
     for row, target in enumerate(targets):
         alone = tlens.attribute(demo_model, [rows[row]], target=target)
         assert close(together.scores[row, 0, : len(rows[row])], alone.scores[0, 0])

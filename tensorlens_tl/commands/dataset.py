@@ -33,8 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--text", default="text", help="the column of texts or token ids (default: text)")
     parser.add_argument("--id", default="id", help="the column that names rows (default: id, else their number)")
-    parser.add_argument("--target", help="a token to explain in every row, such as ' Paris'")
+    parser.add_argument(
+        "--target", help="a token to explain in every row, such as ' Paris', or first-choice, what the model predicts"
+    )
     parser.add_argument("--target-column", help="the column that holds each row's target")
+    parser.add_argument("--minus", help="a token to hold the target against in every row, or its runner-up")
+    parser.add_argument("--minus-column", help="the column that holds each row's own")
     parser.add_argument("--query", type=position, help="a position, a text of each row, or all (default: the method's)")
     parser.add_argument("--keep", default="scores", help="scores, top:32 (the largest of each query), or all")
     parser.add_argument("--tokens-per-batch", type=count, default=8192, help="run together at most (default: 8192)")
@@ -66,7 +70,7 @@ def run(args: argparse.Namespace) -> None:
     if args.summary is not None and args.method not in CIRCUITS:
         raise InvalidInputError(f"--summary: it is of --method {' or '.join(CIRCUITS)}, not {args.method}.")
     options: dict[str, Any] = dict(_option(option) for option in args.options)
-    options |= given(target=args.target, query=args.query, memory=args.memory)
+    options |= given(target=args.target, minus=args.minus, query=args.query, memory=args.memory)
     logits = args.method in CIRCUITS or tlens.get_method(args.method).explains_prediction(options)
     results = tlens.attribute_dataset(
         loaded_model(args, logits=logits),
@@ -75,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
         method=args.method,
         text=args.text,
         id=args.id,
-        columns=given(target=args.target_column or None),
+        columns=given(target=args.target_column or None, minus=args.minus_column or None),
         tokens_per_batch=args.tokens_per_batch,
         keep=args.keep,
         truncate=args.truncate,

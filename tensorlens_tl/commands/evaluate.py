@@ -13,14 +13,17 @@ from tensorlens_tl.commands.options import (
     add_model_arguments,
     check_result_output,
     count,
+    given,
     loaded_model,
     named_program,
     position,
     run_imports,
+    stretch,
     task_of,
     write_result,
 )
-from tensorlens_tl.commands.prompts import HELP as PROMPTS_HELP, prompts_of
+from tensorlens_tl.commands.prompts import HELP as PROMPTS_HELP, prompts_of, questions_of
+from tensorlens_tl.errors import InvalidInputError
 
 HELP = "Which method is faithful? A table over methods, and a saved result."
 
@@ -91,6 +94,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             sub.add_argument("--query", type=position, default="last", help="last, cls, mean or a position")
             sub.add_argument("--order", default="descending", choices=("descending", "ascending"))
             sub.add_argument("--replacement", help="mask, pad, mean, zero or a token")
+            _add_question_arguments(sub)
+
+
+def _add_question_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--target",
+        help="the token that methods explain, of every prompt, or a column 'target' of the table of prompts "
+        "(default: first-choice, what the model predicts)",
+    )
+    sub.add_argument("--minus", help="a token to hold it against, or runner-up; or a column 'minus'")
+    sub.add_argument(
+        "--fractions", nargs="+", type=float, metavar="SHARE", help="shares of the tokens to replace, the first 0"
+    )
+    sub.add_argument("--max-new-tokens", type=count, help="test methods on so many tokens that the model writes")
+    sub.add_argument(
+        "--span", type=stretch, help="which of those: a text, or START:STOP of the generated tokens (default: all)"
+    )
 
 
 def _add_program_arguments(sub: argparse.ArgumentParser, name: str) -> None:
@@ -204,12 +224,46 @@ def _perturbation(args: argparse.Namespace, model: Any) -> Any:
     from tensorlens_tl import evaluate
 
     options = {"query": args.query, "order": args.order, "replacement": args.replacement, "seed": args.seed}
-    return evaluate.perturbation(model, prompts_of(args, model), args.methods, **options)
+    options |= given(
+        target=args.target,
+        minus=args.minus,
+        fractions=args.fractions,
+        max_new_tokens=args.max_new_tokens,
+        span=args.span,
+    )
+    return evaluate.perturbation(model, prompts_of(args, model), args.methods, **_with_columns(args, options))
+
+
+def _with_columns(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
+    """Options with what a table says of each prompt.
+
+    Raises:
+        InvalidInputError: a column that is a flag as well, or queries that differ.
+    """
+    columns = questions_of(args.prompts)
+    for name, values in columns.items():
+        flag = getattr(args, name)
+        if flag not in (None, "last"):
+            raise InvalidInputError(f"--{name}: --prompts {args.prompts} has a column {name!r} as well; leave one out.")
+        if name != "query":
+            options[name] = values
+            continue
+        queries = {position(str(value)) for value in values}
+        if len(queries) > 1:
+            raise InvalidInputError(
+                f"--prompts {args.prompts}: its column 'query' has {len(queries)} different values, and this "
+                "evaluation has one query of all prompts. Split the file, or end each prompt where it is asked."
+            )
+        options[name] = queries.pop()
+    return options
 
 
 def _check(args: argparse.Namespace, model: Any) -> Any:
     from tensorlens_tl import evaluate
 
+    columns = questions_of(args.prompts)
+    if columns:
+        print(f"--prompts: {', '.join(columns)}: not read here; methods explain what the model predicts last.")
     return getattr(evaluate, args.what)(model, prompts_of(args, model), args.methods, seed=args.seed)
 
 

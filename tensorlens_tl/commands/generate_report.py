@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from tensorlens_tl.commands.options import add_model_arguments, check_output, count, loaded_model
+from tensorlens_tl.commands.options import add_model_arguments, check_output, count, loaded_model, stretch
 
 HELP = "What made a text that the model wrote, as one page that opens without a network."
 EXAMPLE = 'tensorlens-tl generate-report "If the file is not found, a" --max-new-tokens 4 -o generated.html'
@@ -16,14 +16,6 @@ def hops(text: str) -> int | str:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of hops nor 'all'")
     return int(text)
-
-
-def stretch(text: str) -> tuple[int, int] | str:
-    """Generated tokens by number, ``2:5``, or a text of them."""
-    start, colon, stop = text.partition(":")
-    if colon and start.isdecimal() and stop.isdecimal():
-        return int(start), int(stop)
-    return text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -45,10 +45,12 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     """Which logit is explained, and where; `tensorlens_tl.report.predict` has the same defaults."""
     parser.add_argument(
         "--target",
-        help="the token to explain, such as ' Paris' (default: the model's first choice, against its second)",
+        help="the token to explain, such as ' Paris', or first-choice (default: the model's first choice, against its "
+        "second)",
     )
     parser.add_argument(
-        "--minus", help="a token to hold it against, for a logit difference (default: none where --target is given)"
+        "--minus",
+        help="a token to hold it against, or runner-up, for a logit difference (default: none where --target is given)",
     )
     parser.add_argument(
         "--query",
@@ -73,6 +75,14 @@ def position(text: str) -> int | str:
     """A query of the command line: a number, or a text of the prompt."""
     if text.removeprefix("-").isdecimal():
         return int(text)
+    return text
+
+
+def stretch(text: str) -> tuple[int, int] | str:
+    """Generated tokens by number, ``2:5``, or a text of them."""
+    start, colon, stop = text.partition(":")
+    if colon and start.isdecimal() and stop.isdecimal():
+        return int(start), int(stop)
     return text
 
 

@@ -1,6 +1,7 @@
 """The prompts of a file: a text file's lines, or a column of a table."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ from tensorlens_tl.errors import InvalidInputError
 
 COLUMNS = ("prompt", "text")
 """The columns of a table that prompts are read from, the first that it has."""
+
+QUESTIONS = ("target", "minus", "query")
+"""The columns of a table that say what is asked of each prompt."""
 
 HELP = "a text file, one prompt a line, or a .csv, .jsonl or .parquet file with a column 'prompt' or 'text'"
 """What ``--prompts`` takes, for its help."""
@@ -56,8 +60,39 @@ def read_prompts(path: Path) -> list[str]:
     return lines
 
 
+def questions_of(path: Path | None) -> dict[str, list[Any]]:
+    """What the columns `QUESTIONS` of a table say of each of its prompts; nothing of a text file, or of none.
+
+    Raises:
+        InvalidInputError: see `read_prompts`; also a row without what others have.
+    """
+    from tensorlens_tl.datasets import FILES
+
+    if path is None or path.suffix.lower() not in FILES:
+        return {}
+    rows, _ = _rows(path)
+    columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in QUESTIONS if name in rows[0]}
+    for name, values in columns.items():
+        missing = next((number for number, value in enumerate(values) if value in (None, "")), None)
+        if missing is not None:
+            raise InvalidInputError(
+                f"--prompts {path}: prompt {missing} has no {name!r}; fill it in, or leave the column out."
+            )
+    return columns
+
+
 def _column(path: Path) -> list[str]:
     """The column of prompts of a table."""
+    rows, name = _rows(path)
+    return [row[name] for row in rows]
+
+
+def _rows(path: Path) -> tuple[list[Mapping[str, Any]], str]:
+    """The rows of a table that have a prompt, and the column that it is in.
+
+    Raises:
+        InvalidInputError: no such table, or none with prompts.
+    """
     from tensorlens_tl.datasets import file_rows
 
     try:
@@ -71,10 +106,11 @@ def _column(path: Path) -> list[str]:
             f"--prompts {path}: its columns are {', '.join(map(repr, names))}; call the one with the prompts "
             f"{' or '.join(map(repr, COLUMNS))}."
         )
-    texts: list[str] = []
     for number, row in enumerate(rows, 1):
         text = row.get(name)
         if not isinstance(text, str):
             raise InvalidInputError(f"--prompts {path}: {name!r} of row {number} is {text!r}, no text.")
-        texts.append(text)
-    return texts
+    rows = [row for row in rows if row[name].strip()]
+    if not rows:
+        raise InvalidInputError(f"--prompts {path}: the file is empty.")
+    return rows, name

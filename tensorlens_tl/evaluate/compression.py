@@ -29,7 +29,7 @@ from tensorlens_tl.compress import Plan
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate.arguments import Share
 from tensorlens_tl.evaluate.known import KnownAnswers
-from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE
+from tensorlens_tl.evaluate.perturbing import PROMPTS_AT_ONCE
 from tensorlens_tl.hooks import model_points, refuse_attached, states_and_logits, unheld_run
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.models.lifecycle import refuse_dropout

@@ -36,7 +36,7 @@ from tensorlens_tl.evaluate.arguments import (
     PerturbationQuery,
     ReplacementName,
 )
-from tensorlens_tl.evaluate.perturbation import FRACTIONS, METRICS, PerturbationTest, explained_in_words
+from tensorlens_tl.evaluate.perturbing import FRACTIONS, METRICS, PerturbationTest, explained_in_words
 from tensorlens_tl.evaluate.scorers import Scorer, usable
 from tensorlens_tl.models import ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import freeze
@@ -144,7 +144,8 @@ class _Perturbing(Work):
         view = ModelView(model)
         prompt = prepare(view, list(tokens))
         self.test.query_of(view, prompt)
-        runs = self.test.runs(view, prompt, self.replacement, **self.explained | dict(per_row))
+        explained = self.explained | dict(per_row)
+        runs = self.test.runs(view, prompt, self.replacement, explained.get("target"), explained.get("minus"))
         return prompt, self.test.curves(runs, self.scorers, progress=False)
 
     def packed(self, result: tuple[Prompt, Tensor]) -> list[Record]:

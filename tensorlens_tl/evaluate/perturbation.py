@@ -14,19 +14,12 @@ An area under the curve is the trapezoid rule over the fractions, divided by the
 Special tokens and padding are never replaced. (TensorLens 2026, Figures 3 to 7; AOPC: Samek et al. 2017.)
 """
 
-from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
-from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
-from tqdm.auto import tqdm
 
-from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra.memory import Memory, in_bytes
-from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
+from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.arguments import (
     Fractions,
     Hidden,
@@ -36,23 +29,15 @@ from tensorlens_tl.evaluate.arguments import (
     PerturbationQuery,
     ReplacementName,
 )
-from tensorlens_tl.evaluate.perturbed_runs import PREDICTED, PerturbedRuns
-from tensorlens_tl.evaluate.scorers import MEAN_TOLERANCE, Scorer, random_scores, scorers_of, usable
-from tensorlens_tl.models import ModelLike, ModelView, TokenLike
+from tensorlens_tl.evaluate.generated import GeneratedStretch
+from tensorlens_tl.evaluate.perturbing import FRACTIONS, METRICS, PerturbationTest, explained_in_words
+from tensorlens_tl.evaluate.scorers import usable
+from tensorlens_tl.generation import Continuation, Count, Span
+from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import freeze
-from tensorlens_tl.passes.inputs import InputLike, Prompt, prepare, query_positions
-from tensorlens_tl.passes.operator import logit_label
+from tensorlens_tl.passes.inputs import InputLike, prepare
 from tensorlens_tl.passes.replacement import Replacement
 from tensorlens_tl.results import Evaluation, area
-
-FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
-METRICS = ("hs_mse", "aopc", "logit")
-"""The metrics that are measured unless others are named."""
-
-KINDS = {"descending": "positive perturbation", "ascending": "negative perturbation"}
-"""What an evaluation is called, by the order of replacement."""
-
-PROMPTS_AT_ONCE = 16
 
 
 def perturbation(
@@ -63,6 +48,9 @@ def perturbation(
     target: TokenLike = None,
     minus: TokenLike = None,
     query: PerturbationQuery = "last",
+    max_new_tokens: Count = None,
+    continuation: Continuation = None,
+    span: Span = None,
     fractions: Fractions = FRACTIONS,
     replacement: ReplacementName = None,
     metrics: Metrics = METRICS,
@@ -83,11 +71,16 @@ def perturbation(
         methods: see `tensorlens_tl.evaluate.scorers`; None is all that fit the model, and a random order. Methods that
             you name must fit the model. A method without a target ranks tokens in one order for every target.
         target, minus: the token that methods explain and metrics measure, and one that it is compared with (also
-            ``"runner-up"``); one for each prompt, or one for all. None is what the model predicts for the whole prompt.
-            With `minus`, `logit` and `aopc` are falls of the difference of both logits, or probabilities.
+            ``"runner-up"``); one for each prompt, or one for all. None, as ``"first-choice"``, is what the model
+            predicts for the whole prompt. With `minus`, `logit` and `aopc` are falls of the difference of both logits,
+            or probabilities.
         query: ``"last"``, ``"cls"`` (the first token), a position counted over real tokens, or ``"mean"``: scores and
             final hidden states averaged over all positions (metric `hs_mse` alone; norms of T are then estimated, to
             `MEAN_TOLERANCE`).
+        max_new_tokens, continuation, span: test methods on text that the model wrote after each prompt, or that is
+            given: on the sum of the targets of a span of its tokens, as `tlens.attribute_generation` explains it (None
+            is ``"all"`` of them). What stands before the span is replaced, the span itself stays; `logit` is the fall
+            of the sum of its tokens' logits, other metrics are means over its tokens. All prompts are frozen at once.
         fractions: shares of a prompt's tokens to replace, ascending, the first 0.
         replacement: ``"mask"`` or ``"pad"`` (the tokenizer's), a token (string or id), ``"mean"`` (the token
             embedding's mean over all prompts) or ``"zero"`` (no token embedding; positions stay). None is the mask
@@ -109,8 +102,9 @@ def perturbation(
         An Evaluation: areas per prompt in `values`, curves over the fractions.
 
     Raises:
+        MethodError: a method fails with an error that is none of the library's; names it.
         InvalidInputError: fractions outside [0, 1] or not ascending, an unknown metric, order or replacement, prompts
-            too short for the smallest fraction, or methods that cannot be run with their options.
+            too short for the smallest fraction, or methods that cannot be run with their options, or explain no span.
         UnsupportedModelError: the model cannot be frozen, or a metric needs a prediction and it has none.
 
     >>> from tensorlens_tl import evaluate
@@ -119,14 +113,31 @@ def perturbation(
     torch.Size([3, 2, 1, 3])
     """
     test = PerturbationTest(methods, query, fractions, metrics, order, absolute, hidden, seed, memory)
-    test.check_explained(target, minus)
     view = ModelView(model)
     view.refuse_encoder_decoder("perturbation")
-    prompt = prepare(view, prompts, attention_mask=attention_mask, prepend_bos=prepend_bos)
-    position = test.query_of(view, prompt)
-    runs = test.runs(view, prompt, Replacement.of(view, prompt, replacement), target, minus)
-    first = freeze(model, **prompt.again(slice(0, 1)))
-    scorers, skipped = usable(test.scorers, first, position, skip=methods is None)
+    explained: dict[str, Any] = {"target": target, "minus": minus}
+    generated = {"max_new_tokens": max_new_tokens, "continuation": continuation, "span": span}
+    if any(value is not None for value in generated.values()):
+        if target is not None or attention_mask is not None:
+            raise InvalidInputError(
+                "perturbation: a span's tokens are their own targets, and generated text has its own mask; leave "
+                "target= and attention_mask= out."
+            )
+        test.check_generated(minus)
+        stretch = GeneratedStretch.of(model, prompts, prepend_bos=prepend_bos, **generated)
+        prompt = stretch.prompt
+        position = -1
+        explained |= {"target": NEXT, "query": stretch.queries}
+        words = (stretch.in_words(minus), repr("all" if span is None else span))
+    else:
+        test.check_explained(target, minus)
+        prompt = prepare(view, prompts, attention_mask=attention_mask, prepend_bos=prepend_bos)
+        position = test.query_of(view, prompt)
+        words = (explained_in_words(view, target, minus),)
+    runs = test.runs(view, prompt, Replacement.of(view, prompt, replacement), **explained)
+    part = slice(0, 1)
+    first = freeze(model, **prompt.again(part))
+    scorers, skipped = usable(test.scorers, first, position, methods is None, runs.explained(part))
     curves = test.curves(runs, scorers)
     axis = torch.tensor(test.steps, dtype=torch.float64)
     return Evaluation(
@@ -135,243 +146,5 @@ def perturbation(
         curves=curves,
         axis=axis,
         skipped=skipped,
-        **test.described(view, runs.replacement, scorers, len(prompt.tokens), explained_in_words(view, target, minus)),
+        **test.described(view, runs.replacement, scorers, len(prompt.tokens), *words),
     )
-
-
-@dataclass(frozen=True)
-class PerturbationTest:
-    """What is measured of prompts; see `perturbation` for each option. It can be pickled where its scorers can.
-
-    Attributes:
-        scorers: the methods.
-        steps: the shares of tokens that are replaced.
-        names: of the metrics.
-        working_bytes: what perturbed runs may allocate.
-
-    Raises:
-        InvalidInputError: see `perturbation`.
-    """
-
-    methods: InitVar[Methods]
-    query: PerturbationQuery
-    fractions: InitVar[Fractions]
-    metrics: InitVar[Metrics]
-    order: Order
-    absolute: bool
-    hidden: Hidden
-    seed: int
-    memory: InitVar[Memory]
-    scorers: list[Scorer] = field(init=False)
-    steps: list[float] = field(init=False)
-    names: list[str] = field(init=False)
-    working_bytes: int = field(init=False)
-
-    def __post_init__(self, methods: Methods, fractions: Fractions, metrics: Metrics, memory: Memory) -> None:
-        checked = {
-            "scorers": scorers_of(methods, seed=self.seed),
-            "steps": _fractions(fractions),
-            "names": _metrics(metrics, self.query),
-            "working_bytes": in_bytes(memory),
-        }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-        if self.order not in ("descending", "ascending"):
-            raise InvalidInputError(f"order={self.order!r}; use 'descending' (most relevant first) or 'ascending'.")
-        if self.hidden not in ("unembedded", "output"):
-            raise InvalidInputError(
-                f"hidden={self.hidden!r}; use 'unembedded' or 'output' (what blocks and final norm give)."
-            )
-
-    def query_of(self, view: ModelView, prompt: Prompt) -> int | Literal["all"]:
-        """The query of some prompts as methods take it, "all" for the mean; prompts and model are checked.
-
-        Raises:
-            InvalidInputError: prompts too short for the smallest fraction or for the query.
-            UnsupportedModelError: a metric needs a prediction, and the model has none.
-        """
-        query = _query(self.query, prompt)
-        predicts = bool(set(PREDICTED) & set(self.names))
-        if predicts and query != "all":
-            prompt.in_logits(query_positions(prompt, query))
-        if predicts and view.unembedding is None:
-            raise UnsupportedModelError(f"{view.description} predicts no tokens; use metrics=['hs_mse'].")
-        _counts(perturbable(view, prompt), self.steps)
-        return query
-
-    def check_explained(self, target: TokenLike, minus: TokenLike) -> None:
-        """Refuse tokens that this test cannot be about.
-
-        Raises:
-            InvalidInputError: a mean over queries, or a method that holds no token against another.
-        """
-        if self.query == "mean" and (target is not None or minus is not None):
-            raise InvalidInputError("query='mean' has no single prediction; leave target= and minus= out.")
-        if minus is not None:
-            for scorer in self.scorers:
-                scorer.check_minus()
-
-    def runs(
-        self,
-        view: ModelView,
-        prompt: Prompt,
-        replacement: Replacement,
-        target: TokenLike = None,
-        minus: TokenLike = None,
-    ) -> PerturbedRuns:
-        """The live model on some prompts, checked by `query_of`."""
-        query = _query(self.query, prompt)
-        of_output = self.hidden == "output"
-        return PerturbedRuns(view, prompt, query, replacement, self.names, of_output, self.working_bytes, target, minus)
-
-    def curves(
-        self, runs: PerturbedRuns, scorers: Sequence[Scorer], progress: bool = True
-    ) -> Float[Tensor, "metric method prompt step"]:
-        """The damage done to each prompt after each step."""
-        prompt = runs.prompt
-        allowed = perturbable(ModelView(runs.model), prompt)
-        counts = _counts(allowed, self.steps)
-        curves = torch.zeros(len(self.names), len(scorers), len(prompt.tokens), len(self.steps), dtype=torch.float64)
-        ties_of = random_scores(self.seed)
-        at_once = 1 if runs.alone else PROMPTS_AT_ONCE
-        starts = range(0, len(prompt.tokens), at_once)
-        for start in tqdm(starts, desc="perturbation", leave=False, delay=2.0, disable=not progress):
-            part = slice(start, start + at_once)
-            frozen = freeze(runs.model, **prompt.again(part))
-            ties = ties_of(frozen).cpu()  # those of a prompt do not depend on its batch
-            for number, scorer in enumerate(scorers):
-                scores = scorer(frozen, runs.query, runs.explained(part)).cpu()
-                if self.absolute:
-                    scores = scores.abs()
-                ranks = rank(scores, allowed[part], self.order, ties)
-                # nothing is replaced at the first step, and no damage done
-                curves[:, number, part, 1:] = runs.damage(part, ranks[:, None] < counts[part, 1:, None])
-        return curves
-
-    def described(
-        self, view: ModelView, replacement: Replacement, scorers: Sequence[Scorer], prompts: int, target: str = ""
-    ) -> dict[str, Any]:
-        """What an Evaluation says besides the numbers; `target` is what is explained, where that is named."""
-        settings = {
-            **view.provenance(),
-            "prompts": prompts,
-            "query": self.query,
-            "replacement": replacement.name,
-            "order": self.order,
-            "absolute": self.absolute,
-            "hidden": self.hidden,
-            "seed": self.seed,
-            "biases": "methods without 'biases' in their label leave the model's biases out of the scores, as the "
-            "paper",
-        }
-        if target:
-            settings["target"] = target
-        if self.query == "mean" and any(scorer.estimates_norms for scorer in scorers):
-            settings["norms"] = f"estimated by random rows to a relative standard error of {MEAN_TOLERANCE:g}"
-        return {
-            "kind": KINDS[self.order],
-            "metrics": dict.fromkeys(self.names, self.order == "descending"),
-            "methods": [scorer.label for scorer in scorers],
-            "axis_name": "share of tokens replaced",
-            "settings": settings,
-        }
-
-
-def explained_in_words(view: ModelView, target: TokenLike, minus: TokenLike) -> str:
-    """What methods explain and metrics measure, where a token is named."""
-    if target is None and minus is None:
-        return ""
-    if target is None:
-        return "logit of " + " − ".join(("the prediction", logit_label(view, minus).removeprefix("logit of ")))
-    return logit_label(view, target, minus)
-
-
-def rank(
-    scores: Float[Tensor, "batch pos"],
-    allowed: Bool[Tensor, "batch pos"],
-    order: str = "descending",
-    ties: Float[Tensor, "batch pos"] | None = None,
-) -> Int[Tensor, "batch pos"]:
-    """Each token's rank in the order of replacement, from 0; tokens that are not allowed come after all others.
-
-    Equal scores are ordered by `ties`, by position without them. Reversing the order reverses the ranks.
-    """
-    if ties is None:
-        ties = torch.arange(scores.shape[1]).expand_as(scores)
-    by_ties = ties.argsort(dim=1)
-    key = scores.gather(1, by_ties)
-    ordered = by_ties.gather(1, key.argsort(dim=1, stable=True))  # ascending
-    if order == "descending":
-        ordered = ordered.flip(1)
-    forbidden = ~allowed.gather(1, ordered)
-    ordered = ordered.gather(1, forbidden.long().argsort(dim=1, stable=True))
-    return ordered.argsort(dim=1)
-
-
-def perturbable(view: ModelView, prompt: Prompt) -> Bool[Tensor, "prompt pos"]:
-    """True at tokens that may be replaced: neither padding nor special tokens (of an image, all but its patches)."""
-    tokenizer = view.tokenizer
-    if view.reads != "tokens":
-        return (prompt.mask & (prompt.tokens >= prompt.special)).cpu()
-    special = torch.tensor(sorted(getattr(tokenizer, "all_special_ids", None) or []), dtype=torch.long)
-    return (prompt.mask.cpu() & ~torch.isin(prompt.tokens.cpu(), special)).clone()
-
-
-# ------------------------------------------------------------------------------------------- checks
-
-
-def _fractions(fractions: Fractions) -> list[float]:
-    try:
-        steps = [float(f) for f in fractions]
-    except (TypeError, ValueError):
-        raise InvalidInputError(f"fractions={fractions!r}: pass shares such as (0, 0.1, 0.2).") from None
-    if len(steps) < 2 or steps[0] != 0 or any(b <= a for a, b in pairwise(steps)) or steps[-1] > 1:
-        raise InvalidInputError(f"fractions={steps}: pass at least two shares in [0, 1], ascending, the first 0.")
-    return steps
-
-
-def _metrics(metrics: Metrics, query: PerturbationQuery) -> list[str]:
-    if isinstance(metrics, str):
-        metrics = [metrics]
-    names = list[str](metrics)
-    known = ("hs_mse", *PREDICTED)
-    unknown = [metric for metric in names if metric not in known]
-    if unknown or not names:
-        raise InvalidInputError(f"metrics={names!r}; use some of {', '.join(map(repr, known))}.")
-    if query != "mean":
-        return names
-    if tuple(names) not in (METRICS, ("hs_mse",)):
-        raise InvalidInputError("query='mean' has no single prediction; use metrics=['hs_mse'], or one query.")
-    return ["hs_mse"]
-
-
-def _query(query: PerturbationQuery, prompt: Prompt) -> int | Literal["all"]:
-    """The query as the methods take it: an integer, or "all" for the mean."""
-    if isinstance(query, str):
-        known: dict[str, int | Literal["all"]] = {"last": -1, "cls": 0, "mean": "all"}
-        if query not in known:
-            raise InvalidInputError(f"query={query!r}; use 'last', 'cls', 'mean' or a position.")
-        return known[query]
-    position = whole_number("query", query, why="or 'last', 'cls', 'mean'")
-    query_positions(prompt, position)
-    return position
-
-
-def _counts(allowed: Bool[Tensor, "prompt pos"], steps: Sequence[float]) -> Int[Tensor, "prompt step"]:
-    """How many tokens each step replaces.
-
-    Raises:
-        InvalidInputError: a prompt so short that the smallest fraction replaces none.
-    """
-    tokens = allowed.sum(1)
-    counts = (tokens[:, None] * torch.tensor(steps, dtype=torch.float64) + 0.5).long()
-    short = (counts[:, 1] == 0).nonzero()
-    if len(short):
-        row = int(short[0])
-        least = -int(-0.5 // steps[1])
-        raise InvalidInputError(
-            PromptNumber(row),
-            f" has {int(tokens[row])} tokens that may be replaced, and the fraction {steps[1]} of them is "
-            f"less than one token: use prompts of {least} or more, or larger fractions.",
-        )
-    return counts

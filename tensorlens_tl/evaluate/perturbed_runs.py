@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError
-from tensorlens_tl.evaluate.scorers import Explained
+from tensorlens_tl.evaluate.scorers import Explained, Stretch
 from tensorlens_tl.hooks import SomeLogits, capture, foreign_hooks, model_points
-from tensorlens_tl.models import ModelView, TokenLike
+from tensorlens_tl.models import FIRST_CHOICE, NEXT, RUNNER_UP, ModelView, TokenLike
 from tensorlens_tl.passes import TOLERANCE
 from tensorlens_tl.passes.inputs import Prompt, query_positions
-from tensorlens_tl.passes.operator import RUNNER_UP_ID, token_ids
+from tensorlens_tl.passes.operator import FIRST_CHOICE_ID, RUNNER_UP_ID, next_ids, token_ids
 from tensorlens_tl.passes.replacement import Replacement, inputs_of
 
 PREDICTED = ("aopc", "aopc_abs", "logit")
@@ -26,13 +26,16 @@ class PerturbedRuns:
 
     Somebody's code on the model may act on some rows of a batch only, as `tensorlens_tl.passes.live.runs` says: each
     prompt is run by itself where such code is seen (`alone`), else between whole ones that must come out the same.
+
+    A query is one position of each prompt, "all" for the mean over them, or the positions that predict a stretch of
+    generated text, `[prompt, query]` with `NEXT` as the target.
     """
 
     def __init__(
         self,
         view: ModelView,
         prompt: Prompt,
-        query: int | Literal["all"],
+        query: int | Literal["all"] | Int[Tensor, "prompt query"],
         replacement: Replacement,
         metrics: Sequence[str],
         of_output: bool,
@@ -40,17 +43,20 @@ class PerturbedRuns:
         target: TokenLike = None,
         minus: TokenLike = None,
     ) -> None:
+        if isinstance(target, str) and target == FIRST_CHOICE:  # as where none is named
+            target = None
         self.model = view.model
         self.prompt = prompt
-        self.query: int | Literal["all"] = query
+        self.is_stretch = isinstance(query, Tensor)
+        self.query: int | Literal["all"] = -1 if isinstance(query, Tensor) else query
         self.replacement = replacement
         self.metrics = metrics
         points = model_points(view)
         self.unembed_at = points.unembed_in or points.output
         # a mean over positions is one of the output; a classifier's head reads too few of them
-        of_output = of_output or (query == "all" and view.class_head is not None)
+        of_output = of_output or (self.query == "all" and view.class_head is not None)
         self.hidden_at = points.output if of_output else self.unembed_at
-        self.positions = None if query == "all" else query_positions(prompt, query)
+        self.positions = None if self.query == "all" else query_positions(prompt, query)
         self.predicts = bool(set(PREDICTED) & set(metrics))
         self.alone = bool(foreign_hooks(view.model))
         self.rows = self._rows_at_once(view, memory)
@@ -62,40 +68,75 @@ class PerturbedRuns:
 
     def _tokens_of(
         self, view: ModelView, target: TokenLike, minus: TokenLike
-    ) -> tuple[Int[Tensor, "prompt"] | None, Int[Tensor, "prompt"] | None]:
-        """The token that each prompt is measured by, and the one that it is compared with.
+    ) -> tuple[Int[Tensor, "prompt query"] | None, Int[Tensor, "prompt query"] | None]:
+        """The tokens that each prompt is measured by, and those that they are compared with.
 
         Raises:
             InvalidInputError: no such token, both the same, or no logits to take them from.
         """
-        prompts = len(self.prompt.tokens)
+        if self.positions is None:  # a mean over all queries is about no token
+            return None, None
+        prompts, queries = self.positions.shape
         ids = None
-        if target is not None:
-            ids = token_ids(view, target, prompts)[:, 0]
+        if target is NEXT:
+            ids = next_ids(self.prompt, self.positions).cpu()
+        elif target is not None:
+            ids = self._ranked("target", token_ids(view, target, prompts, queries=queries))
         elif self.predicts:
             ids = self._whole[1].argmax(-1)
         if minus is None:
             return ids, None
         if ids is None:
             raise InvalidInputError("perturbation: minus= needs target=, or a metric of the prediction.")
-        others = token_ids(view, minus, prompts, "minus")[:, 0]
-        if bool((others == RUNNER_UP_ID).any()):
-            if not self.predicts:
-                raise InvalidInputError("minus='runner-up': measure 'aopc' or 'logit' as well, or name a token.")
-            second = self._whole[1].scatter(1, ids[:, None], -torch.inf).argmax(-1)
-            others = torch.where(others == RUNNER_UP_ID, second, others)
-        if bool((ids == others).any()):
+        others = self._ranked("minus", token_ids(view, minus, prompts, "minus", queries), ids)
+        same = ((ids == others) & self._real(torch.arange(prompts))).any(1)
+        if bool(same.any()):
             raise InvalidInputError(
-                f"perturbation: target and minus of prompt {int((ids == others).nonzero()[0])} are the same token."
+                f"perturbation: target and minus of prompt {int(same.nonzero()[0])} are the same token."
             )
         return ids, others
 
-    def explained(self, part: slice) -> Explained | None:
-        """The tokens that methods explain of some prompts; None where they are those that the model predicts."""
+    def _ranked(
+        self, name: str, ids: Int[Tensor, "prompt query"], besides: Int[Tensor, "prompt query"] | None = None
+    ) -> Int[Tensor, "prompt query"]:
+        """Token ids, with those in place that are named by the rank of their logits.
+
+        Args:
+            name: the argument's.
+            ids: as `token_ids` reads them.
+            besides: the targets, which a runner-up is none of.
+
+        Raises:
+            InvalidInputError: no logits to take them from.
+        """
+        words = {FIRST_CHOICE_ID: FIRST_CHOICE, RUNNER_UP_ID: RUNNER_UP}
+        for number, word in words.items():
+            if not bool((ids == number).any()):
+                continue
+            if not self.predicts:
+                raise InvalidInputError(f"{name}={word!r}: measure 'aopc' or 'logit' as well, or name a token.")
+            logits = self._whole[1]
+            if number == RUNNER_UP_ID and besides is not None:
+                logits = logits.scatter(-1, besides[..., None], -torch.inf)
+            ids = torch.where(ids == number, logits.argmax(-1), ids)
+        return ids
+
+    def _real(self, index: Int[Tensor, "row"]) -> Bool[Tensor, "row query"]:
+        """Which queries of some prompts are none of padding."""
+        assert self.positions is not None
+        return torch.take_along_dim(self.prompt.mask, self.positions, dim=1).cpu()[index]
+
+    def explained(self, part: slice) -> Explained | Stretch | None:
+        """What methods explain of some prompts; None where it is the token that the model predicts."""
         ids, others = self._tokens
+        minus = None if others is None else others[part].tolist()
+        if self.is_stretch and self.positions is not None:
+            return Stretch(self.positions[part], minus)
         if not self._is_named or ids is None:
             return None
-        return Explained(ids[part].tolist(), None if others is None else others[part].tolist())
+        if minus is not None:
+            minus = [row[0] for row in minus]
+        return Explained(ids[part, 0].tolist(), minus)
 
     def _rows_at_once(self, view: ModelView, memory: int) -> int:
         """How many perturbed prompts are run together."""
@@ -106,7 +147,8 @@ class PerturbedRuns:
         heads = max((block.attention.heads for block in view.blocks if block.mixer is None), default=0)
         per_row = pos * (8 * view.cfg.d_model + 2 * widest + 2 * pos * heads)
         if self.predicts:
-            per_row += view.d_vocab
+            queries = 1 if self.positions is None else self.positions.shape[1]
+            per_row += view.d_vocab * (pos if self.alone else queries)  # beside hooks every position is unembedded
         return max(1, memory // (4 * per_row))
 
     def damage(self, part: slice, replaced: Bool[Tensor, "prompt step pos"]) -> Float[Tensor, "metric prompt step"]:
@@ -115,12 +157,15 @@ class PerturbedRuns:
         index = torch.arange(part.start, part.start + prompts).repeat_interleave(steps)
         after = self._measure(index, replaced.flatten(0, 1))
         before = [whole[index] for whole in self._whole]
-        tokens = [None if ids is None else ids[index] for ids in self._tokens]
-        damages = [_damage(metric, before, after, *tokens) for metric in self.metrics]
+        ids, others = (None if tokens is None else tokens[index] for tokens in self._tokens)
+        real = torch.ones(len(index), 1, dtype=torch.bool) if self.positions is None else self._real(index)
+        damages = [_damage(metric, before, after, ids, others, real) for metric in self.metrics]
         return torch.stack(damages).unflatten(1, (prompts, steps))
 
-    def _measure(self, index: Int[Tensor, "row"], replaced: Bool[Tensor, "row pos"]) -> list[Float[Tensor, "row d"]]:
-        """Final hidden states at the query, and where a metric reads them the logits there."""
+    def _measure(
+        self, index: Int[Tensor, "row"], replaced: Bool[Tensor, "row pos"]
+    ) -> list[Float[Tensor, "row query d"]]:
+        """Final hidden states at the queries, and where a metric reads them the logits there."""
         chunks = zip(index.split(self.rows), replaced.split(self.rows), strict=True)
         outputs = [self._between_whole(rows, part) for rows, part in chunks]
         return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
@@ -157,7 +202,7 @@ class PerturbedRuns:
         if at is not None and self.predicts:
             some = SomeLogits(self.model, self.unembed_at, at)
             activations, logits = capture(self.model, inputs, [self.hidden_at], hooks=[*hooks, *some.hooks])
-            outputs = [_vectors(activations[self.hidden_at], at), some.of(logits)[:, 0]]
+            outputs = [_vectors(activations[self.hidden_at], at), some.of(logits)]
         else:
             activations, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
             outputs = [_query_state(activations[self.hidden_at], at, self.prompt.mask[rows])]
@@ -168,8 +213,9 @@ def _damage(
     metric: str,
     before: list[Tensor],
     after: list[Tensor],
-    ids: Int[Tensor, "row"] | None,
-    others: Int[Tensor, "row"] | None,
+    ids: Int[Tensor, "row query"] | None,
+    others: Int[Tensor, "row query"] | None,
+    real: Bool[Tensor, "row query"],
 ) -> Float[Tensor, "row"]:
     """One metric, from hidden states and logits of whole prompts and of perturbed ones.
 
@@ -178,9 +224,11 @@ def _damage(
         before, after: of whole prompts and of perturbed ones.
         ids: the tokens that metrics of a prediction are about.
         others: tokens whose numbers are subtracted, or None.
+        real: which queries count; falls of logits are summed over them, everything else is averaged.
     """
+    counts = real.sum(1)
     if metric == "hs_mse":
-        return (after[0] - before[0]).square().mean(-1)
+        return ((after[0] - before[0]).square().mean(-1) * real).sum(1) / counts
     whole = before[1]
     perturbed = after[1]
     assert ids is not None
@@ -188,23 +236,29 @@ def _damage(
         whole = whole.softmax(-1)
         perturbed = perturbed.softmax(-1)
     changes = whole - perturbed
-    fall = changes.gather(1, ids[:, None])[:, 0]
+    fall = changes.gather(-1, ids[..., None])[..., 0]
     if others is not None:
-        fall = fall - changes.gather(1, others[:, None])[:, 0]
+        fall = fall - changes.gather(-1, others[..., None])[..., 0]
+    fall = (fall * real).sum(1)
+    if metric == "logit":
+        return fall
+    fall = fall / counts
     if metric == "aopc_abs":
         return fall.abs()
     return fall
 
 
-def _query_state(hidden: Tensor, at: Int[Tensor, "row 1"] | None, mask: Bool[Tensor, "row pos"]) -> Tensor:
-    """Final states at one position of each prompt, or averaged over its real tokens where `at` is None."""
+def _query_state(
+    hidden: Tensor, at: Int[Tensor, "row query"] | None, mask: Bool[Tensor, "row pos"]
+) -> Float[Tensor, "row query d"]:
+    """Final states at some positions of each prompt, or averaged over its real tokens where `at` is None."""
     if at is not None:
         return _vectors(hidden, at)
-    return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    return ((hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))[:, None]
 
 
-def _vectors(hidden: Tensor, at: Int[Tensor, "row 1"]) -> Tensor:
-    """Vectors at one position per prompt; a classifier's head may have been given no other."""
+def _vectors(hidden: Tensor, at: Int[Tensor, "row query"]) -> Float[Tensor, "row query d"]:
+    """Vectors at some positions per prompt; a classifier's head may have been given no other."""
     if hidden.ndim == 2:
-        return hidden
-    return torch.take_along_dim(hidden, at[..., None], dim=1)[:, 0]
+        return hidden[:, None]
+    return torch.take_along_dim(hidden, at[..., None], dim=1)

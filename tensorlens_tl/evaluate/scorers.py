@@ -11,7 +11,8 @@ options say more.
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Literal, NamedTuple
@@ -20,23 +21,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.errors import InvalidInputError, RegistryError, UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, MethodError, RegistryError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.evaluate.arguments import MethodFunction, Methods, MethodSpec
+from tensorlens_tl.generation import scored_by
+from tensorlens_tl.models import FIRST_CHOICE
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.registry import attribute, get_method, list_methods, unknown_method
 from tensorlens_tl.results import Attribution
 
-
-class _Predicted:
-    def __repr__(self) -> str:
-        return "PREDICTED"
-
-    def __reduce__(self) -> str:  # a copy in another process is the same object
-        return "PREDICTED"
-
-
-PREDICTED = _Predicted()
+PREDICTED = FIRST_CHOICE
 """As a method's target: the token that the model itself predicts at the query."""
 
 RANDOM = "random"
@@ -89,6 +83,18 @@ class Explained(NamedTuple):
     minus: list[int] | None
 
 
+class Stretch(NamedTuple):
+    """A stretch of text that a model wrote after each of some prompts, explained as a whole.
+
+    Attributes:
+        queries: the positions that predict its tokens; of padding where a prompt has fewer of them.
+        minus: the ids of the tokens that each one is held against; None where there are none.
+    """
+
+    queries: Int[Tensor, "batch query"]
+    minus: list[list[int]] | None
+
+
 MEAN_TOLERANCE = 0.05
 """To which relative standard error a mean over all queries takes each norm of T; one query's is exact."""
 
@@ -107,7 +113,7 @@ class Scorer:
     @property
     def needs_target(self) -> bool:
         """Whether the predicted token is among its options."""
-        return PREDICTED in self.options.values()
+        return any(map(_is_predicted, self.options.values()))
 
     @property
     def estimates_norms(self) -> bool:
@@ -127,43 +133,100 @@ class Scorer:
                 "leave minus= out."
             )
 
-    def result(self, frozen: FrozenPass, query: int | Literal["all"] = -1, explained: Explained | None = None) -> Any:
+    def check_stretch(self) -> None:
+        """Refuse a method that cannot explain a stretch of generated text.
+
+        Raises:
+            InvalidInputError: it says nothing about single queries, or is about a token or a direction of its own.
+        """
+        if callable(self.method):
+            return
+        if not get_method(self.method).takes("query"):
+            raise InvalidInputError(
+                f"span: method {self.label!r} has no option 'query', so that it says nothing about a span's tokens. "
+                "Leave it out."
+            )
+        about = [name for name in ("target", "minus", "direction", "query") if self.options.get(name) is not None]
+        about = [name for name in about if not _is_predicted(self.options[name])]
+        if about:
+            raise InvalidInputError(
+                f"span: method {self.label!r} has {about[0]}= among its options, and a span's tokens are their own "
+                "targets. Leave it out."
+            )
+
+    def result(
+        self, frozen: FrozenPass, query: int | Literal["all"] = -1, explained: Explained | Stretch | None = None
+    ) -> Any:
         """What the method itself returns: an Attribution, or the output of a function.
 
         Args:
             frozen: the pass.
-            query: see `tensorlens_tl.passes.inputs.query_positions`.
+            query: see `tensorlens_tl.passes.inputs.query_positions`; a `Stretch` has its own.
             explained: the tokens that stand for `PREDICTED`; None is what the model predicts.
 
         Raises:
             InvalidInputError: the method's error, with the label in front.
+            MethodError: an error that is none of the library's.
         """
-        if callable(self.method):
-            return self.method(frozen)
+        with _named(self.label):
+            if callable(self.method):
+                return self.method(frozen)
+            if isinstance(explained, Stretch):
+                return self._of_stretch(frozen, self.method, explained)
+            return attribute(frozen, method=self.method, **self._question(frozen, query, explained))
+
+    def _question(self, frozen: FrozenPass, query: int | Literal["all"], explained: Explained | None) -> dict[str, Any]:
+        """The method's options, with target and query."""
         options = dict(self.options)
         if self.needs_target:
             if query == "all":
                 raise InvalidInputError(
-                    f"{self.label}: it explains a prediction, and a target needs one query; with query='mean' use "
-                    "methods or options without a target, such as 'tensorlens in_out'."
+                    "it explains a prediction, and a target needs one query; with query='mean' use methods or options "
+                    "without a target, such as 'tensorlens in_out'."
                 )
             if explained is None:
                 explained = Explained(predictions(frozen, query)[0].tolist(), None)
             if explained.minus is not None:
                 options.setdefault("minus", explained.minus)
             predicted = explained.target
-            options |= {name: predicted for name, value in options.items() if value is PREDICTED}
+            options |= {name: predicted for name, value in options.items() if _is_predicted(value)}
         if query == "all" and self.estimates_norms:  # exactly, d_model rows are pulled for every query
             options["tol"] = MEAN_TOLERANCE
-        if get_method(self.method).takes("query"):
+        if get_method(str(self.method)).takes("query"):
             options["query"] = query
-        try:
-            return attribute(frozen, method=self.method, **options)
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{self.label}: ", *error.args) from error
+        return options
+
+    def _of_stretch(self, frozen: FrozenPass, method: str, stretch: Stretch) -> Attribution:
+        """Scores of a stretch of generated text, one query for all of it."""
+        options = {name: value for name, value in self.options.items() if not _is_predicted(value)}
+        if self.needs_target and stretch.minus is not None:
+            options["minus"] = stretch.minus
+        return scored_by(frozen, method, stretch.queries, options, span=True)
+
+    def _scores(
+        self,
+        result: Attribution,
+        frozen: FrozenPass,
+        query: int | Literal["all"],
+        explained: Explained | Stretch | None,
+    ) -> Float[Tensor, "batch key"]:
+        """An Attribution's scores of the query, or the mean over all, or those of a stretch."""
+        _check_axes(result)
+        scores = result.scores[..., : frozen.mask.shape[1]]  # a source that is no token, such as a bias, has no rank
+        if isinstance(explained, Stretch):
+            if callable(self.method):
+                raise InvalidInputError(
+                    f"{self.label}: a function is not told which tokens a span has, and this one attributes queries of "
+                    "its own. Register it as a method with the options target and query (tlens.register_method)."
+                )
+            return scores[:, 0]
+        if query == "all":
+            real = torch.take_along_dim(frozen.mask, result.queries, dim=1)
+            return (scores * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+        return torch.take_along_dim(scores, query_rows(result, frozen, query)[..., None], dim=1)[:, 0]
 
     def __call__(
-        self, frozen: FrozenPass, query: int | Literal["all"] = -1, explained: Explained | None = None
+        self, frozen: FrozenPass, query: int | Literal["all"] = -1, explained: Explained | Stretch | None = None
     ) -> Float[Tensor, "batch pos"]:
         """Scores of source tokens for one query, or averaged over all of them where it is "all".
 
@@ -173,7 +236,7 @@ class Scorer:
         """
         scores = self.result(frozen, query, explained)
         if isinstance(scores, Attribution):
-            scores = _one_query(scores, frozen, query)
+            scores = self._scores(scores, frozen, query, explained)
         expected = tuple(frozen.mask.shape)
         if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
             shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
@@ -184,16 +247,33 @@ class Scorer:
         return scores
 
 
-def _one_query(result: Attribution, frozen: FrozenPass, query: int | Literal["all"]) -> Tensor:
+def _check_axes(result: Attribution) -> None:
+    """Raise `InvalidInputError` where scores are not one for each prompt, query and source token."""
     if tuple(result.axes) != ("batch", "query", "key"):
         raise InvalidInputError(
             f"{result.method}: its axes are {result.axes}; choose options that leave batch, query and key."
         )
-    scores = result.scores[..., : frozen.mask.shape[1]]  # a source that is no token, such as a bias, has no rank
-    if query == "all":
-        real = torch.take_along_dim(frozen.mask, result.queries, dim=1)
-        return (scores * real[..., None]).sum(1) / real.sum(1, keepdim=True)
-    return torch.take_along_dim(scores, query_rows(result, frozen, query)[..., None], dim=1)[:, 0]
+
+
+@contextmanager
+def _named(label: str) -> Iterator[None]:
+    """A method's errors, with its label in front.
+
+    Raises:
+        MethodError: an error that is none of the library's.
+    """
+    try:
+        yield
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{label}: ", *error.args) from error
+    except TensorLensError:
+        raise
+    except Exception as error:
+        raise MethodError(f"method {label!r} failed: {type(error).__name__}: {error}") from error
+
+
+def _is_predicted(value: object) -> bool:
+    return isinstance(value, str) and value == PREDICTED
 
 
 def query_rows(result: Attribution, frozen: FrozenPass, query: int) -> Int[Tensor, "batch 1"]:
@@ -278,7 +358,11 @@ def random_scores(seed: int = 0) -> Callable[[FrozenPass], Float[Tensor, "batch 
 
 
 def usable(
-    scorers: Sequence[Scorer], frozen: FrozenPass, query: int | Literal["all"], skip: bool
+    scorers: Sequence[Scorer],
+    frozen: FrozenPass,
+    query: int | Literal["all"],
+    skip: bool,
+    explained: Explained | Stretch | None = None,
 ) -> tuple[list[Scorer], dict[str, str]]:
     """Try every method on a short pass before the work starts; with `skip`, those that do not fit are left out.
 
@@ -287,6 +371,7 @@ def usable(
 
     Raises:
         UnsupportedModelError, InvalidInputError: of a method that does not work, unless skipped.
+        MethodError: a method fails with an error that is none of the library's.
     """
     fitting = []
     refusals = {}
@@ -294,7 +379,7 @@ def usable(
         try:
             if skip and scorer.needs_target and (query == "all" or frozen.view.unembedding is None):
                 raise UnsupportedModelError("needs one predicted token.")
-            scorer(frozen, query)
+            scorer(frozen, query, explained)
             fitting.append(scorer)
         except UnsupportedModelError as error:
             if not skip:

@@ -1,6 +1,7 @@
 """Text that a model writes, attributed in one call: batches of prompts, and their results as one."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tensorlens_tl.algebra.memory import Memory, in_bytes
@@ -107,6 +108,7 @@ def attribute_generation(
         batch_minus: Any = minus if others is None else taken(others, batch)
         try:
             frozen = frozen_texts(model, [texts[number] for number in batch], padding_side, store, verify)
+            frozen = replace(frozen, _of_batch=True)
             parts.append(frozen.attribute(minus=batch_minus, **settings))
         except InvalidInputError as error:
             raise error.with_prompts(dict(enumerate(map(PromptNumber, batch)))) from error

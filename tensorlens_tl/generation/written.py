@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number, whole_slice
+from tensorlens_tl._arguments import plain, whole_number, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.generation.hops import SIGNED, Hops, Shares, check_hops, check_shares, divisors, sent_on
@@ -19,7 +19,7 @@ from tensorlens_tl.models import NEXT, RUNNER_UP, ModelLike, ModelView, TokenLik
 from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, difference, freeze
 from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find
 from tensorlens_tl.passes.operator import EACH_NEXT, Collapse
-from tensorlens_tl.results import EACH_GENERATED, Attribution
+from tensorlens_tl.results import EACH_GENERATED, EACH_MINUS, EACH_SPAN, Attribution, span_text
 
 if TYPE_CHECKING:
     Span = str | int | slice | tuple[int, int] | Sequence[int] | None
@@ -47,6 +47,12 @@ class FrozenGeneration:
     frozen: PassOrDifference
     positions: Int[Tensor, "batch token"]
     _links: dict[tuple[str, str], Collapse] = field(default_factory=dict)
+    _of_batch: bool = False
+
+    @property
+    def _is_one(self) -> bool:
+        """Whether this is the only prompt: no others in this pass, nor in other passes of one call."""
+        return len(self.positions) == 1 and not self._of_batch
 
     def __repr__(self) -> str:
         counts = sorted(set(self.real.sum(1).tolist()))
@@ -94,7 +100,7 @@ class FrozenGeneration:
         check_hops(hops)
         check_shares(shares)
         check_method(method, options, hops, minus, bias, activation)
-        queries = self._queries(self.positions if span is None else self._span(span))
+        queries = self.queries(span)
         settings: dict[str, Any] = {"bias": bias, "activation": activation, "memory": memory}
         if method != METHOD:
             others = options | given(minus=minus, bias=bias, activation=activation)
@@ -116,7 +122,7 @@ class FrozenGeneration:
             bias=constant,
             total=collapse.total,
             additive=True,
-            target=self._label(queries, span, minus, hops),
+            target=self.label(queries, span, minus, hops),
             options={name: value for name, value in options.items() if value is not None}
             | {"generated": self.generated_ranges(), "asked": self._token_positions(queries)},
         )
@@ -141,7 +147,7 @@ class FrozenGeneration:
         before, logit, _ = target.partition("logit of ")
         if not logit:
             return target.replace(EACH_NEXT, EACH_GENERATED)
-        label = self._label(queries, span, minus, 0)
+        label = self.label(queries, span, minus, 0)
         return label if label.startswith(before) else before + label
 
     def difference(self, other: "FrozenGeneration") -> "FrozenGeneration":
@@ -190,10 +196,52 @@ class FrozenGeneration:
             links = self._links[bias, activation] = operator.target(NEXT, query=queries, bias=bias, memory=memory)
         return links
 
+    def queries(self, span: Span = None) -> Int[Tensor, "batch query"]:
+        """The positions that predict a stretch's tokens, one before each, padding counted.
+
+        Args:
+            span: as for `attribute_generation`; None is every generated token.
+
+        Returns:
+            Positions, of padding where a prompt has fewer of them.
+
+        Raises:
+            InvalidInputError: a span that is empty, outside the generated text or not in it.
+
+        >>> written = tlens.generation.freeze_generation(model, "Return the", max_new_tokens=3)
+        >>> written.queries((0, 2))
+        tensor([[2, 3]])
+        """
+        return self._queries(self.positions if span is None else self._span(span))
+
     def generated_ranges(self) -> list[list[int]]:
         """The position of each prompt's first generated token, and the one after the last: ``[first, stop]``."""
         counts = self.real.sum(1).tolist()
         return [[row[0], row[count - 1] + 1] for row, count in zip(self.positions.tolist(), counts, strict=True)]
+
+    def label(
+        self, queries: Int[Tensor, "batch query"], span: Span = None, minus: TokenLike = None, hops: Hops = 0
+    ) -> str:
+        """What scores of generated tokens are of, in words.
+
+        Args:
+            queries: the positions that predict the tokens; see `queries`.
+            span: None where each of them is explained by itself; else they are together.
+            minus, hops: as for `attribute_generation`.
+        """
+        unit, against = _unit(minus)
+        if span is None:
+            label = f"{unit}{against} of {EACH_GENERATED}"
+        elif self._is_one:
+            tokens = [self.frozen.str_tokens[0][position] for position in self._token_positions(queries)[0]]
+            label = f"sum of the {unit}s{against} of {span_text(tokens)}"
+        else:
+            label = f"sum of the {unit}s{against} of {EACH_SPAN}"
+        if isinstance(self.frozen, Difference):
+            label = f"change of the {label}"
+        if hops == 0:
+            return label
+        return f"{label}, after {_counted(hops, 'hop')}"
 
     # ------------------------------------------------------------------ inside
 
@@ -295,22 +343,6 @@ class FrozenGeneration:
             )
         return within
 
-    def _label(self, queries: Int[Tensor, "batch query"], span: Span, minus: TokenLike, hops: Hops) -> str:
-        """What the scores are of, in words."""
-        unit, against = _unit(minus)
-        if span is None:
-            label = f"{unit}{against} of {EACH_GENERATED}"
-        else:
-            tokens = [self.frozen.str_tokens[0][position] for position in self._token_positions(queries)[0]]
-            label = f"sum of the {unit}s{against} of {_counted(len(tokens), 'generated token')}"
-            if len(self.positions) == 1 and len(tokens) <= 12:
-                label += f" {''.join(tokens)!r}"
-        if isinstance(self.frozen, Difference):
-            label = f"change of the {label}"
-        if hops == 0:
-            return label
-        return f"{label}, after {_counted(hops, 'hop')}"
-
 
 def _unit(minus: TokenLike) -> tuple[str, str]:
     """What is attributed of a token, and what it is compared with."""
@@ -318,6 +350,9 @@ def _unit(minus: TokenLike) -> tuple[str, str]:
         return "logit", ""
     if _is_runner_up(minus):
         return "logit difference", " to the runner-up"
+    minus = plain(minus)
+    if isinstance(minus, list | tuple):
+        return "logit difference", f" to {EACH_MINUS}"
     return "logit difference", f" to {minus!r}"
 
 

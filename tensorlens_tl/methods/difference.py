@@ -150,7 +150,7 @@ def baseline_pass(frozen: FrozenPass, baseline: Any) -> FrozenPass:
     try:
         chosen = Replacement.of(frozen.view, frozen.prompt, baseline, vocabulary_mean(frozen.view), alone=True)
     except InvalidInputError as error:
-        raise InvalidInputError(f"baseline: {error}") from error
+        raise InvalidInputError(f"baseline: {str(error).removeprefix('baseline: ')}") from error
     positions = torch.arange(frozen.tokens.shape[1], device=frozen.mask.device)
     return _replaced(frozen, chosen, frozen.mask & (positions >= frozen.prompt.special))
 
@@ -168,7 +168,7 @@ def _with_tokens(frozen: FrozenPass, baseline: Any) -> FrozenPass:
     try:
         other = _other_tokens(frozen, baseline)
     except InvalidInputError as error:
-        raise InvalidInputError(f"baseline: {error}") from error
+        raise InvalidInputError(f"baseline: {str(error).removeprefix('baseline: ')}") from error
     tokens = torch.where(frozen.mask, other, frozen.tokens)
     inputs = {**frozen.inputs, "input": tokens}
     encoder = frozen.prompt.encoder_length

@@ -23,7 +23,7 @@ def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
     return ("predictions",)
 
 
-@register_method("relp", needs=_needs)
+@register_method("relp", needs=_needs, same_numbers="tensorlens (collapse=target), where no MLP is gated")
 @checked_arguments
 def relp(
     frozen: FrozenPass,

@@ -35,6 +35,7 @@ from tensorlens_tl.models.layouts import (
 )
 from tensorlens_tl.models.patches import PatchWeights as PatchWeights
 from tensorlens_tl.models.protocol import (
+    FIRST_CHOICE,
     NEXT,
     RUNNER_UP,
     Direction as Direction,
@@ -51,6 +52,7 @@ from tensorlens_tl.models.sublayers import mixer_map, scan_of
 from tensorlens_tl.models.view import ModelView
 
 __all__ = [
+    "FIRST_CHOICE",
     "LAYOUTS",
     "NEXT",
     "RULES",

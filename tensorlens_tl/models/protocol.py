@@ -58,6 +58,9 @@ class Relative(Enum):
 NEXT = Relative.NEXT
 """As a target: every query asks for its own next token, the one that follows it in the prompt."""
 
+FIRST_CHOICE = "first-choice"
+"""As `target=` (or `minus=`): at each query the token of largest logit, which the model predicts."""
+
 RUNNER_UP = "runner-up"
 """As `minus=`: at each query the token of largest logit besides the target."""
 
@@ -66,7 +69,7 @@ if TYPE_CHECKING:
     """A model, as a user passes it."""
 
     TokenLike = str | int | Tensor | Sequence[str | int] | Sequence[Sequence[str | int]] | Literal[Relative.NEXT] | None
-    """A token as text or id; one for each prompt; one for each query of each prompt, `[batch][query]`; or `NEXT`."""
+    """A token as text, id or `FIRST_CHOICE`; one for each prompt; one for each query, `[batch][query]`; or `NEXT`."""
 
     Query = int | str | slice | Sequence[int | str] | Tensor
     """Positions, counted over each prompt's real tokens: one, a list or a slice of them, a text, or "all" of them."""

@@ -40,6 +40,7 @@ class Method:
         explains_differences: whether it takes the difference of two passes as well.
         perturbs: whether it takes something away and runs the live model again.
         runs: see `register_method`; `cost` reads it.
+        same_numbers: see `register_method`; `equal_to` reads it.
 
     >>> tlens.get_method("alti")
     Method('alti', options: distance, query; needs: one_stack, head_vectors, unwhitened)
@@ -55,6 +56,7 @@ class Method:
     explains_differences: bool = False
     perturbs: bool = False
     runs: Runs = None
+    same_numbers: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__doc__", inspect.getdoc(self.function))  # help() of a method is its own
@@ -133,6 +135,21 @@ class Method:
         if self.about_prediction is not None:
             return self.about_prediction
         return self.takes("target") and options.get("direction") is None
+
+    @property
+    def equal_to(self) -> str:
+        """The method whose numbers it gives by default, in words; an empty text where it has numbers of its own.
+
+        >>> tlens.get_method("cp-lrp").equal_to
+        'tensorlens (collapse=target)'
+        >>> tlens.get_method("alti").equal_to
+        ''
+        """
+        if self.alias_of is None:
+            return self.same_numbers
+        name, fixed = self.alias_of
+        options = ", ".join(f"{option}={value}" for option, value in fixed.items())
+        return f"{name} ({options})"
 
     @property
     def summary(self) -> str:

@@ -41,6 +41,7 @@ def register_method(
     explains_differences: bool = False,
     perturbs: bool = False,
     runs: Annotated[Runs, "a function of a pass and the options, or None"] = None,
+    same_numbers: str = "",
 ) -> Callable[[MethodFunction], MethodFunction]:
     """Register a function under a name, as a decorator.
 
@@ -60,6 +61,8 @@ def register_method(
             such methods together.
         runs: a function of the pass and the options, defaults included, that returns how many forward passes the
             method costs, where these are many. Reports leave out what costs too much. None is a few at most.
+        same_numbers: of a method that by default gives the numbers of another one: of which, and when. Lists of methods
+            say so.
 
     Returns:
         A decorator. It returns the function itself, or where `needs` are given one that checks them first.
@@ -94,6 +97,7 @@ def register_method(
             explains_differences=explains_differences,
             perturbs=perturbs,
             runs=runs,
+            same_numbers=same_numbers,
         )
         if needs is not None:
             method = replace(method, function=_checking(method))

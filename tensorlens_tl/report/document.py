@@ -80,7 +80,7 @@ def explain(
     parts = [answer_html(frozen, prediction, tokens, components)]
     if results:
         parts += ["<h2>What each method says</h2>", grouped_html(said.shown, prediction.position)]
-    parts += [sections, _refusals(refused)]
+    parts += [sections, *map(note, said.failed.values()), _refusals(refused)]
     parts.append(_proofs(frozen, {name: float(r.max()) for name, r in proofs.items() if r is not None}))
     text = "".join(frozen.str_tokens[0])
     return Picture(f"Where a prediction comes from: {short(text, 60)}", "".join(parts))

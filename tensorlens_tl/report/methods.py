@@ -1,5 +1,6 @@
 """What do the methods say about one prediction? Those that are cheap enough, and why the others are left out."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,14 +65,16 @@ class Answers:
     Attributes:
         shown: the answers.
         refused: the methods without one, and why.
+        failed: the methods that raised an error that is none of the library's, and which.
     """
 
     shown: dict[str, Answer] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
 
 def answers(frozen: FrozenPass, prediction: Prediction, methods: Sequence[str], limits: Limits = NONE_SLOW) -> Answers:
-    """Every method's answer for one query, and why some have none.
+    """Every method's answer for one query, and why some have none. A method that fails also warns.
 
     Args:
         frozen: a pass of one prompt.
@@ -98,7 +101,12 @@ def answers(frozen: FrozenPass, prediction: Prediction, methods: Sequence[str], 
         elif is_slow and not limits.named:
             said.refused[name] = _too_slow(frozen, registered, options)
             continue
-        answer = _answer(frozen, prediction, registered, options)
+        try:
+            answer = _answer(frozen, prediction, registered, options)
+        except Exception as error:  # of a method that somebody registered: the others still have answers
+            said.failed[name] = f"Method {name!r} failed: {type(error).__name__}: {error}"
+            warnings.warn(said.failed[name], stacklevel=3)
+            continue
         if isinstance(answer, str):
             said.refused[name] = answer
         else:

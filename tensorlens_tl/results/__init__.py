@@ -7,12 +7,7 @@ from tensorlens_tl.results.entry import Entry, check_batch as check_batch, large
 from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
 from tensorlens_tl.results.feature_edges import FeatureEdges
 from tensorlens_tl.results.feature_examples import FeatureExamples
-from tensorlens_tl.results.frames import (
-    COLUMNS,
-    EACH_GENERATED as EACH_GENERATED,
-    MEAN_QUERY as MEAN_QUERY,
-    SEVERAL_TARGETS as SEVERAL_TARGETS,
-)
+from tensorlens_tl.results.frames import COLUMNS
 from tensorlens_tl.results.graph import ContributionGraph
 from tensorlens_tl.results.heads import HeadScores, joined_heads as joined_heads
 from tensorlens_tl.results.joining import (
@@ -23,6 +18,14 @@ from tensorlens_tl.results.pairs import ScoreAttribution, ScoreChange
 from tensorlens_tl.results.queries import one_query as one_query
 from tensorlens_tl.results.result import RESULT_ENDINGS as RESULT_ENDINGS, Result, check_file as check_file
 from tensorlens_tl.results.routes import HEAD_ROUTES as HEAD_ROUTES, ROUTES as ROUTES, ChangeRoutes
+from tensorlens_tl.results.targets import (
+    EACH_GENERATED as EACH_GENERATED,
+    EACH_MINUS as EACH_MINUS,
+    EACH_SPAN as EACH_SPAN,
+    MEAN_QUERY as MEAN_QUERY,
+    SEVERAL_TARGETS as SEVERAL_TARGETS,
+    span_text as span_text,
+)
 from tensorlens_tl.results.terms import Paths, Terms
 from tensorlens_tl.results.views import array as array
 

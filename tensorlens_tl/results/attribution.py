@@ -13,10 +13,11 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import Difference, FrozenPass
 from tensorlens_tl.passes.inputs import find_real, query_positions, without_mark, word_ids, word_starts
-from tensorlens_tl.results.entry import Entry, largest, query_row
+from tensorlens_tl.results.entry import Entry, largest, query_row, shown_target
 from tensorlens_tl.results.frames import long_frame
-from tensorlens_tl.results.means import refuse_runners_up
-from tensorlens_tl.results.views import AXES, OF_GENERATED, Shown
+from tensorlens_tl.results.means import refuse_ranked
+from tensorlens_tl.results.targets import OF_GENERATED
+from tensorlens_tl.results.views import AXES, Shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -114,7 +115,7 @@ class Attribution(Shown):
         shape = ", ".join(f"{name}={size}" for name, size in zip(self.axes, self.scores.shape, strict=True))
         facts = [repr(self.method), shape]
         if self.target:
-            facts.insert(1, repr(self.target))
+            facts.insert(1, repr(shown_target(self.target)))
         if self.gap is not None:
             facts.append(f"gap={float(self.gap.max()):.1e}")
         return f"Attribution({', '.join(facts)})"
@@ -305,7 +306,7 @@ class Attribution(Shown):
         ):
             if left != right:
                 raise InvalidInputError(f"difference: the two differ in {name}; compare like with like.")
-        refuse_runners_up(self.target, other.target)
+        refuse_ranked(self.target, other.target)
         left, right = (attribution.provenance.get("weight_processing") for attribution in (self, other))
         if left != right:
             raise InvalidInputError(

@@ -13,8 +13,9 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.inputs import find_real
 
 _TOKEN = r"""(?:-?\d+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
-LIST_OF_TOKENS = rf"(?<![^ ])\[{_TOKEN}(?:, {_TOKEN})+\]$"
-"""Several tokens at the end of a target or of what is subtracted from it, as Python writes a list."""
+_TOKENS = rf"\[{_TOKEN}(?:, {_TOKEN})*\]"
+LIST_OF_TOKENS = rf"(?<![^ ])(?:{_TOKENS}|\[{_TOKENS}(?:, {_TOKENS})*\])$"
+"""Tokens at the end of a target or of what is subtracted from it, as Python writes a list, or one for each prompt."""
 
 MINUS = " − "
 
@@ -150,6 +151,8 @@ def shown_target(target: str) -> str:
     >>> from tensorlens_tl.results.entry import shown_target
     >>> shown_target("logit of [5, 12, 7] − [1, 2, 3]"), shown_target("logit of ' a' − [1, 2]")
     ('logit of each answer − other', "logit of ' a' − each other")
+    >>> shown_target("logit of [[5, 12], [7, 2]]")
+    'logit of each answer'
     """
     first, minus, second = target.partition(MINUS)
     if re.search(LIST_OF_TOKENS, first):

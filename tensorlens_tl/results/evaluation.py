@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import nearest
 from tensorlens_tl.drawing import charts, figure, page, terminal
+from tensorlens_tl.drawing.marks import note
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import with_style
 from tensorlens_tl.results.result import Result
@@ -108,6 +109,29 @@ class Evaluation(Result):
                 near = nearest(what, known)
                 raise InvalidInputError(f"{name}={what!r}: this {self.kind} has {', '.join(map(repr, known))}.{near}")
         return self.values[list(self.metrics).index(metric), self.methods.index(method)]
+
+    @property
+    def same_numbers(self) -> list[list[str]]:
+        """Methods that have the same numbers everywhere here, to rounding: they are no independent evidence.
+
+        >>> result = tlens.evaluate.completeness(model, text, ["tensorlens target", "cp-lrp", "decompx target"])
+        >>> result.same_numbers
+        [['tensorlens target', 'cp-lrp']]
+        """
+        values = self.values if self.curves is None else self.curves
+        numbers = values.movedim(1, 0).flatten(1).double()
+        groups: dict[str, list[str]] = {}
+        rows: dict[str, Tensor] = {}
+        for name, row in zip(self.methods, numbers, strict=True):
+            if not bool(row.isfinite().any()):
+                continue
+            first = next((of for of, known in rows.items() if _same(row, known)), name)
+            rows.setdefault(first, row)
+            groups.setdefault(first, []).append(name)
+        return [names for names in groups.values() if len(names) > 1]
+
+    def _same_notes(self) -> list[str]:
+        return [f"the same numbers: {', '.join(names)}" for names in self.same_numbers]
 
     def table(self, metric: str | None = None, *, level: Any = 0.95) -> "pd.DataFrame":
         """Means with bootstrap intervals, one row per method, best first by one metric (the first unless named).
@@ -222,6 +246,7 @@ class Evaluation(Result):
         notes = ["↑ higher is better, ↓ lower is better"]
         if self.settings.get("dropped"):
             notes.append(f"{self.settings['dropped']} prompts dropped, which the model answers wrongly")
+        notes += self._same_notes()
         notes += [f"left out: {name}: {why}" for name, why in self.skipped.items()]
         caption = "\n".join(notes)
         terminal.show_table(title, headings, rows, left=("method",), caption=caption)
@@ -295,6 +320,7 @@ class Evaluation(Result):
             if not parts:
                 details = "<details open>"
             parts.append(f"{details}<summary><b>{escape(metric)}</b>, {better}</summary>{chart}</details>")
+        parts += [note(text) for text in self._same_notes()]
         if self.skipped:
             reasons = page.table(("method", "why"), self.skipped.items(), "words")
             parts.append(f"<details><summary>{len(self.skipped)} methods left out</summary>{reasons}</details>")
@@ -372,6 +398,12 @@ def _cell(frame: "pd.DataFrame", method: Any, metric: str, digits: int, *, bold:
     if isnan(low):
         return cell
     return f"{cell} [{low:.{digits}g}, {high:.{digits}g}]"
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Whether two rows of numbers are equal to rounding, gaps included."""
+    size = float(second[second.isfinite()].abs().max())
+    return torch.allclose(first, second, rtol=1e-6, atol=1e-6 * size, equal_nan=True)
 
 
 def _fact(value: Any) -> str:

@@ -1,15 +1,14 @@
 """Tables of results: what their columns are called, and the long one of an Attribution."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tensorlens_tl.models import RUNNER_UP
-from tensorlens_tl.passes.operator import EACH_NEXT
-from tensorlens_tl.results.views import AXES, OF_GENERATED, Shown
+from tensorlens_tl.results.targets import OF_GENERATED, query_texts, target_texts
+from tensorlens_tl.results.views import AXES, Shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,15 +58,6 @@ COLUMNS: Mapping[str, str] = {
     "value": "the measured number",
 }
 """The columns of every result's `to_dataframe`; an evaluation's axis and a program's own numbers come besides."""
-
-SEVERAL_TARGETS = "a target of its own for each prompt"
-"""What is explained, where that differs."""
-
-EACH_GENERATED = "each generated token"
-"""What is explained of generated text, a query for each token."""
-
-MEAN_QUERY = "mean over the queries"
-"""What is explained with ``query="mean"``."""
 
 
 def long_frame(result: Shown) -> "pd.DataFrame":
@@ -132,62 +122,6 @@ def _with_queries(result: Shown, frame: "pd.DataFrame") -> "pd.DataFrame":
     if result.sides is not None:
         frame["query_side"] = [result.sides[b][q] for b, q in zip(batch, positions, strict=True)]
     return frame.loc[result.mask.cpu().numpy()[batch, positions]]
-
-
-def query_texts(result: Shown, batch: int) -> list[str]:
-    """What each query of a prompt is, in words: its token, or the stretch of text that it stands for."""
-    tokens = result.tokens[batch]
-    positions = result.queries[batch].tolist()
-    spans = _spans(result, batch)
-    if len(positions) == 1 and len(spans) > 1:
-        return ["".join(tokens[position] for position in spans)]
-    if isinstance(result.options.get("query"), str) and result.options["query"] == "mean":
-        return [MEAN_QUERY]
-    return [tokens[position] for position in positions]
-
-
-def target_texts(result: Shown, batch: int) -> list[str]:
-    """What is explained at each query of a prompt, in words, its own token named."""
-    label = _label_of_prompt(result, batch)
-    tokens = result.tokens[batch]
-    spans = iter(_spans(result, batch))
-    labels = list[str]()
-    for position in result.queries[batch].tolist():
-        after = position + 1
-        if EACH_GENERATED in label and result.mask[batch, position]:
-            labels.append(label.replace(EACH_GENERATED, repr(tokens[next(spans, position)])))
-        elif EACH_NEXT in label and after < len(tokens) and MEAN_QUERY not in label:
-            labels.append(label.replace(EACH_NEXT, repr(tokens[after])))
-        else:
-            labels.append(label)
-    return labels
-
-
-def _spans(result: Shown, batch: int) -> list[int]:
-    """The positions of the generated tokens that a prompt is asked about."""
-    rows: Sequence[list[int]] = result.options.get(OF_GENERATED[1], [])
-    return rows[batch] if rows else []
-
-
-def _label_of_prompt(result: Shown, batch: int) -> str:
-    """The target in words; where every prompt has a token of its own, that of one prompt."""
-    named = [result.options.get(name) for name in ("target", "minus")]
-    of_prompt = [_of_prompt(value, batch, len(result.tokens)) for value in named]
-    several = any(isinstance(value, list | tuple | Tensor) for value in named)
-    if not several or not result.target.startswith(("logit of", SEVERAL_TARGETS)):
-        return result.target
-    if any(isinstance(value, list | tuple | Tensor) for value in of_prompt):  # one for each query as well
-        return result.target
-    names = ["the runner-up" if value == RUNNER_UP else repr(value) for value in of_prompt if value is not None]
-    return "logit of " + " − ".join(names)
-
-
-def _of_prompt(value: Any, batch: int, prompts: int) -> Any:
-    if isinstance(value, Tensor):
-        value = value.tolist()
-    if isinstance(value, list | tuple) and len(value) == prompts:
-        return value[batch]
-    return value
 
 
 def _numbers(values: Tensor) -> np.ndarray:

@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 
 from tensorlens_tl.results.attribution import Attribution
 from tensorlens_tl.results.changes import NUMBERS, ModelChange
-from tensorlens_tl.results.frames import SEVERAL_TARGETS
+from tensorlens_tl.results.entry import shown_target
+from tensorlens_tl.results.targets import SEVERAL_TARGETS
 
 BATCH_AXES = {"layers": 1}
 """The number of the batch axis, where it is not the first."""
@@ -38,15 +39,12 @@ def joined(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], optio
     if every_query:
         tensors["queries"] = torch.arange(queries, device=order.device).expand(len(order), -1)
     first = padded[0]
-    target = SEVERAL_TARGETS
-    if all(part.target == first.target for part in parts):
-        target = first.target
     return replace(
         first,
         **tensors,
         tokens=_rows(padded, "tokens", order),
         word_starts=_rows(padded, "word_starts", order),
-        target=target,
+        target=_target([part.target for part in parts]),
         options=first.options | options,
     )
 
@@ -79,12 +77,19 @@ def joined_changes(parts: Sequence[ModelChange], batches: Sequence[Sequence[int]
         padded = [_padded(getattr(part, name), of_field, sizes, value) for part in aligned]
         tensors[name] = _in_order(padded, 0, order)
     first = parts[0]
-    target = SEVERAL_TARGETS
-    if all(part.target == first.target for part in parts):
-        target = first.target
     tokens = [_filled(row, "", length) for part in parts for row in part.tokens]
     tokens = [tokens[number] for number in order.tolist()]
-    return replace(first, **tensors, names=names, tokens=tokens, target=target)
+    return replace(first, **tensors, names=names, tokens=tokens, target=_target([part.target for part in parts]))
+
+
+def _target(targets: Sequence[str]) -> str:
+    """What all parts explain, in words; lists of tokens, which are those of a part, by what they are."""
+    if len(set(targets)) == 1:
+        return targets[0]
+    shown = set(map(shown_target, targets))
+    if len(shown) == 1:
+        return shown.pop()
+    return SEVERAL_TARGETS
 
 
 def padded_to(part: Attribution, length: int, queries: int, layer_queries: int) -> Attribution:

@@ -8,10 +8,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.passes.operator import RANKED
 from tensorlens_tl.results.statistics import bootstrap_interval
-
-EACH_RUNNER_UP = "the runner-up"
-"""In the target of what was compared with the runner-up, which each prompt and model has its own of."""
 
 
 @runtime_checkable
@@ -67,7 +65,7 @@ def less(first: _Parts, second: _Parts) -> dict[str, Any]:
             f"difference: no part has the same name ({first.names[0]!r} …, {second.names[0]!r} …); ask for both by= "
             "the same kind of part."
         )
-    refuse_runners_up(first.target, second.target)
+    refuse_ranked(first.target, second.target)
     names = list(dict.fromkeys([*first.names, *second.names]))
     remainder = None
     if first.remainder is not None and second.remainder is not None:
@@ -92,20 +90,22 @@ def less(first: _Parts, second: _Parts) -> dict[str, Any]:
     }
 
 
-def refuse_runners_up(first: str, second: str) -> None:
-    """Refuse to subtract results that were each compared with a runner-up of their own.
+def refuse_ranked(first: str, second: str) -> None:
+    """Refuse to subtract results of tokens that are named by their rank, which each prompt and model has its own of.
 
     Args:
         first, second: what either explains, in words.
 
     Raises:
-        InvalidInputError: one of them was.
+        InvalidInputError: one of them is of such a token.
     """
-    if EACH_RUNNER_UP in first or EACH_RUNNER_UP in second:
-        raise InvalidInputError(
-            f"a − b: each side of {first!r} and {second!r} may have another runner-up, so that the two numbers are not "
-            "of the same tokens. Name the token, minus=' Rome', on both sides; or ask about tlens.difference(a, b)."
-        )
+    for words in RANKED.values():
+        if words in first or words in second:
+            raise InvalidInputError(
+                f"a − b: each side of {first!r} and {second!r} may have another {words.removeprefix('the ')}, so that "
+                "the two numbers are not of the same tokens. Name the token, such as ' Rome', on both sides; or ask "
+                "about tlens.difference(a, b)."
+            )
 
 
 def mean_over_prompts(terms: _Parts, level: int | float) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tensorlens_tl.results.entry import (
     some_numbers,
     with_style,
 )
-from tensorlens_tl.results.means import mean_of, mean_queries, mean_words, refuse_runners_up
+from tensorlens_tl.results.means import mean_of, mean_queries, mean_words, refuse_ranked
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.terms import Terms
 
@@ -175,7 +175,7 @@ class ChangeRoutes(Result):
         shapes = [(*result.heads.shape, result.queries.tolist()) for result in (self, other)]
         if shapes[0] != shapes[1]:
             raise InvalidInputError("a − b: routes of other prompts, queries, layers or heads; subtract their means.")
-        refuse_runners_up(self.target, other.target)
+        refuse_ranked(self.target, other.target)
         parts = {name: getattr(self, name) - getattr(other, name) for name in ("scores", "heads", "total")}
         return replace(self, **parts, target=f"{self.target} − {other.target}")
 

@@ -117,7 +117,7 @@ class Terms(Result):
         gap = "not additive"
         if self.additive:
             gap = f"gap={float(self.gap.max()):.1e}"
-        return f"{type(self).__name__}({len(self)} of {self.target!r}, total={totals}, {gap})"
+        return f"{type(self).__name__}({len(self)} of {shown_target(self.target)!r}, total={totals}, {gap})"
 
     def __getitem__(self, name: str) -> Float[Tensor, "batch query"]:
         """One part's score for every prompt and query.
@@ -229,7 +229,7 @@ class Terms(Result):
             frame["key"] = index[3]
             frame["key_token"] = [self.tokens[b][k] for b, k in zip(batch, index[3], strict=True)]
             real = real & self.mask.cpu().numpy()[batch, index[3]]
-        frame["target"] = self.target
+        frame["target"] = shown_target(self.target)
         if self.counts is not None:
             frame["n"] = self.counts.cpu().numpy()[index[0], index[1]]
         for name in ("low", "high"):

@@ -21,11 +21,9 @@ from tensorlens_tl.results.entry import (
     with_style,
 )
 from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.targets import OF_GENERATED, target_of_prompt, target_texts
 
 AXES = ("batch", "query", "key")
-
-OF_GENERATED = ("generated", "asked")
-"""Options of an attribution of generated text: where its generated tokens stand, and which of them are asked about."""
 
 PATCH = " patch "
 """What the names of an image's patches begin with; their row and column follow, from 0."""
@@ -63,9 +61,17 @@ class Shown(Result):
         """The title of its page."""
         return self.describe()
 
-    def describe(self) -> str:
-        """What the scores are, in one line."""
-        notes = [": ".join(filter(None, [self.method, shown_target(self.target)]))]
+    def describe(self, batch: int | None = None, row: int | None = None) -> str:
+        """What the scores are, in one line.
+
+        Args:
+            batch: a prompt, whose own target is named; None for all of them.
+            row: one of its queries.
+        """
+        target = shown_target(self.target)
+        if batch is not None:
+            target = target_of_prompt(self, batch, row)
+        notes = [": ".join(filter(None, [self.method, target]))]
         if self.additive and self.gap is not None:
             notes.append(f"gap {float(self.gap.max()):.1e}")
         return " · ".join(notes)
@@ -141,7 +147,7 @@ class Shown(Result):
         which = shown_query(self.queries, self.tokens, row, batch)
         if self.queries.shape[1] > 1:
             which += "; show(query=...) shows another"
-        title = " · ".join(filter(None, [self.describe(), which]))
+        title = " · ".join(filter(None, [self.describe(batch, row), which]))
         terminal.show_table(title, headings, rows, sums, left=("token", "side"))
 
     def plot(
@@ -175,7 +181,7 @@ class Shown(Result):
             names = ("query", "source token")
             if self._is_generated():
                 names = ("generated token", "source token")
-            return figure.heat_map(plane, labels, tokens, self.describe(), ax, values, names)
+            return figure.heat_map(plane, labels, tokens, self.describe(batch), ax, values, names)
         if self.image is not None and _patches(tokens)[0]:
             patches, height, width = _patches(tokens)
             square = plane[0][patches].reshape(height, width)
@@ -203,10 +209,11 @@ class Shown(Result):
         return [dict(zip(self._shown(batch)[1], positions, strict=False))[row]]
 
     def _strip_title(self, batch: int, row: int) -> str:
-        notes = [self.describe()]
+        notes = [self.describe(batch, row)]
         if self._is_generated():
             text = "".join(self.tokens[batch][position] for position in self._explained(batch, row))
-            notes.append(f"of {text!r}")
+            if repr(text) not in notes[0]:
+                notes.append(f"of {text!r}")
         if len(self.tokens) > 1:
             notes.append(f"prompt {batch % len(self.tokens)} of {len(self.tokens)}")
         return " · ".join(notes)
@@ -226,7 +233,7 @@ class Shown(Result):
         keys, rows = self._shown(batch)
         positions = self.queries[batch].tolist()
         queries = [(positions[row], self.tokens[batch][positions[row]]) for row in rows]
-        notes: list[str] = []
+        notes = self._target_notes(batch, rows)
         if self.additive and self.bias is not None and self.total is not None and len(rows) == 1:
             bias, total = (float(t[batch, rows[0]]) for t in (self.bias, self.total))
             notes.append(f"bias, from no token: {number(bias)} · total: {number(total)}")
@@ -240,7 +247,7 @@ class Shown(Result):
             stacks.append(heat_maps.Stack(name, planes[:, chosen][:, :, list(keys)], labels))
         plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
         tokens = list(keys.values())
-        label = self.describe()
+        label = self.describe(batch)
         sides: list[str] = []
         if self.sides is not None:
             sides = [self.sides[batch][position] for position in keys]
@@ -252,6 +259,13 @@ class Shown(Result):
         if self.image is None or len(rows) != 1:
             return prompt_html
         return self._image_html(batch, plane[0], tokens) + prompt_html
+
+    def _target_notes(self, batch: int, rows: list[int]) -> list[str]:
+        """What is explained of a prompt and its queries, where the title cannot say it."""
+        if target_of_prompt(self, batch) == shown_target(self.target) and self.target == shown_target(self.target):
+            return []
+        texts = target_texts(self, batch)
+        return list(dict.fromkeys(texts[row] for row in rows))
 
     def _generated_html(self, batch: int) -> str:
         """Generated text: each of its tokens can be asked; the matrix of all pairs below, to be opened."""
@@ -281,7 +295,7 @@ class Shown(Result):
         if len(rows) == 1:
             return picture
         labels = [tokens[target] for target in targets]
-        whole = heat_maps.matrix(labels, tokens, plane, label=self.describe(), corner="generated ↓ source →")
+        whole = heat_maps.matrix(labels, tokens, plane, label=self.describe(batch), corner="generated ↓ source →")
         return f"{picture}<details><summary>All of them as a matrix</summary>{whole}</details>"
 
     def _image_html(self, batch: int, scores: np.ndarray, tokens: list[str]) -> str:

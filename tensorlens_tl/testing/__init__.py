@@ -3,6 +3,7 @@
 from tensorlens_tl.testing.allocations import Allocations
 from tensorlens_tl.testing.map_checks import check_map, map_checks
 from tensorlens_tl.testing.method_checks import check_attribution, check_method, method_checks
+from tensorlens_tl.testing.method_report import MethodReport
 from tensorlens_tl.testing.model_checks import ModelReport, check_model, held_output, model_checks
 from tensorlens_tl.testing.models import encoder_decoder_names, model_names, tiny_input, tiny_model
 from tensorlens_tl.testing.requirements import Check, parametrize_with_checks
@@ -10,6 +11,7 @@ from tensorlens_tl.testing.requirements import Check, parametrize_with_checks
 __all__ = [
     "Allocations",
     "Check",
+    "MethodReport",
     "ModelReport",
     "check_attribution",
     "check_map",

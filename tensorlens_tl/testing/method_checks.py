@@ -24,11 +24,12 @@ from tensorlens_tl.errors import (
     TensorLensError,
     UnsupportedModelError,
 )
-from tensorlens_tl.models import HookedModel, ModelLike, ModelView
+from tensorlens_tl.models import HookedModel, ModelLike, ModelView, TokenLike
 from tensorlens_tl.models.lifecycle import WeightState
 from tensorlens_tl.passes import FrozenPass, difference
 from tensorlens_tl.registry import attribute, get_method
 from tensorlens_tl.results import Attribution
+from tensorlens_tl.testing.method_report import MethodReport, Residual
 from tensorlens_tl.testing.models import labelled, random_input
 from tensorlens_tl.testing.requirements import (
     COARSEST,
@@ -63,10 +64,12 @@ def check_method(
     name: str,
     models: Models = None,
     *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
     options: dict[str, Any] | None = None,
     tolerance: float | None = None,
     seed: int = 0,
-) -> dict[str, str]:
+) -> MethodReport:
     """Put a registered method through everything that a result of this library promises: all of `METHOD_CHECKS`.
 
     Shapes and axes, finite scores, the same scores twice, a batch that equals its prompts one by one, padding that
@@ -77,42 +80,68 @@ def check_method(
     Args:
         name: a registered method.
         models: a model, or several models or names of `model_names()`, best in float64; None takes one of every layout.
-        options: the method's options (a target, where it needs one).
+        target, minus: of a method that explains a prediction: the token, and one that it is held against; see
+            `FrozenOperator.target`. An id or ``"first-choice"`` suits models of any vocabulary.
+        options: the method's further options.
         tolerance: largest relative difference; None takes 1e-9, or a hundred times what the model's own proof measures
             where that is more (norms that compute in float32).
         seed: of the random tokens.
 
     Returns:
-        The models that the method refuses (`UnsupportedModelError`), each with the method's own words; empty if it
-        holds everywhere.
+        What was checked on each model, with the largest difference that was measured: print it. As a dictionary it
+        holds the models that the method refuses (`UnsupportedModelError`), each with the method's own words; it is
+        empty if the method holds everywhere.
 
     Raises:
         ConformanceError: naming what does not hold, and where.
+        InvalidInputError: a target that is missing, or among the options as well.
     """
-    refusals = {}
+    options = _with_target(options, target=target, minus=minus)
+    report = MethodReport(name)
     for label, model in _labelled(models):
-        case = MethodCase(name, model, label, options or {}, tolerance, seed)
+        case = MethodCase(name, model, label, options, tolerance, seed)
         for check in METHOD_CHECKS:
             _on(check, case)
         if case.refusal is not None:
-            refusals[label] = case.refusal
-    return refusals
+            report[label] = case.refusal
+        else:
+            report.residuals[label] = case.residuals
+    return report
 
 
 def method_checks(
     name: str,
     models: Models = None,
     *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
     options: dict[str, Any] | None = None,
     tolerance: float | None = None,
     seed: int = 0,
 ) -> list[Check]:
     """The same, one by one, for `parametrize_with_checks`; on a model that the method refuses they hold as well."""
+    options = _with_target(options, target=target, minus=minus)
     checks = []
     for label, model in _labelled(models):
-        case = partial(MethodCase, name, model, label, options or {}, tolerance, seed)
+        case = partial(MethodCase, name, model, label, options, tolerance, seed)
         checks += checks_of([Guarded(_on, check) for check in METHOD_CHECKS], case, label)
     return checks
+
+
+def _with_target(options: dict[str, Any] | None, **question: TokenLike) -> dict[str, Any]:
+    """A method's options with the tokens that it explains.
+
+    Raises:
+        InvalidInputError: a token is among the options as well.
+    """
+    options = dict(options or {})
+    for name, token in question.items():
+        if token is None:
+            continue
+        if name in options:
+            raise InvalidInputError(f"{name}: it is among the options as well; leave one out.")
+        options[name] = token
+    return options
 
 
 def _on(check: Callable[["MethodCase"], None], case: "MethodCase") -> None:
@@ -120,6 +149,7 @@ def _on(check: Callable[["MethodCase"], None], case: "MethodCase") -> None:
     with Untouched(case.model, case.who):
         try:
             if case.refusal is None:
+                case.begin(check.__name__)
                 check(case)
         except TensorLensError:
             raise
@@ -150,12 +180,25 @@ class MethodCase:
         self.options = options
         self.who = f"{name} on {label}"
         self._tolerance = tolerance
+        self.residuals: dict[str, Residual] = {}
+        self._check = ""
         self.model = labelled(model)[1]()
         generator = torch.Generator().manual_seed(seed)
         self.tokens = random_input(self.model, LENGTH, generator)
         self.encoder = 0
         if ModelView(self.model).is_encoder_decoder:
             self.encoder = LENGTH // 2
+
+    def begin(self, check: str) -> None:
+        """Name the check whose differences are measured next."""
+        self._check = check.removeprefix("check_").replace("_", " ")
+        self.residuals[self._check] = Residual()
+
+    def note(self, measured: float, allowed: float) -> None:
+        """Store a difference that a check measured, if it is the one nearest to what is allowed."""
+        residual = Residual(measured, allowed)
+        if residual.share > self.residuals.get(self._check, Residual()).share:
+            self.residuals[self._check] = residual
 
     @cached_property
     def frozen(self) -> FrozenPass:
@@ -193,6 +236,12 @@ class MethodCase:
             _ = self.result
         except UnsupportedModelError as refusal:
             return str(refusal)
+        except InvalidInputError as error:
+            if "target" in self.options or not get_method(self.name).explains_prediction(self.options):
+                raise
+            raise InvalidInputError(
+                f"{self.who}: {error} check_method takes it as target=, such as target=5 or target='first-choice'."
+            ) from error
         return None
 
     @cached_property
@@ -210,7 +259,8 @@ class MethodCase:
 
     def same(self, mine: Tensor, theirs: Tensor, what: str, at_least: float = 0.0) -> None:
         """Raise unless both agree, naming method and model."""
-        same(mine, theirs, min(max(10 * self.tolerance, at_least), 2 * COARSEST), f"{self.who}: {what}")
+        allowed = min(max(10 * self.tolerance, at_least), 2 * COARSEST)
+        self.note(same(mine, theirs, allowed, f"{self.who}: {what}"), allowed)
 
     def refused(self, error: type[Exception], what: str, call: Callable[[], object]) -> None:
         """Raise unless a call is refused, with an error of the library and some words."""
@@ -227,7 +277,10 @@ class MethodCase:
 
 def check_result(case: MethodCase) -> None:
     """Shapes, finite scores, padding, causality, additivity, files."""
-    check_attribution(case.result, case.frozen, tolerance=case.allowed_gap(case.frozen))
+    allowed = case.allowed_gap(case.frozen)
+    check_attribution(case.result, case.frozen, tolerance=allowed)
+    if case.result.additive and case.result.gap is not None:
+        case.note(float(case.result.gap.max()), allowed)
 
 
 def check_repeatable(case: MethodCase) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.algebra.memory import Memory, chunks
-from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, dot, stream_target, summed_by_name, token_pairs
 from tensorlens_tl.models import LayerRange, Query, TokenLike
@@ -94,7 +94,7 @@ def direct_effects(readout: StreamTarget, by: str, memory: Memory = None) -> Ter
         keys=shares,
         **readout.fields(),
     )
-    return stream.frozen.checked(terms)
+    return stream.frozen.checked(terms, readout.noise / size_of_sum(terms.scores, torch.zeros_like(readout.total)))
 
 
 def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Tensor, list[Tensor]]:

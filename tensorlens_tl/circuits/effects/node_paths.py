@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import WORKING_BYTES
-from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.circuits.arguments import Direction, Whole
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
 from tensorlens_tl.errors import InvalidInputError, SizeError
@@ -126,7 +126,7 @@ def paths(
         orders=orders,
         **readout.fields(),
     )
-    return stream.frozen.checked(paths)
+    return stream.frozen.checked(paths, readout.noise / size_of_sum(paths.scores, orders[:, -1:]))
 
 
 def top_paths(

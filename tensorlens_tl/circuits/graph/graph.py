@@ -331,7 +331,8 @@ class _Builder:
         sources = torch.tensor([row.kind in ("embedding", "bias") for row in self.rows])
         reached = [float(final.sum() + constant), float(weights[sources].sum() + biases[~sources].sum() + constant)]
         size = float(final.abs().sum() + constant.abs())
-        gap = max(abs(value - float(total)) for value in reached) / max(size, torch.finfo(weights.dtype).tiny)
+        size = max(size, torch.finfo(weights.dtype).tiny)
+        gap = max(abs(value - float(total)) for value in reached) / size
         names = [name for row in self.rows for name in row.names]
         nodes = pd.DataFrame(
             {
@@ -358,7 +359,7 @@ class _Builder:
             nodes.loc[exists.numpy()].reset_index(drop=True), edges, self.readout.label, float(total), float(constant),
             gap, self.readout.soft_cap, **prediction, labels=self._labels(names),
         )  # fmt: skip
-        return self.readout.stream.frozen.checked(graph)
+        return self.readout.stream.frozen.checked(graph, float(self.readout.noise) / size)
 
     def _labels(self, names: Sequence[str]) -> dict[str, str]:
         """What the graph's features are called, by the names of their nodes."""

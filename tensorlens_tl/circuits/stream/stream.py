@@ -248,6 +248,16 @@ class StreamTarget:
         activations = torch.take_along_dim(upcast(read.to(self.vectors.device)), positions, dim=-2)
         return (activations * self.vectors).sum(-1) + self.constant
 
+    @property
+    def noise(self) -> Float[Tensor, "batch query"]:
+        """What rounding of two runs may leave in the number, which may itself be no more; zero of one run."""
+        frozen = self.stream.frozen
+        if not isinstance(frozen, Difference):
+            return torch.zeros_like(self.total)
+        lengths = [upcast(run.activation(self.read_at)).norm(dim=-1) for run in frozen.runs]
+        at_queries = torch.stack(lengths).sum(0).gather(1, self.positions)
+        return frozen.rounding * at_queries * self.vectors.norm(dim=-1)
+
     def fields(self) -> dict[str, Any]:
         """What a result of these queries says about them."""
         frozen = self.stream.frozen

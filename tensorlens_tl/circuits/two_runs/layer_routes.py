@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Sum, Tap
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.algebra.numerics import maybe, upcast
+from tensorlens_tl.algebra.numerics import maybe, size_of_sum, upcast
 from tensorlens_tl.algebra.secants import Offset, offset_terms, pull_noting
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.two_runs.reading import Reading
@@ -94,9 +94,9 @@ def routes(
     layers = [f"L{layer}" for layer in range(difference.n_layers)]
     whole = torch.cat(scores).transpose(0, 1)
     whole[..., ROUTES.index("later constants")] += reading.constant[..., None]
-    return difference.checked(
-        ChangeRoutes([*layers, "end"], whole, torch.cat(heads).transpose(0, 1), **reading.fields())
-    )
+    routes = ChangeRoutes([*layers, "end"], whole, torch.cat(heads).transpose(0, 1), **reading.fields())
+    sizes = size_of_sum(whole, torch.zeros_like(whole[..., 0]))
+    return difference.checked(routes, reading.noise[..., None] / sizes)
 
 
 @dataclass

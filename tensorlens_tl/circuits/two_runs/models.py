@@ -74,8 +74,8 @@ def compare_models(
         base: the model before.
         tuned: the model after: of the same architecture and vocabulary. Adapters of peft are read as their merge.
         prompts: as in `freeze`, one or several.
-        target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`; a runner-up is
-            that of the tuned model, for both.
+        target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`; a first choice
+            and a runner-up are those of the tuned model, for both.
         by: what a term is.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         positions: also where each term acts: `Terms.keys`, `[batch, query, term, pos]`, the token for the embedding,
@@ -158,8 +158,8 @@ class _Comparison:
             raise InvalidInputError(TOKENIZED_APART)
         difference = difference_of(*runs)
         reading = Reading.of(difference, target, minus, direction, self.query)
-        if minus is not None:  # the same token in both runs, where it is the first run's runner-up
-            minus = target_ids(difference, reading.positions, target, minus)[1]
+        if target is not None:  # the same tokens in both runs, where they are the first run's own
+            target, minus = target_ids(difference, reading.positions, target, minus)
         numbers = [reading.number(frozen, target, minus, direction) for frozen in runs]
         parts: list[dict[str, Tensor]] = []
         remainders: list[Tensor] = []

@@ -77,6 +77,12 @@ class Reading:
         states = frozen.unembedded() if self.of_tokens else frozen.output
         return Number(_at(states, self.positions), resolved.vectors * real[..., None], resolved.constant * real)
 
+    @property
+    def noise(self) -> Float[Tensor, "batch query"]:
+        """What rounding of the two runs may leave in the number, which may itself be no more."""
+        lengths = self.difference.noise(self.of_tokens).gather(1, self.positions)
+        return self.vectors.norm(dim=-1) * lengths
+
     def at_queries(self, like: Tensor) -> Float[Tensor, "batch query pos"]:
         """1 at each query's own position."""
         pos = torch.arange(self.difference.mask.shape[1], device=self.positions.device)

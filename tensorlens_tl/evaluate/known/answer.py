@@ -19,7 +19,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.arguments import Methods, WholeNumber
 from tensorlens_tl.evaluate.known.tasks import AnswerTask, KnownAnswers
-from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE, rank
+from tensorlens_tl.evaluate.perturbing import PROMPTS_AT_ONCE, rank
 from tensorlens_tl.evaluate.scorers import predictions, scorers_of, usable
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import freeze

@@ -23,7 +23,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.arguments import Names
 from tensorlens_tl.evaluate.known.patching import checked_methods
 from tensorlens_tl.evaluate.known.truths import AttentionTask, KnownAttention, KnownChoice
-from tensorlens_tl.evaluate.perturbation import rank
+from tensorlens_tl.evaluate.perturbing import rank
 from tensorlens_tl.evaluate.scorers import RANDOM
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import FrozenPass, freeze

@@ -32,7 +32,7 @@ from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate.arguments import Names
 from tensorlens_tl.evaluate.checks import spearman
 from tensorlens_tl.evaluate.known.pairs import Pairs, PromptPairs
-from tensorlens_tl.evaluate.perturbation import PROMPTS_AT_ONCE
+from tensorlens_tl.evaluate.perturbing import PROMPTS_AT_ONCE
 from tensorlens_tl.evaluate.scorers import RANDOM, predictions
 from tensorlens_tl.models import ModelLike
 from tensorlens_tl.passes import FrozenPass, freeze

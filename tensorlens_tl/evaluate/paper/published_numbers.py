@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.evaluate.perturbation import FRACTIONS
+from tensorlens_tl.evaluate.perturbing import FRACTIONS
 
 FILE = Path(__file__).parent / "data" / "published.json"
 LENGTH = 128

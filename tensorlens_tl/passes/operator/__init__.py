@@ -6,8 +6,11 @@ from tensorlens_tl.passes.operator.pixels import PatchEmbedding, PixelScores, pa
 from tensorlens_tl.passes.operator.selection import chosen_head, chosen_layers, end_of
 from tensorlens_tl.passes.operator.target import (
     EACH_NEXT as EACH_NEXT,
+    FIRST_CHOICE_ID as FIRST_CHOICE_ID,
+    RANKED as RANKED,
     RUNNER_UP_ID as RUNNER_UP_ID,
     logit_label,
+    next_ids as next_ids,
     resolve_target,
     target_ids,
     token_ids,

@@ -143,7 +143,7 @@ class FrozenOperator(FrozenTensor):
 
         Args:
             target: a token (string or id), one per prompt, one per query (``[batch][query]``), or `NEXT`: the token
-                that follows each query in its prompt.
+                that follows each query in its prompt; or ``"first-choice"``, the token that the model predicts there.
             minus: another token, for ``logit(target) − logit(minus)``; or ``"runner-up"``, the token of largest logit
                 besides the target at each query.
             query: the positions whose predictions are explained, the last real token by default.

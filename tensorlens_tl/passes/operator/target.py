@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import plain
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
-from tensorlens_tl.models import NEXT, RUNNER_UP, ModelView, TokenLike
+from tensorlens_tl.models import FIRST_CHOICE, NEXT, RUNNER_UP, ModelView, TokenLike
 from tensorlens_tl.passes.inputs import Prompt, query_positions
 from tensorlens_tl.passes.linearisation import Linearisation, check_linearisation
 
@@ -19,6 +19,18 @@ EACH_NEXT = "each query's next token"
 
 RUNNER_UP_ID = -1
 """Stands for the runner-up among the ids of `minus`, until the logits are known."""
+
+FIRST_CHOICE_ID = -2
+"""Stands for the model's first choice, until the logits are known."""
+
+RANKED = {FIRST_CHOICE: "the first choice", RUNNER_UP: "the runner-up"}
+"""Tokens that are named by the rank of their logits, in words."""
+
+RANKED_IDS = {
+    "target": {FIRST_CHOICE: FIRST_CHOICE_ID},
+    "minus": {FIRST_CHOICE: FIRST_CHOICE_ID, RUNNER_UP: RUNNER_UP_ID},
+}
+"""The ids that stand for them, by the argument that takes them."""
 
 
 def token_ids(
@@ -31,7 +43,7 @@ def token_ids(
         tokens: a string of one token or a token id, for every prompt and query; a list of one for each prompt, or, of
             a single prompt, for each query; or a list of lists, ``[batch][query]``.
         batch, queries: their numbers.
-        name: the argument's name, for messages.
+        name: the argument's name, for messages; of ``"target"`` and ``"minus"`` an id may be one of `RANKED_IDS`.
 
     Raises:
         InvalidInputError: several tokens, none, out of the vocabulary, or not one per prompt or query.
@@ -87,8 +99,10 @@ def next_ids(prompt: Prompt, positions: Int[Tensor, "batch query"], name: str = 
 
 
 def _token_id(view: ModelView, token: object, name: str) -> int:
-    if name == "minus" and isinstance(token, str) and token == RUNNER_UP:
-        return RUNNER_UP_ID
+    ranked = RANKED_IDS.get(name, {})
+    if isinstance(token, str) and token in ranked:
+        _refuse_token_text(view, token, name)
+        return ranked[token]
     if isinstance(token, str) and view.labels:
         return _class_number(view, token, name)
     if isinstance(token, str):
@@ -103,6 +117,20 @@ def _token_id(view: ModelView, token: object, name: str) -> int:
             f"{name}={token} is outside the vocabulary of {vocabulary} tokens; ids are 0 to {vocabulary - 1}."
         )
     return token
+
+
+def _refuse_token_text(view: ModelView, word: str, name: str) -> None:
+    """Raise `InvalidInputError` where a word for a rank is also the text of a token, or a label."""
+    numbers = [number for number, label in view.labels.items() if word in map(str.strip, label.split(","))]
+    if not view.labels and view.tokenizer is not None:
+        ids = view.tokenizer(word, add_special_tokens=False)["input_ids"]
+        if len(ids) == 1 and ids[0] != getattr(view.tokenizer, "unk_token_id", None):
+            numbers = ids
+    if numbers:
+        raise InvalidInputError(
+            f"{name}={word!r} is {RANKED[word]}, and here also the text of {int(numbers[0])}. Pass that id for this "
+            "text; tlens.evaluate.predictions(frozen) gives the ids of what the model predicts, and the logits."
+        )
 
 
 def _id_of_text(view: ModelView, text: str, name: str) -> int:
@@ -152,8 +180,8 @@ def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None) -> 
     def named(token: object) -> str:
         if token is NEXT:
             return EACH_NEXT
-        if isinstance(token, str) and token == RUNNER_UP:
-            return "the runner-up"
+        if isinstance(token, str) and token in RANKED:
+            return RANKED[token]
         if isinstance(token, int):
             token = token_label(view, token)
         return repr(token)
@@ -186,9 +214,9 @@ def resolve_target(
     Args:
         frozen: the pass.
         target: a token (string or id), one per prompt, or one per prompt and query; see `token_ids`. `NEXT` is each
-            query's own next token.
+            query's own next token, and ``"first-choice"`` the token that the model predicts there.
         minus: another token, for ``logit(target) − logit(minus)``; ``"runner-up"`` is the token of largest logit
-            besides the target, at each query (of a difference, in its first run).
+            besides the target, at each query. Of a difference, both words mean the tokens of its first run.
         direction: instead of a token, a vector `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]` at the
             operator's output.
         positions: the queries, None for each prompt's last real token.
@@ -210,7 +238,7 @@ def resolve_target(
         beside = "" if minus is None else f" (minus={minus!r} is compared with it)"
         raise InvalidInputError(
             f"target: missing{beside}. Pass a token (target=' Paris'), or direction=Tensor[d_model]. "
-            "tlens.report.predict(frozen).target is the model's own prediction."
+            "target='first-choice' is what the model itself predicts."
         )
     vectors, constant = unembedding_rows(frozen, positions, target, minus)
     return Target(vectors, constant, True, logit_label(frozen.view, target, minus))
@@ -250,12 +278,10 @@ def target_ids(
             return next_ids(frozen.prompt, positions, name)
         return token_ids(frozen.view, tokens, batch, name, queries).to(positions.device)
 
-    ids = read(target, "target")
+    ids = _with_ranks_read(frozen, positions, read(target, "target"))
     if minus is None:
         return ids, None
-    others = read(minus, "minus")
-    if bool((others == RUNNER_UP_ID).any()):
-        others = torch.where(others == RUNNER_UP_ID, runners_up(frozen, positions, ids), others)
+    others = _with_ranks_read(frozen, positions, read(minus, "minus"), ids)
     same = (ids == others) & torch.take_along_dim(frozen.mask, positions, dim=1)
     if bool(same.any()):
         label = token_label(frozen.view, int(ids[same][0]))
@@ -263,24 +289,43 @@ def target_ids(
     return ids, others
 
 
-def runners_up(
-    frozen: Linearisation, positions: Int[Tensor, "batch query"], ids: Int[Tensor, "batch query"]
+def _with_ranks_read(
+    frozen: Linearisation,
+    positions: Int[Tensor, "batch query"],
+    ids: Int[Tensor, "batch query"],
+    besides: Int[Tensor, "batch query"] | None = None,
 ) -> Int[Tensor, "batch query"]:
-    """The token of largest logit besides the target, at each query; of a difference, in its first run.
+    """Token ids, with those in place that are named by the rank of their logits."""
+    if bool((ids == FIRST_CHOICE_ID).any()):
+        ids = torch.where(ids == FIRST_CHOICE_ID, likeliest(frozen, positions), ids)
+    if bool((ids == RUNNER_UP_ID).any()):
+        ids = torch.where(ids == RUNNER_UP_ID, likeliest(frozen, positions, besides), ids)
+    return ids
+
+
+def likeliest(
+    frozen: Linearisation,
+    positions: Int[Tensor, "batch query"],
+    besides: Int[Tensor, "batch query"] | None = None,
+) -> Int[Tensor, "batch query"]:
+    """The token of largest logit at each query; of a difference, in its first run.
 
     Args:
         frozen: the pass, or the difference of two.
         positions: the queries.
-        ids: their targets.
+        besides: tokens that are passed over, one at each query.
 
     Raises:
         UnsupportedModelError: the model predicts no tokens, or its logits are not ``cap(W_U·x + b_U)``, measured.
     """
     run = frozen.runs[0]
-    run.logit_vectors(ids, positions)  # the logits are those of the model, or an error
     states = torch.take_along_dim(run.unembedded(), positions[..., None], dim=1)
     logits = run.view.logits(states)
-    return logits.scatter(-1, ids[..., None].to(logits.device), -torch.inf).argmax(-1).to(positions.device)
+    if besides is not None:
+        logits = logits.scatter(-1, besides[..., None].to(logits.device), -torch.inf)
+    ids = logits.argmax(-1).to(positions.device)
+    run.logit_vectors(ids, positions)  # these logits are those of the model, or an error
+    return ids
 
 
 def unembedding_rows(

@@ -1,0 +1,145 @@
+"""What is explained, in words: of a whole result, and at each query of each prompt."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import plain
+from tensorlens_tl.passes.operator import EACH_NEXT, RANKED
+from tensorlens_tl.results.entry import shown_target
+
+SEVERAL_TARGETS = "a target of its own for each prompt"
+"""What is explained, where that differs."""
+
+EACH_GENERATED = "each generated token"
+"""What is explained of generated text, a query for each token."""
+
+EACH_SPAN = "each prompt's span"
+"""What is explained of generated text after several prompts, a query for each span."""
+
+EACH_MINUS = "each minus token"
+"""What generated tokens are held against, where that differs."""
+
+MEAN_QUERY = "mean over the queries"
+"""What is explained with ``query="mean"``."""
+
+OF_GENERATED = ("generated", "asked")
+"""Options of an attribution of generated text: where its generated tokens stand, and which of them are asked about."""
+
+
+class Explained(Protocol):
+    """What is read of an Attribution here; see it for each of them."""
+
+    tokens: list[list[str]]
+    queries: Int[Tensor, "batch query"]
+    mask: Bool[Tensor, "batch pos"]
+    target: str
+    options: dict[str, Any]
+
+
+def query_texts(result: Explained, batch: int) -> list[str]:
+    """What each query of a prompt is, in words: its token, or the stretch of text that it stands for."""
+    tokens = result.tokens[batch]
+    positions = result.queries[batch].tolist()
+    spans = _spans(result, batch)
+    if len(positions) == 1 and len(spans) > 1:
+        return ["".join(tokens[position] for position in spans)]
+    if isinstance(result.options.get("query"), str) and result.options["query"] == "mean":
+        return [MEAN_QUERY]
+    return [tokens[position] for position in positions]
+
+
+def target_texts(result: Explained, batch: int) -> list[str]:
+    """What is explained at each query of a prompt, in words, its own tokens named."""
+    tokens = result.tokens[batch]
+    spans = _spans(result, batch)
+    generated = iter(spans)
+    labels = list[str]()
+    for row, position in enumerate(result.queries[batch].tolist()):
+        label = _label_of_query(result, batch, row)
+        after = position + 1
+        if EACH_SPAN in label:
+            label = label.replace(EACH_SPAN, span_text([tokens[place] for place in spans]))
+        elif EACH_GENERATED in label and result.mask[batch, position]:
+            label = label.replace(EACH_GENERATED, repr(tokens[next(generated, position)]))
+        elif EACH_NEXT in label and after < len(tokens) and MEAN_QUERY not in label:
+            label = label.replace(EACH_NEXT, repr(tokens[after]))
+        labels.append(label)
+    return labels
+
+
+def target_of_prompt(result: Explained, batch: int, row: int | None = None) -> str:
+    """What is explained of a prompt, its own tokens named where that is one thing.
+
+    Args:
+        result: the attribution.
+        batch: the prompt.
+        row: one of its queries; None is all of them.
+    """
+    shown = shown_target(result.target)
+    if len(result.tokens) == 1 and shown == result.target:
+        return shown
+    texts = target_texts(result, batch)
+    if row is not None:
+        return texts[row]
+    real = result.mask[batch].tolist()
+    positions = result.queries[batch].tolist()
+    labels = {text for text, position in zip(texts, positions, strict=True) if real[position]}
+    if len(labels) == 1:
+        return labels.pop()
+    return shown
+
+
+def span_text(tokens: Sequence[str]) -> str:
+    """Generated tokens in words: how many, and where they are few which."""
+    count = "1 generated token"
+    if len(tokens) != 1:
+        count = f"{len(tokens)} generated tokens"
+    if len(tokens) > 12:
+        return count
+    return f"{count} {''.join(tokens)!r}"
+
+
+def _spans(result: Explained, batch: int) -> list[int]:
+    """The positions of the generated tokens that a prompt is asked about."""
+    rows: Sequence[list[int]] = result.options.get(OF_GENERATED[1], [])
+    return rows[batch] if rows else []
+
+
+def _label_of_query(result: Explained, batch: int, row: int) -> str:
+    """The target in words; where prompts or queries have tokens of their own, those of one query."""
+    named = [plain(result.options.get(name)) for name in ("target", "minus")]
+    if not any(isinstance(value, list | tuple) for value in named):
+        return result.target
+    prompts, queries = result.queries.shape
+    tokens = [_of_query(value, batch, row, prompts, queries) for value in named]
+    if EACH_MINUS in result.target:
+        return result.target.replace(EACH_MINUS, _named(tokens[1]))
+    before, logit, _ = result.target.partition("logit of ")
+    if MEAN_QUERY in before or not (logit or result.target == SEVERAL_TARGETS):
+        return result.target
+    if result.target == SEVERAL_TARGETS:
+        before = ""
+    return f"{before}logit of " + " − ".join(_named(token) for token in tokens if token is not None)
+
+
+def _named(token: Any) -> str:
+    """A token of an option, in words."""
+    if isinstance(token, list | tuple):
+        return f"each of {token!r}"
+    if isinstance(token, str) and token in RANKED:
+        return RANKED[token]
+    return repr(token)
+
+
+def _of_query(value: Any, batch: int, row: int, prompts: int, queries: int) -> Any:
+    """What a list of tokens says of one query of one prompt."""
+    if not isinstance(value, list | tuple):
+        return value
+    if len(value) == prompts and (prompts > 1 or queries == 1 or isinstance(value[0], list | tuple)):
+        value = value[batch]
+    if isinstance(value, list | tuple) and len(value) == queries:
+        return value[row]
+    return value
