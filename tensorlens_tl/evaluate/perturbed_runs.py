@@ -147,8 +147,7 @@ class PerturbedRuns:
         heads = max((block.attention.heads for block in view.blocks if block.mixer is None), default=0)
         per_row = pos * (8 * view.cfg.d_model + 2 * widest + 2 * pos * heads)
         if self.predicts:
-            queries = 1 if self.positions is None else self.positions.shape[1]
-            per_row += view.d_vocab * (pos if self.alone else queries)  # beside hooks every position is unembedded
+            per_row += view.d_vocab * (1 if self.positions is None else self.positions.shape[1])
         return max(1, memory // (4 * per_row))
 
     def damage(self, part: slice, replaced: Bool[Tensor, "prompt step pos"]) -> Float[Tensor, "metric prompt step"]:
