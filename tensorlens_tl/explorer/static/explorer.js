@@ -104,8 +104,8 @@ async function show() {
         const answer = view ? await ask(view, asked) : null;
         if (mine === turn) fill(name, draw(answer, prompt));
       } catch (refusal) {
-        if (mine !== turn || refusal.name === "AbortError") return;
-        if (name === "tokens" || name === "components") throw refusal;
+        if (mine !== turn) return;
+        if (refusal.name === "AbortError" || name === "tokens" || name === "components") throw refusal;
         fill(name, card("refused", "Not for this question", null, null, h("p", { class: "soft" }, refusal.message)));
       }
     }));
@@ -114,13 +114,24 @@ async function show() {
     find("foot").replaceChildren(`Every block was proved against the model; its largest relative error is ${error(prompt.proof)}. `,
       "Keys: arrows move over tokens, cells and nodes, Enter presses, Esc closes, z undoes, / is the prompt.");
   } catch (refusal) {
-    if (mine !== turn || refusal.name === "AbortError") return;
+    if (mine !== turn) return;
+    if (refusal.name === "AbortError") return cancelled();
     find("status").textContent = "";
     find("foot").textContent = "";
     for (const slot of Object.values(slots)) { slot.hidden = true; slot.replaceChildren(); }
     fail(refusal.message);
   } finally {
     if (mine === turn) { end(); find("views").classList.remove("busy"); }
+  }
+}
+
+// Nothing stays that belongs to the question before.
+function cancelled() {
+  find("status").textContent = "Cancelled";
+  for (const slot of Object.values(slots)) {
+    if (!slot.classList.contains("busy")) continue;
+    slot.replaceChildren(card("refused", "Cancelled", null, null, h("button", { type: "button", class: "again", onclick: show }, "Ask again")));
+    slot.classList.remove("busy");
   }
 }
 

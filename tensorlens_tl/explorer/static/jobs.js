@@ -45,7 +45,6 @@ function draw(job, others) {
 function cancel() {
   stop();
   end();
-  document.getElementById("status").textContent = "Cancelled";
 }
 
 addEventListener("changed", () => {
