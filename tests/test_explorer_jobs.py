@@ -318,6 +318,20 @@ def test_a_hook_that_is_put_on_between_two_clicks_counts(own_model):
     assert again["scores"] == before["scores"]
 
 
+def test_generated_text_by_itself_is_written_again(own_model):
+    session = Session(own_model)
+    fields = {"text": PROMPT, "new": 4}
+    before = session.view("generated", fields)
+    handle = own_model.blocks[1].mlp.register_forward_hook(lambda module, args, output: 2 * output)
+    handle.remove()  # as it was: nothing to freeze again
+    assert session.view("generated", fields) == before
+    with torch.no_grad():
+        own_model.blocks[1].attn.W_O.mul_(0.5)
+    after = session.view("generated", fields)
+    assert after["version"] == 1
+    assert after | {"version": 0} == Session(own_model).view("generated", fields)
+
+
 def test_a_model_that_changes_while_it_is_asked_is_asked_once_more(own_model, monkeypatch):
     session = Session(own_model)
     real = session._views["tokens"]

@@ -30,7 +30,7 @@ class Recent(Generic[Value]):
 
     Args:
         most: how many.
-        size: bytes of a value; of more than `MOST_BYTES` in all those that were used longest ago are dropped, too.
+        size: bytes of a value; where they are more than `MOST_BYTES` in all, those used longest ago are dropped, too.
 
     >>> from tensorlens_tl.explorer.passes import Recent
     >>> squares = Recent(2)
@@ -88,8 +88,8 @@ class Passes:
         self.version = 0
         self._images = images
         self._frozen: tuple[Recent[FrozenPass], Recent[FrozenPass]] = (Recent(most, _bytes), Recent(most, _bytes))
-        self._differences = Recent[Difference](most // 2)
-        self._written = Recent[FrozenGeneration](max(1, most // 4))
+        self._differences = Recent[Difference](most // 2, lambda change: sum(map(_bytes, (change.a, change.b))))
+        self._written = Recent[FrozenGeneration](max(1, most // 4), lambda written: sum(map(_bytes, _runs(written))))
         self._logits = Recent[Tensor | None](4 * most)
 
     def frozen(self, question: Question, *, second: bool = False) -> FrozenPass:
@@ -151,7 +151,11 @@ class Passes:
 
     def refresh(self) -> None:
         """Drop everything where a model is no longer that of its passes."""
-        if not all(_is_fresh(passes.newest()) for passes in self._frozen):
+        newest = [passes.newest() for passes in self._frozen]
+        written = self._written.newest()
+        if written is not None:
+            newest += _runs(written)
+        if not all(_is_fresh(frozen) for frozen in newest if frozen is not None):
             self.clear()
 
     def clear(self) -> None:
@@ -166,10 +170,13 @@ def has_chat(model: Any) -> bool:
     return bool(getattr(getattr(model, "tokenizer", None), "chat_template", None))
 
 
-def _is_fresh(frozen: FrozenPass | None) -> bool:
+def _runs(written: FrozenGeneration) -> list[FrozenPass]:
+    """The pass of a generated text."""
+    return [run for run in written.frozen.runs if isinstance(run, FrozenPass)]
+
+
+def _is_fresh(frozen: FrozenPass) -> bool:
     """Whether the model still is that of a pass, hooks on it included."""
-    if frozen is None:
-        return True
     try:
         frozen.check_fresh()
     except FrozenModelError:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.circuits import Features, full_ov
-from tensorlens_tl.errors import FrozenModelError, InvalidInputError, TensorLensError, UnsupportedModelError
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError, TensorLensError
 from tensorlens_tl.explorer.calls import Call, code_of
 from tensorlens_tl.explorer.generated import call_of, view_of
 from tensorlens_tl.explorer.images import Images, on_image
@@ -26,6 +25,7 @@ from tensorlens_tl.explorer.parts import (
 )
 from tensorlens_tl.explorer.passes import Passes, has_chat
 from tensorlens_tl.explorer.questions import Question
+from tensorlens_tl.explorer.targets import aim_of, next_logits, query_of, target_of
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.passes import Difference, FrozenPass
 from tensorlens_tl.passes.operator import chosen_head, token_label
@@ -167,67 +167,20 @@ class Session:
             return self.frozen(question)
         return self.change(question)
 
-    # ------------------------------------------------------------------ what is asked about
-
-    def _query(self, question: Question) -> int:
-        """The position, counted over all tokens; of an image, the one that its class is read at.
-
-        Raises:
-            InvalidInputError: past the end.
-        """
-        frozen = self.frozen(question)
-        if frozen.prompt.class_at is not None:
-            return frozen.prompt.class_at
-        length = frozen.tokens.shape[1]
-        if question.query is None:
-            return length - 1
-        if question.query >= length:
-            raise InvalidInputError(f"explorer: query is {question.query}; the prompt has {length} tokens.")
-        return question.query
-
-    def _next(self, question: Question) -> Float[Tensor, "d_vocab"]:
-        """The model's logits at the query.
-
-        Raises:
-            UnsupportedModelError: a model without.
-        """
-        logits = self._passes.logits(question, self._query(question))
-        if logits is None:
-            raise UnsupportedModelError("explorer: this model predicts no tokens, which the page asks about.")
-        return logits
-
-    def _target(self, question: Question) -> dict[str, int]:
-        """Target and minus as options of the library's functions."""
-        size = self.frozen(question).view.d_vocab
-        for name, token in (("target", question.target), ("minus", question.minus)):
-            if token is not None and token >= size:
-                raise InvalidInputError(f"explorer: {name} is {token}; the vocabulary has {size} tokens.")
-        first, second = self._next(question).topk(2).indices.tolist()
-        target = question.target
-        if target is None:
-            target = first
-        minus = question.minus
-        if question.runner_up:
-            minus = second if target == first else first
-        return {"target": target} if minus is None else {"target": target, "minus": minus}
-
-    def _aim(self, question: Question) -> dict[str, int]:
-        return {**self._target(question), "query": self._query(question)}
-
     # ------------------------------------------------------------------ views
 
     def _prompt(self, question: Question) -> View:
         """Tokens of the prompt, and what the model says after the query; of two runs, what each of them says."""
         frozen = self.frozen(question)
-        chances = self._next(question).double().softmax(-1)
-        target = self._target(question)
+        chances = next_logits(self._passes, question).double().softmax(-1)
+        target = target_of(self._passes, question)
         view = {
             "tokens": frozen.str_tokens[0],
-            "query": self._query(question),
+            "query": query_of(self._passes, question),
             "next": _likeliest(frozen, chances),
             **{name: _token(frozen, token) for name, token in target.items()},
             "proof": max(frozen.errors.values(), default=0.0),
-            "numbers": [self._number(frozen, target, self._query(question))],
+            "numbers": [self._number(frozen, target, query_of(self._passes, question))],
         }
         if question.other is not None:
             change = self.change(question)
@@ -253,9 +206,9 @@ class Session:
         """What each token gives to the target, by the method that was chosen."""
         run = self._run(question)
         method = "difference" if question.other is not None else question.method
-        options: dict[str, Any] = {"query": self._query(question)}
+        options: dict[str, Any] = {"query": query_of(self._passes, question)}
         if get_method(method).explains_prediction():
-            options |= self._target(question)
+            options |= target_of(self._passes, question)
         attribution = self._result(run, "attribute", method=method, **options)
         view: View = {"scores": attribution.scores[0, 0].tolist(), "label": attribution.target, "method": method}
         view["additive"] = attribution.additive
@@ -267,7 +220,7 @@ class Session:
     def _components(self, question: Question) -> View:
         """The direct effects of heads and MLPs, and of all else that writes to the stream."""
         run = self._run(question)
-        terms = self._result(run, "circuits.logit_attribution", by="head", **self._aim(question))
+        terms = self._result(run, "circuits.logit_attribution", by="head", **aim_of(self._passes, question))
         return component_view(terms, self.frozen(question)) | {
             "total": float(terms.total[0, 0]),
             "gap": float(terms.gap[0, 0]),
@@ -285,7 +238,7 @@ class Session:
         run = self._run(question)
         frozen = self.frozen(question)
         chosen_head(frozen.view, question.layer, question.head)
-        aim = self._aim(question)
+        aim = aim_of(self._passes, question)
         query = aim["query"]
         if question.key is not None and question.key > query and frozen.prompt.class_at is None:
             raise InvalidInputError(f"explorer: key is {question.key}; the query, {query}, comes before it.")
@@ -349,7 +302,7 @@ class Session:
         if question.other is None:
             raise InvalidInputError("explorer: routes are of two prompts; type a second one.")
         change = self.change(question)
-        passed = self._result(change, "circuits.routes", **self._aim(question))
+        passed = self._result(change, "circuits.routes", **aim_of(self._passes, question))
         table = passed.to_dataframe().pivot_table(index="layer", columns="route", values="score", sort=False)
         table = table.loc[:, (table != 0).any()]
         return {
@@ -371,7 +324,7 @@ class Session:
         if question.other is not None:
             raise InvalidInputError("explorer: an ablation is of one run; leave the second prompt out.")
         frozen = self.frozen(question)
-        aim = self._aim(question)
+        aim = aim_of(self._passes, question)
         losses: View = {}
         total = 0.0
         for live in (False, True):
@@ -384,7 +337,9 @@ class Session:
         """The strongest nodes through which the target came about, and the edges between them."""
         count = min(question.nodes or NODES, MOST_NODES)
         run = self._run(question)
-        graph = self._result(run, "circuits.contribution_graph", **self._aim(question), nodes=count, threshold=0)
+        graph = self._result(
+            run, "circuits.contribution_graph", **aim_of(self._passes, question), nodes=count, threshold=0
+        )
         return graph_view(graph)
 
     def _neurons(self, question: Question) -> View:
@@ -395,13 +350,15 @@ class Session:
         """
         if question.node is None:
             raise InvalidInputError("explorer: node is missing; click an MLP.")
-        terms = self._result(self._run(question), "circuits.logit_attribution", **self._aim(question), by="neuron")
+        terms = self._result(
+            self._run(question), "circuits.logit_attribution", **aim_of(self._passes, question), by="neuron"
+        )
         return neuron_view(terms, question.node)
 
     def _features(self, question: Question) -> View:
         """The features of a dictionary that give most to the target."""
         features = self._active(question)
-        call = Call("circuits.feature_effects", options=self._aim(question), subject="features")
+        call = Call("circuits.feature_effects", options=aim_of(self._passes, question), subject="features")
         return feature_effects_view(features, self._answer(call, features))
 
     def _feature(self, question: Question) -> View:
@@ -413,7 +370,7 @@ class Session:
         if question.feature is None:
             raise InvalidInputError("explorer: feature is missing; click a feature.")
         features = self._active(question)
-        at = self._query(question) if question.at is None else question.at
+        at = query_of(self._passes, question) if question.at is None else question.at
         call = Call("circuits.feature_attribution", (question.feature,), {"query": at}, "features")
         sources = self._answer(call, features)
         shown = self.dictionaries[question.dictionary or 0].examples(self.model, features.frozen, question.feature)
