@@ -322,7 +322,8 @@ class ModelView:
     def encoder_norm(self) -> NormWeights | None:
         """The norm after an encoder–decoder's last encoder block, or None.
 
-        A HookedEncoderDecoder shows what it gives before its gain, which belongs to what reads it (`Owner.encoder_gain`).
+        A HookedEncoderDecoder shows what it gives before its gain, which belongs to what reads it; see
+        `Owner.encoder_gain`.
         """
         if self.is_hooked_encoder_decoder:
             return replace(norm_weights(self.model.encoder_final_ln, self.cfg), gain=None)
