@@ -54,6 +54,8 @@ def measure(name: str, model: Any, tokens: int) -> None:
     asked = {"text": texts[0]}
     clicks = {
         "another query": ("tokens", {"query": tokens // 2}),
+        "20 new tokens": ("generated", {"new": 20}),
+        "three of them, hops": ("generated", {"new": 20, "start": 4, "stop": 7, "hops": "all"}),
         "a head": ("head", {"layer": 1, "head": 0}),
         "ablate it": ("ablate", {"node": "L1H0"}),
         "the graph": ("graph", {}),

@@ -1,5 +1,8 @@
 """What an operation allocates beyond its result stays within `memory=`, measured by watching every tensor."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -98,3 +101,20 @@ def test_a_chain_of_composition_scores_forms_no_large_matrix():
     with Allocations() as used:
         scores = tlens.circuits.composition_scores(model, "V")
     assert used.peak < 0.2 * scores.numel() * 64 * 64 * 8
+
+
+@pytest.mark.parametrize("name", ["language", "encoder", "digits"])
+def test_what_a_pass_holds_goes_with_it(name):
+    """Without circles of references, which Python would look for hundreds of passes later."""
+    model = tlens.load_demo_model(name)
+    text = {"language": "The value of the", "encoder": "The value"}.get(name, tlens.demo.digit_images()[0][:1])
+    gc.collect()
+    gc.disable()
+    try:
+        frozen = tlens.freeze(model, text)
+        tlens.attribute(frozen, target=5, query=-1 if name == "digits" else 1)
+        gone = [weakref.ref(part) for part in (frozen, frozen.view, frozen.view.blocks[0], frozen.resid_pre(0))]
+        del frozen
+        assert [part() for part in gone] == [None] * len(gone)
+    finally:
+        gc.enable()

@@ -18,7 +18,7 @@ FOLDERS = sorted(
 
 PACKAGES = sorted(f"tensorlens_tl.{path.parent.name}" for path in ROOT.glob("*/__init__.py"))
 OPEN = {
-    "algebra": {"bias_spreading", "memory", "numerics", "positions", "probes"},
+    "algebra": {"bias_spreading", "memory", "numerics", "positions", "probes", "progress"},
     "datasets": {"work"},
     "drawing": {"charts", "heat_maps", "marks", "page", "terminal"},
     "models": {"names", "writing"},

@@ -14,6 +14,7 @@
 | `bias_spreading` | where does each bias go, if source tokens are to have it? |
 | `probes` | how is a norm estimated from random rows? |
 | `memory` | how much may be allocated at once? |
+| `progress` | how far is long work, and where can it be stopped? |
 | `numerics` | how far apart are two results? |
 """
 

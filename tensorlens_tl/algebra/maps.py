@@ -36,6 +36,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import refuse_autocast
 from tensorlens_tl.algebra.positions import BiasTerms, Positions, Queries, Where, add_at, spread_to
+from tensorlens_tl.algebra.progress import note_progress
 
 ZERO = torch.zeros(())
 """The bias of a linear map: a scalar, which broadcasts on any device without promoting any dtype."""
@@ -525,11 +526,13 @@ class Chain(AffineMap):
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
         for stage in self.stages:
+            note_progress()
             x = stage._forward(x, affine)
         return x
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         for stage in reversed(self.stages):
+            note_progress()
             g = stage._backward(g, biases)
         return g
 
@@ -537,6 +540,7 @@ class Chain(AffineMap):
         # the first stage to mix positions is the last one pulled through: before it no other position matters
         first = next((number for number, stage in enumerate(self.stages) if stage.mixes), None)
         for number, stage in reversed(list(enumerate(self.stages))):
+            note_progress()
             arrival = destination if number == first else reach
             g = stage._pull(g, here, arrival, reach, biases)
             if stage.mixes:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from tensorlens_tl.algebra.progress import note_progress
 from tensorlens_tl.errors import InvalidInputError, SizeError
 
 if TYPE_CHECKING:
@@ -74,7 +75,15 @@ def chunks(rows: int, bytes_per_row: int, memory: Memory, what: str, parts: int 
     step = max(1, min(bound // max(bytes_per_row, 1), -(-rows // parts)))
     starts = range(0, rows, step)
     bar = tqdm(starts, desc=what, leave=False, delay=2.0, disable=len(starts) < 4)
-    return (range(start, min(start + step, rows)) for start in bar)
+    return _noted((range(start, min(start + step, rows)) for start in bar), what, len(starts))
+
+
+def _noted(ranges: Iterable[range], what: str, count: int) -> Iterator[range]:
+    for number, rows in enumerate(ranges):
+        if count > 1:
+            note_progress(what, number / count)
+        yield rows
+    note_progress(what, 1.0)
 
 
 def joined(parts: Iterable[Tensor]) -> Tensor:

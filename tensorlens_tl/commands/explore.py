@@ -6,6 +6,8 @@ from tensorlens_tl.commands.options import add_model_arguments, loaded_model
 
 HELP = "Open a local page: type a prompt, click, and see exact sums. Ctrl-C ends it."
 EXAMPLE = "tensorlens-tl explore --model demo"
+IMAGES = 20
+"""Handwritten digits that the page of the embedded model of images offers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,12 +24,16 @@ def run(args: argparse.Namespace) -> None:
     """Serve the page until Ctrl-C."""
     import webbrowser
 
+    from tensorlens_tl.demo import digit_images
     from tensorlens_tl.explorer import Explorer, Session, check_installed
 
     check_installed()
     tuned = None if args.tuned is None else loaded_model(args, args.tuned)
     name = args.model if args.tuned is None else f"{args.model} and {args.tuned}"
-    page = Explorer(Session(loaded_model(args), tuned, name=name), args.port)
+    images = None
+    if args.model == "demo:digits":
+        images = digit_images()[0][:IMAGES]
+    page = Explorer(Session(loaded_model(args, images=True), tuned, name=name, images=images), args.port)
     print(f"Explorer of {name}: {page.url}\nCtrl-C ends it.", flush=True)
     if args.open:
         webbrowser.open(page.url)

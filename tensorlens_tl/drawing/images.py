@@ -89,6 +89,19 @@ def patch_scores(
     return panel(title, *parts, notes=note)
 
 
+def picture_of(image: np.ndarray, *, greys: bool = False) -> str:
+    """An image as a data URI.
+
+    Args:
+        image: `[channel, height, width]`, as for `patch_scores`.
+        greys: in middle greys, as it lies under scores.
+    """
+    pixels = _bytes(_reduced(np.asarray(image, dtype=float)))
+    if greys:
+        pixels = _greys(pixels)
+    return png(pixels, {1: 0, 3: 2}[pixels.shape[-1]])
+
+
 def _check(image: np.ndarray, scores: np.ndarray, special: Mapping[str, float]) -> None:
     if image.ndim != 3 or image.shape[0] not in (1, 3) or not image.size:
         raise InvalidInputError(

@@ -1,6 +1,7 @@
 """Opening the page from Python, and what comes back from it."""
 
 import webbrowser
+from collections.abc import Callable
 from html import escape
 from importlib.util import find_spec
 from typing import Any
@@ -77,6 +78,8 @@ def explore(
     labels: Any = None,
     port: int = 0,
     tab: bool = False,
+    images: Any = None,
+    processor: Callable[..., Any] | None = None,
 ) -> Explorer:
     """Open the explorer: a local page for prompts, tokens, heads and two runs; the last line of a cell shows it inline.
 
@@ -88,18 +91,25 @@ def explore(
         labels: what their features are called: for each dictionary what `circuits.feature_labels` takes.
         port: where it listens, on this machine only; 0 takes a free port.
         tab: open it in a tab of the browser.
+        images: of a model of images: those that the page offers, `[image, channel, height, width]`, prepared as the
+            model reads them. Files can be uploaded as well.
+        processor: the model's image processor, which prepares uploaded files: called with a picture and
+            ``return_tensors="pt"`` it returns ``{"pixel_values": …}``. None takes the model's, where it has one; else
+            files are resized to the model's size, with values of 0 to 1.
 
     Returns:
         The open page, with `selection` and `result` for what it shows, and `close`.
 
     Raises:
-        InvalidInputError: the extra ``[explore]`` is not installed, or the port is taken.
+        InvalidInputError: the extra ``[explore]`` is not installed, the port is taken, or `images` is no batch of
+            images.
 
     >>> page = tlens.explore(model)  # doctest: +SKIP
     >>> page.result  # doctest: +SKIP
     Attribution('tensorlens', "logit of ' raised' − ' not'", batch=1, query=1, key=35, gap=3.1e-07)
     """
-    session = Session(model, tuned, name=name, dictionaries=dictionaries, labels=labels)
+    inputs: dict[str, Any] = {"images": images, "processor": processor}
+    session = Session(model, tuned, name=name, dictionaries=dictionaries, labels=labels, **inputs)
     page = Explorer(session, port).start()
     if tab:
         webbrowser.open(page.url)

@@ -9,6 +9,8 @@ from tensorlens_tl.models import RUNNER_UP
 
 LONGEST_TEXT = 20_000
 """Characters of a prompt: more is refused before a tokenizer reads it."""
+MOST_NEW = 200
+"""Tokens that the model may be asked to write."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Question:
     """One question of the page.
 
     Attributes:
-        text: the prompt.
+        text: the prompt; empty of an image.
         other: the prompt of the second run, or None: then a view is of one run.
         query: the explained position; None is the last.
         target, minus: token ids; a target of None is the likeliest token, a minus of None no other token.
@@ -28,6 +30,11 @@ class Question:
         nodes: how many the graph has.
         dictionary: which of the session's dictionaries the features are of, counted from 0.
         feature, at: a feature, and the position that it is active at; None for the query.
+        chat: whether prompts are messages of a user, in the tokenizer's chat template.
+        image: the name of an image that is read in place of a prompt, or None.
+        new: how many tokens the model writes after the prompt, or None.
+        start, stop: a stretch of these, `stop` excluded; without them all.
+        hops: how often what reached generated tokens is sent on to what made those, or ``"all"``.
     """
 
     text: str
@@ -45,6 +52,12 @@ class Question:
     dictionary: int | None = None
     feature: int | None = None
     at: int | None = None
+    chat: bool = False
+    image: str | None = None
+    new: int | None = None
+    start: int | None = None
+    stop: int | None = None
+    hops: int | str = 0
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Question":
@@ -54,8 +67,12 @@ class Question:
             InvalidInputError: says which field is wrong, and what it must be.
         """
         minus = fields.get("minus", RUNNER_UP)
+        image = _text(fields, "image")
+        text = _text(fields, "text") or ""
+        if not text and image is None:
+            _refuse("text", "empty", "type a prompt")
         return cls(
-            text=_text(fields, "text") or _refuse("text", "empty", "type a prompt"),
+            text=text,
             other=_text(fields, "other"),
             query=_number(fields, "query"),
             target=_number(fields, "target"),
@@ -67,6 +84,12 @@ class Question:
             key=_number(fields, "key"),
             node=_text(fields, "node"),
             **{name: _number(fields, name) for name in ("nodes", "dictionary", "feature", "at")},
+            chat=_switch(fields, "chat"),
+            image=image,
+            new=_new(fields),
+            start=_number(fields, "start"),
+            stop=_number(fields, "stop"),
+            hops=_hops(fields),
         )
 
 
@@ -92,6 +115,30 @@ def _number(fields: Mapping[str, Any], name: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         _refuse(name, repr(value)[:80], "send a whole number of at least 0")
     return value
+
+
+def _switch(fields: Mapping[str, Any], name: str) -> bool:
+    """True or False; False where nothing is said."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        _refuse(name, repr(value)[:80], "send true or false")
+    return bool(value)
+
+
+def _new(fields: Mapping[str, Any]) -> int | None:
+    """How many tokens to write, or None."""
+    value = _number(fields, "new")
+    if value is not None and not 1 <= value <= MOST_NEW:
+        _refuse("new", str(value)[:80], f"ask for 1 to {MOST_NEW} tokens")
+    return value
+
+
+def _hops(fields: Mapping[str, Any]) -> int | str:
+    """A number of hops, or "all"; 0 where nothing is said."""
+    value = fields.get("hops")
+    if value == "all":
+        return "all"
+    return _number(fields, "hops") or 0
 
 
 def _refuse(name: str, what: str, advice: str) -> Any:

@@ -1,8 +1,8 @@
 """The explorer's page over HTTP, for the browser of this machine alone.
 
 Safe by default: it listens on the loopback address; every question needs the random token of the page's address;
-another Host or Origin is refused; bodies and waiting questions are bounded. Questions are answered one at a time in a
-thread of their own, so that a model is never used twice at once; one whose page went away before its turn is dropped.
+another Host or Origin is refused; bodies and waiting questions are bounded. Questions are answered one at a time
+(`tensorlens_tl.explorer.jobs`); one whose page went away, or asked something else since, is cancelled.
 """
 
 import asyncio
@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import CancelledError as FutureCancelledError
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Message, Receive, Scope, Send
 
+from tensorlens_tl.algebra.progress import CancelledError
 from tensorlens_tl.drawing.page import asset
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
+from tensorlens_tl.explorer.images import LARGEST_FILE
+from tensorlens_tl.explorer.jobs import Jobs
 from tensorlens_tl.explorer.session import Session
 
 STATIC = Path(__file__).parent / "static"
@@ -35,8 +40,6 @@ SHARED = ("base.css", "page.css")
 """Style sheets that reports have too."""
 LARGEST_BODY = 256 * 1024
 """Bytes of a question."""
-MOST_WAITING = 16
-"""Questions that wait or are answered; further ones are told to come back."""
 PATIENCE = 0.05
 """Seconds between two looks whether a page still waits for its answer."""
 HEADERS = {
@@ -77,10 +80,12 @@ class Server:
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/?token={self.token}"
         self._hosts = {f"{host}:{self.port}" for host in ("127.0.0.1", "localhost")}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="explorer")
-        self._waiting = 0
+        self.jobs = Jobs()
         routes = [
             Route("/", self._page),
+            Route("/api/jobs", self._list, methods=["POST"]),
+            Route("/api/cancel", self._cancel, methods=["POST"]),
+            Route("/api/upload", self._upload, methods=["POST"]),
             Route("/api/{view}", self._answer, methods=["POST"]),
             *(Route(f"/static/{name}", partial(_shared, name)) for name in SHARED),
             Mount("/static", StaticFiles(directory=STATIC)),
@@ -96,9 +101,10 @@ class Server:
     def run(self) -> None:
         """Serve until Ctrl-C, or until `close` is called from another thread."""
         try:
-            self._server.run(sockets=[self._socket])
+            with suppress(KeyboardInterrupt):  # uvicorn raises it once more after it has ended
+                self._server.run(sockets=[self._socket])
         finally:
-            self._worker.shutdown(wait=False, cancel_futures=True)
+            self.jobs.close()
 
     def start(self) -> None:
         """Serve in a thread, until `close`."""
@@ -108,7 +114,8 @@ class Server:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop serving; what is being answered is cancelled."""
+        self.jobs.close()
         self._server.should_exit = True
         if self._thread is not None:
             self._thread.join(timeout=5)
@@ -144,41 +151,62 @@ class Server:
     async def _page(self, request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
 
-    async def _answer(self, request: Request) -> Response:
-        """One view, in its turn."""
-        if self._waiting >= MOST_WAITING:
-            return _error(503, "Too many questions are waiting; ask again in a moment.")
-        self._waiting += 1
+    async def _list(self, request: Request) -> Response:
+        """The jobs that run and wait."""
+        return JSONResponse({"jobs": self.jobs.describe()})
+
+    async def _cancel(self, request: Request) -> Response:
+        """Cancel one job."""
+        fields = await _fields(request)
+        if isinstance(fields, Response):
+            return fields
+        number = fields.get("id")
+        if type(number) is not int:
+            return _error(400, "explorer: id is missing; send the number of a job.")
+        return JSONResponse({"cancelled": self.jobs.cancel(number)})
+
+    async def _upload(self, request: Request) -> Response:
+        """Read an image file, decoded in its turn; answers with its name."""
         try:
-            body = await _body(request)
-            if body is None:
-                return _error(413, f"A question has at most {LARGEST_BODY} bytes.")
-            fields = json.loads(body or b"{}")
-            if not isinstance(fields, dict):
-                return _error(400, "A question is a JSON object.")
-            return await self._in_turn(request, request.path_params["view"], fields)
-        except (ValueError, RecursionError):
-            return _error(400, "A question is a JSON object.")
+            file = await _body(request, LARGEST_FILE)
         except ClientDisconnect:
             return _error(499, "The page went away.")
-        finally:
-            self._waiting -= 1
+        if file is None:
+            return _error(413, f"An image file has at most {LARGEST_FILE} bytes.")
+        return await self._in_turn(request, "upload", lambda: {"image": self.session.images.add(file)})
 
-    async def _in_turn(self, request: Request, view: str, fields: dict[str, Any]) -> Response:
-        job: Future[Response] = self._worker.submit(partial(self._response, view, fields))
-        answered = asyncio.wrap_future(job)
-        while not job.done():
+    async def _answer(self, request: Request) -> Response:
+        """One view, in its turn."""
+        fields = await _fields(request)
+        if isinstance(fields, Response):
+            return fields
+        view = request.path_params["view"]
+        if view == "about":
+            return await self._in_turn(request, view, self.session.about)
+        return await self._in_turn(request, view, lambda: self.session.view(view, fields))
+
+    async def _in_turn(self, request: Request, view: str, answer: Callable[[], dict[str, Any]]) -> Response:
+        """What a job of this name answers; the job is cancelled where the page goes away."""
+        if self.jobs.is_full:
+            return _error(503, "Too many questions are waiting; ask again in a moment.")
+        job = self.jobs.submit(view, partial(self._response, answer))
+        answered = asyncio.wrap_future(job.future)
+        answered.add_done_callback(lambda future: future.cancelled() or future.exception())
+        while not job.future.done():
             await asyncio.wait([answered], timeout=PATIENCE)
-            if not job.done() and await request.is_disconnected() and job.cancel():
+            if self._server.should_exit or await request.is_disconnected():
+                job.cancel()
                 return _error(499, "The page went away.")
-        return job.result()
+        try:
+            return job.future.result()
+        except (CancelledError, FutureCancelledError):
+            return _error(499, "Cancelled.")
 
-    def _response(self, view: str, fields: dict[str, Any]) -> Response:
+    def _response(self, answer: Callable[[], dict[str, Any]]) -> Response:
         """One answer, or why there is none; a fault of ours is told to the page and printed with its traceback."""
         start = time.perf_counter()
         try:
-            answer = self.session.about() if view == "about" else self.session.view(view, fields)
-            return JSONResponse(answer | {"seconds": time.perf_counter() - start})
+            return JSONResponse(answer() | {"seconds": time.perf_counter() - start})
         except TensorLensError as error:
             return _error(400, str(error))
         except Exception as error:  # one question must not end the page
@@ -186,14 +214,30 @@ class Server:
             return _error(500, f"{type(error).__name__}: {error}")
 
 
-async def _body(request: Request) -> bytes | None:
-    """What was sent; None as soon as it is more than `LARGEST_BODY`."""
-    body = b""
+async def _fields(request: Request) -> dict[str, Any] | Response:
+    """The JSON object that was sent, or why it is refused."""
+    try:
+        body = await _body(request)
+        if body is None:
+            return _error(413, f"A question has at most {LARGEST_BODY} bytes.")
+        fields = json.loads(body or b"{}")
+    except (ValueError, RecursionError):
+        fields = None
+    except ClientDisconnect:
+        return _error(499, "The page went away.")
+    if not isinstance(fields, dict):
+        return _error(400, "A question is a JSON object.")
+    return fields
+
+
+async def _body(request: Request, most: int = LARGEST_BODY) -> bytes | None:
+    """What was sent; None as soon as it is more than so many bytes."""
+    body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > LARGEST_BODY:
+        if len(body) > most:
             return None
-    return body
+    return bytes(body)
 
 
 async def _shared(name: str, request: Request) -> Response:

@@ -4,17 +4,17 @@ Every number is a sum that the library gives, with its residual (`gap`). Positio
 prompt. Nothing here knows of the web.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.circuits import Features, full_ov
-from tensorlens_tl.errors import InvalidInputError, TensorLensError, UnsupportedModelError
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError, TensorLensError
 from tensorlens_tl.explorer.calls import Call, code_of
+from tensorlens_tl.explorer.generated import call_of, view_of
+from tensorlens_tl.explorer.images import Images, on_image
 from tensorlens_tl.explorer.parts import (
     component_view,
     feature_effects_view,
@@ -23,14 +23,15 @@ from tensorlens_tl.explorer.parts import (
     neuron_view,
     with_labels,
 )
+from tensorlens_tl.explorer.passes import Passes, has_chat
 from tensorlens_tl.explorer.questions import Question
-from tensorlens_tl.passes import Difference, FrozenPass, difference, freeze
+from tensorlens_tl.explorer.targets import aim_of, next_logits, query_of, target_of
+from tensorlens_tl.models import ModelView
+from tensorlens_tl.passes import Difference, FrozenPass
 from tensorlens_tl.passes.operator import chosen_head, token_label
 from tensorlens_tl.registry import get_method, list_methods
 
 View = dict[str, Any]
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 BEST = 10
 """Next tokens that are listed."""
@@ -52,6 +53,8 @@ class Session:
         dictionaries: sparse autoencoders of the model, one or several, in which the page shows features.
         labels: what their features are called, for each dictionary as `circuits.feature_labels` takes it.
         passes: how many prompts' passes stay in memory.
+        images: those that the page offers to a model of images, prepared as it reads them.
+        processor: the model's image processor, for uploads; see `Images`.
 
     >>> from tensorlens_tl.explorer import Session
     >>> session = Session(model)
@@ -69,6 +72,8 @@ class Session:
         dictionaries: Any = None,
         labels: Any = None,
         passes: int = 16,
+        images: Tensor | None = None,
+        processor: Callable[..., Any] | None = None,
     ) -> None:
         self.model = model
         self.other = other
@@ -77,10 +82,8 @@ class Session:
         self.last: Any = None
         self.question: Question | None = None
         self._calls: list[Call | str] = []
-        self._passes = passes
-        self._frozen: OrderedDict[tuple[bool, str], FrozenPass] = OrderedDict()
-        self._differences: OrderedDict[tuple[str, str], Difference] = OrderedDict()
-        self._logits: OrderedDict[tuple[str, int], Tensor | None] = OrderedDict()
+        self.images = Images(model, images, processor)
+        self._passes = Passes(model, other, self.images, passes)
         self._views: dict[str, Callable[[Question], View]] = {
             "prompt": self._prompt,
             "tokens": self._tokens,
@@ -92,14 +95,19 @@ class Session:
             "neurons": self._neurons,
             "features": self._features,
             "feature": self._feature,
+            "generated": self._generated,
+            "image": self._image,
         }
 
     def view(self, name: str, fields: Mapping[str, Any]) -> View:
         """One view of one question, with the Python that gives the same numbers as ``"code"``.
 
+        A model that has changed since (other weights, configuration or hooks) is frozen again, and ``"version"``, how
+        often that happened so far, is one more.
+
         Args:
             name: ``"prompt"``, ``"tokens"``, ``"components"``, ``"head"``, ``"routes"``, ``"ablate"``, ``"graph"``,
-                ``"neurons"``, ``"features"`` or ``"feature"``.
+                ``"neurons"``, ``"features"``, ``"feature"``, ``"generated"`` or ``"image"``.
             fields: those of a `Question`.
 
         Raises:
@@ -109,36 +117,41 @@ class Session:
         if name not in self._views:
             raise InvalidInputError(f"explorer: view {name!r}; use one of {', '.join(self._views)}.")
         question = Question.of(fields)
-        self._calls = []
-        answer = self._views[name](question)
+        self._passes.refresh()
+        try:
+            answer = self._computed(name, question)
+        except FrozenModelError:  # it changed while it was asked
+            self._passes.clear()
+            answer = self._computed(name, question)
         self.question = question
-        return answer | {"code": code_of(question, self._calls, two_models=self.other is not None)}
+        code = code_of(question, self._calls, two_models=self.other is not None)
+        return answer | {"code": code, "version": self._passes.version}
+
+    def _computed(self, name: str, question: Question) -> View:
+        self._calls = []
+        return self._views[name](question)
 
     def about(self) -> View:
-        """The model and the methods that the page offers."""
+        """The model, the methods that the page offers, and which inputs it takes."""
         methods = [{"name": method, "about": _first_sentence(method)} for method in list_methods()]
-        return {
-            "name": self.name,
-            "two_models": self.other is not None,
-            "methods": methods,
-            "dictionaries": [dictionary.hook for dictionary in self.dictionaries],
-        }
+        view: View = {"name": self.name, "two_models": self.other is not None, "methods": methods}
+        view["dictionaries"] = [dictionary.hook for dictionary in self.dictionaries]
+        view |= {"chat": has_chat(self.model), "version": self._passes.version}
+        model = ModelView(self.model)
+        if model.reads == "images":
+            classes = [token_label(model, token) for token in range(model.d_vocab)]
+            view |= {"images": self.images.given, "classes": classes, "processor": self.images.has_processor}
+        return view
 
     # ------------------------------------------------------------------ passes
 
-    def frozen(self, text: str, *, second: bool = False) -> FrozenPass:
-        """The pass of a prompt, kept for later questions."""
-        second = second and self.other is not None
-        model: Any = self.other if second else self.model
-        return _recent(self._frozen, (second, text), lambda: freeze(model, text), self._passes)
+    def frozen(self, question: Question, *, second: bool = False) -> FrozenPass:
+        """The pass of a question's prompt or image, or of its second prompt, held for later questions."""
+        return self._passes.frozen(question, second=second)
 
-    def change(self, text: str, other: str) -> Difference:
+    def change(self, question: Question) -> Difference:
         """The difference of two prompts' runs, first less second; of two models the second prompt runs on `other`."""
-
-        def of_two() -> Difference:
-            return difference(self.frozen(text), self.frozen(other, second=True))
-
-        return _recent(self._differences, (text, other), of_two, self._passes // 2)
+        return self._passes.change(question)
 
     def _result(self, run: FrozenPass | Difference, path: str, *places: int, **options: Any) -> Any:
         """Call a public function, and remember the call for the code and its result for Python."""
@@ -151,73 +164,26 @@ class Session:
 
     def _run(self, question: Question) -> FrozenPass | Difference:
         if question.other is None:
-            return self.frozen(question.text)
-        return self.change(question.text, question.other)
-
-    # ------------------------------------------------------------------ what is asked about
-
-    def _query(self, question: Question) -> int:
-        """The position, counted over all tokens.
-
-        Raises:
-            InvalidInputError: past the end.
-        """
-        frozen = self.frozen(question.text)
-        length = frozen.tokens.shape[1]
-        if question.query is None:
-            return length - 1
-        if question.query >= length:
-            raise InvalidInputError(f"explorer: query is {question.query}; the prompt has {length} tokens.")
-        return question.query
-
-    def _next(self, question: Question) -> Float[Tensor, "d_vocab"]:
-        """The model's logits at the query.
-
-        Raises:
-            UnsupportedModelError: a model without.
-        """
-        frozen = self.frozen(question.text)
-        query = self._query(question)
-        logits = _recent(self._logits, (question.text, query), lambda: frozen.logits(query), 4 * self._passes)
-        if logits is None:
-            raise UnsupportedModelError("explorer: this model predicts no tokens, which the page asks about.")
-        return logits[0, 0]
-
-    def _target(self, question: Question) -> dict[str, int]:
-        """Target and minus as options of the library's functions."""
-        size = self.frozen(question.text).view.d_vocab
-        for name, token in (("target", question.target), ("minus", question.minus)):
-            if token is not None and token >= size:
-                raise InvalidInputError(f"explorer: {name} is {token}; the vocabulary has {size} tokens.")
-        first, second = self._next(question).topk(2).indices.tolist()
-        target = question.target
-        if target is None:
-            target = first
-        minus = question.minus
-        if question.runner_up:
-            minus = second if target == first else first
-        return {"target": target} if minus is None else {"target": target, "minus": minus}
-
-    def _aim(self, question: Question) -> dict[str, int]:
-        return {**self._target(question), "query": self._query(question)}
+            return self.frozen(question)
+        return self.change(question)
 
     # ------------------------------------------------------------------ views
 
     def _prompt(self, question: Question) -> View:
         """Tokens of the prompt, and what the model says after the query; of two runs, what each of them says."""
-        frozen = self.frozen(question.text)
-        chances = self._next(question).double().softmax(-1)
-        target = self._target(question)
+        frozen = self.frozen(question)
+        chances = next_logits(self._passes, question).double().softmax(-1)
+        target = target_of(self._passes, question)
         view = {
             "tokens": frozen.str_tokens[0],
-            "query": self._query(question),
+            "query": query_of(self._passes, question),
             "next": _likeliest(frozen, chances),
             **{name: _token(frozen, token) for name, token in target.items()},
             "proof": max(frozen.errors.values(), default=0.0),
-            "numbers": [self._number(frozen, target, self._query(question))],
+            "numbers": [self._number(frozen, target, query_of(self._passes, question))],
         }
         if question.other is not None:
-            change = self.change(question.text, question.other)
+            change = self.change(question)
             view |= {"tokens": change.str_tokens[0], "proof": max(change.errors.values(), default=0.0)}
             view["changed"] = (change.a.tokens != change.b.tokens)[0].tolist()
             view["numbers"] = [self._number(run, target, view["query"]) for run in change.runs]
@@ -240,9 +206,9 @@ class Session:
         """What each token gives to the target, by the method that was chosen."""
         run = self._run(question)
         method = "difference" if question.other is not None else question.method
-        options: dict[str, Any] = {"query": self._query(question)}
+        options: dict[str, Any] = {"query": query_of(self._passes, question)}
         if get_method(method).explains_prediction():
-            options |= self._target(question)
+            options |= target_of(self._passes, question)
         attribution = self._result(run, "attribute", method=method, **options)
         view: View = {"scores": attribution.scores[0, 0].tolist(), "label": attribution.target, "method": method}
         view["additive"] = attribution.additive
@@ -254,8 +220,8 @@ class Session:
     def _components(self, question: Question) -> View:
         """The direct effects of heads and MLPs, and of all else that writes to the stream."""
         run = self._run(question)
-        terms = self._result(run, "circuits.logit_attribution", by="head", **self._aim(question))
-        return component_view(terms, self.frozen(question.text)) | {
+        terms = self._result(run, "circuits.logit_attribution", by="head", **aim_of(self._passes, question))
+        return component_view(terms, self.frozen(question)) | {
             "total": float(terms.total[0, 0]),
             "gap": float(terms.gap[0, 0]),
             "label": terms.target,
@@ -270,11 +236,11 @@ class Session:
         if question.layer is None or question.head is None:
             raise InvalidInputError("explorer: layer and head are missing; click a head.")
         run = self._run(question)
-        frozen = self.frozen(question.text)
+        frozen = self.frozen(question)
         chosen_head(frozen.view, question.layer, question.head)
-        aim = self._aim(question)
+        aim = aim_of(self._passes, question)
         query = aim["query"]
-        if question.key is not None and question.key > query:
+        if question.key is not None and question.key > query and frozen.prompt.class_at is None:
             raise InvalidInputError(f"explorer: key is {question.key}; the query, {query}, comes before it.")
         name = f"L{question.layer}H{question.head}"
         patterns = [frozen.pattern(question.layer)[0, question.head, query]]
@@ -335,8 +301,8 @@ class Session:
         """
         if question.other is None:
             raise InvalidInputError("explorer: routes are of two prompts; type a second one.")
-        change = self.change(question.text, question.other)
-        passed = self._result(change, "circuits.routes", **self._aim(question))
+        change = self.change(question)
+        passed = self._result(change, "circuits.routes", **aim_of(self._passes, question))
         table = passed.to_dataframe().pivot_table(index="layer", columns="route", values="score", sort=False)
         table = table.loc[:, (table != 0).any()]
         return {
@@ -357,8 +323,8 @@ class Session:
             raise InvalidInputError("explorer: node is missing; click a head or an MLP.")
         if question.other is not None:
             raise InvalidInputError("explorer: an ablation is of one run; leave the second prompt out.")
-        frozen = self.frozen(question.text)
-        aim = self._aim(question)
+        frozen = self.frozen(question)
+        aim = aim_of(self._passes, question)
         losses: View = {}
         total = 0.0
         for live in (False, True):
@@ -371,7 +337,9 @@ class Session:
         """The strongest nodes through which the target came about, and the edges between them."""
         count = min(question.nodes or NODES, MOST_NODES)
         run = self._run(question)
-        graph = self._result(run, "circuits.contribution_graph", **self._aim(question), nodes=count, threshold=0)
+        graph = self._result(
+            run, "circuits.contribution_graph", **aim_of(self._passes, question), nodes=count, threshold=0
+        )
         return graph_view(graph)
 
     def _neurons(self, question: Question) -> View:
@@ -382,13 +350,15 @@ class Session:
         """
         if question.node is None:
             raise InvalidInputError("explorer: node is missing; click an MLP.")
-        terms = self._result(self._run(question), "circuits.logit_attribution", **self._aim(question), by="neuron")
+        terms = self._result(
+            self._run(question), "circuits.logit_attribution", **aim_of(self._passes, question), by="neuron"
+        )
         return neuron_view(terms, question.node)
 
     def _features(self, question: Question) -> View:
         """The features of a dictionary that give most to the target."""
         features = self._active(question)
-        call = Call("circuits.feature_effects", options=self._aim(question), subject="features")
+        call = Call("circuits.feature_effects", options=aim_of(self._passes, question), subject="features")
         return feature_effects_view(features, self._answer(call, features))
 
     def _feature(self, question: Question) -> View:
@@ -400,7 +370,7 @@ class Session:
         if question.feature is None:
             raise InvalidInputError("explorer: feature is missing; click a feature.")
         features = self._active(question)
-        at = self._query(question) if question.at is None else question.at
+        at = query_of(self._passes, question) if question.at is None else question.at
         call = Call("circuits.feature_attribution", (question.feature,), {"query": at}, "features")
         sources = self._answer(call, features)
         shown = self.dictionaries[question.dictionary or 0].examples(self.model, features.frozen, question.feature)
@@ -421,7 +391,29 @@ class Session:
             raise InvalidInputError("explorer: features are of one run; leave the second prompt out.")
         dictionary = self.dictionaries[number]
         self._calls.append(dictionary.code)
-        return dictionary.features(self.frozen(question.text))
+        return dictionary.features(self.frozen(question))
+
+    def _generated(self, question: Question) -> View:
+        """What the model writes, and what a stretch of it came from.
+
+        Raises:
+            InvalidInputError: nothing is to be written, or a comparison.
+        """
+        call = call_of(question)
+        written = self._passes.written(question)
+        attribution = self._answer(call, written)
+        return view_of(written, attribution)
+
+    def _image(self, question: Question) -> View:
+        """The scores of an image's patches, with the image as the model reads it.
+
+        Raises:
+            InvalidInputError: no image.
+            UnsupportedModelError: patches that do not tile it.
+        """
+        if question.image is None:
+            raise InvalidInputError("explorer: image is missing; choose or upload one.")
+        return self._tokens(question) | on_image(self.frozen(question))
 
 
 def _likeliest(frozen: FrozenPass, chances: Tensor) -> list[View]:
@@ -441,16 +433,6 @@ def _of_both(frozen: FrozenPass, chances: Tensor, others: Tensor) -> list[View]:
 
 def _token(frozen: FrozenPass, token: int) -> View:
     return {"id": token, "text": token_label(frozen.view, token)}
-
-
-def _recent(store: OrderedDict[Key, Value], key: Key, make: Callable[[], Value], most: int) -> Value:
-    """What is stored under a key, or computed; of more than `most` the one that was used longest ago is dropped."""
-    if key not in store:
-        store[key] = make()
-    store.move_to_end(key)
-    while len(store) > most:
-        store.popitem(last=False)
-    return store[key]
 
 
 def _first_sentence(method: str) -> str:

@@ -6,13 +6,15 @@ mended and written on. So a model whose ``generate`` is wrong (with whitening, s
 """
 
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tensorlens_tl._arguments import plain, whole_number
+from tensorlens_tl.algebra.progress import note_progress
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
-from tensorlens_tl.hooks import model_points, refuse_attached, states_and_logits, unheld_run
+from tensorlens_tl.hooks import model_points, progress_hooks, refuse_attached, states_and_logits, unheld_run
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.passes.inputs import InputLike, prepare, tokenized
@@ -161,11 +163,17 @@ def _draft(view: ModelView, ids: list[int], most: int, ends: set[int]) -> list[i
     model: Any = view.model
     device = view.device
     stop: dict[str, Any] = {"stop_at_eos": True, "eos_token_id": min(ends)} if ends else {"stop_at_eos": False}
+    blocks = count()
+
+    def note() -> None:
+        note_progress("writing", min(next(blocks) / (most * len(view.blocks)), 1.0))
+
     try:
-        output = model.generate(
-            torch.tensor([ids], device=device), max_new_tokens=most, do_sample=False, return_type="tokens",
-            verbose=False, **stop,
-        )  # fmt: skip
+        with model.hooks(fwd_hooks=progress_hooks(note)):
+            output = model.generate(
+                torch.tensor([ids], device=device), max_new_tokens=most, do_sample=False, return_type="tokens",
+                verbose=False, **stop,
+            )  # fmt: skip
         return output[0].tolist()[len(ids) : len(ids) + most]
     except Exception:  # a draft only saves time: what fails here for a reason fails in the plain run as well
         return []

@@ -33,7 +33,7 @@ from tensorlens_tl.hooks.inspection import (
 )
 from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, CallPoint, Ends, ModelPoints, model_points
 from tensorlens_tl.hooks.rules import BackwardRule, RuleHooks
-from tensorlens_tl.hooks.running import FwdHook, hook_points, in_this_thread, lock_of, run, unheld_run
+from tensorlens_tl.hooks.running import FwdHook, hook_points, in_this_thread, lock_of, progress_hooks, run, unheld_run
 
 __all__ = [
     "AttentionPoints",
@@ -73,6 +73,7 @@ __all__ = [
     "other_hooks",
     "passing",
     "patterns_take_effect",
+    "progress_hooks",
     "refuse_attached",
     "replace",
     "run",

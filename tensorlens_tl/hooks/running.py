@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 
 from tensorlens_tl.algebra.numerics import refuse_autocast
+from tensorlens_tl.algebra.progress import is_watched, note_progress
 from tensorlens_tl.models import HookedModel
 from tensorlens_tl.models.parameters import lock_of as lock_of, whole
 
@@ -46,7 +47,18 @@ def run(model: HookedModel, inputs: Mapping[str, Any], hooks: Sequence[FwdHook])
     """
     refuse_autocast(next(model.parameters()).device)
     with lock_of(model), _patterns_dropped(model):
-        return model.run_with_hooks(**inputs, fwd_hooks=list(hooks))
+        return model.run_with_hooks(**inputs, fwd_hooks=[*hooks, *progress_hooks()])
+
+
+def progress_hooks(note: Callable[[], None] = note_progress) -> list[FwdHook]:
+    """A hook at the entry of every block that notes progress, where somebody watches; none where nobody does."""
+    if not is_watched():
+        return []
+    return [(_enters_block, in_this_thread(lambda activation, hook: note()))]
+
+
+def _enters_block(name: str) -> bool:
+    return name.endswith(".hook_resid_pre")
 
 
 @contextmanager

@@ -8,11 +8,12 @@ refused, naming block and part.
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from einops import rearrange
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra.numerics import maybe
@@ -55,22 +56,30 @@ from tensorlens_tl.models.sublayers import (
 )
 
 
-@runtime_checkable
-class Owner(Protocol):
-    """What a block needs of the view of its model."""
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """What a block needs of the view of its model.
+
+    Not the view itself: the two would refer to each other, and the weights that a view has copied would stay in memory
+    until Python looks for such circles.
+
+    Attributes:
+        model, cfg: as of the view.
+        description: class and name, for messages.
+        is_hooked_encoder_decoder: whether it is TransformerLens' own class of encoder–decoders.
+    """
 
     model: Any
     cfg: Any
+    description: str
+    is_hooked_encoder_decoder: bool
 
     @property
-    def description(self) -> str:
-        """Class and name, for messages."""
-        ...
-
-    @property
-    def encoder_gain(self) -> Tensor | None:
-        """What cross-attention multiplies the encoder's output by; None for nothing."""
-        ...
+    def encoder_gain(self) -> Float[Tensor, "d_model"] | None:
+        """What cross-attention multiplies the encoder's output by, as it is shown; None for nothing."""
+        if not self.is_hooked_encoder_decoder:
+            return None
+        return norm_weights(self.model.encoder_final_ln, self.cfg).gain
 
 
 class BlockView:

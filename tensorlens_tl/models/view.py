@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tensorlens_tl.algebra.numerics import maybe, plus, refuse_autocast, times
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models.block import BlockView, Owner
 from tensorlens_tl.models.lifecycle import newly_initialised
 from tensorlens_tl.models.names import NORMS, STABLE, UNSCALED
 from tensorlens_tl.models.parameters import (
@@ -107,7 +107,8 @@ class ModelView:
                 f"{self.description} reads neither tokens nor, as far as its config says, images or sound."
             )
         blocks = [(stack, number) for stack in self._stacks for number in range(len(getattr(model, stack)))]
-        self.blocks = [BlockView(self, layer, stack, number) for layer, (stack, number) in enumerate(blocks)]
+        owner = Owner(model, self.cfg, self.description, self.is_hooked_encoder_decoder)
+        self.blocks = [BlockView(owner, layer, stack, number) for layer, (stack, number) in enumerate(blocks)]
         self.read_names: set[str] = set()
         parts = {part for parts in READ_FROM.values() for part in parts}
         self.offloaded = offloaded(*(getattr(model, part, None) for part in parts))
@@ -321,18 +322,12 @@ class ModelView:
     def encoder_norm(self) -> NormWeights | None:
         """The norm after an encoder–decoder's last encoder block, or None.
 
-        A HookedEncoderDecoder shows what it gives before its gain, which belongs to what reads it (`encoder_gain`).
+        A HookedEncoderDecoder shows what it gives before its gain, which belongs to what reads it; see
+        `Owner.encoder_gain`.
         """
         if self.is_hooked_encoder_decoder:
             return replace(norm_weights(self.model.encoder_final_ln, self.cfg), gain=None)
         return self._end_norm("encoder_ln_final")
-
-    @property
-    def encoder_gain(self) -> Float[Tensor, "d_model"] | None:
-        """What cross-attention multiplies the encoder's output by, as it is shown; None for nothing."""
-        if not self.is_hooked_encoder_decoder:
-            return None
-        return norm_weights(self.model.encoder_final_ln, self.cfg).gain
 
     def _end_norm(self, name: str) -> NormWeights | None:
         norm = getattr(self.model, name, None)

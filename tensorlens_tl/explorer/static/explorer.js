@@ -1,9 +1,12 @@
 // The page: one state, in the address; every view follows it.
 import { copy, card, error, h, plain } from "./draw.js";
+import { generatedView, modes } from "./generated.js";
 import { graphView } from "./graph.js";
+import { imageControls, imageView } from "./images.js";
 import { ablateView, featureView, headView, neuronsView, nothingView } from "./inspect.js";
+import { begin, end } from "./jobs.js";
 import { listen } from "./keys.js";
-import { NOTHING, ask, read, write } from "./state.js";
+import { NOTHING, ask, forget, isAnswered, read, stop, write } from "./state.js";
 import { componentsView, featuresView, nextView, routesView, tokensView } from "./views.js";
 
 const find = (id) => document.getElementById(id);
@@ -22,12 +25,14 @@ function places(state) {
   const isGone = isNode && !two && (!isMlp || state.pick === "without");
   const list = [
     ["tokens", "tokens", (answer, prompt) => tokensView(prompt, answer, state, go, about)],
-    ["next", "", (answer, prompt) => nextView(prompt, state, go)],
+    ["next", "", (answer, prompt) => nextView(prompt, state, go, about)],
     ["components", "components", (answer) => {
       find("views").classList.toggle("many", Math.max(...answer.heads.map((row) => row.length)) > 8); // too wide for half a page
       return componentsView(answer, state, go);
     }],
   ];
+  if (state.image) list.push(["image", "image", (answer, prompt) => imageView(answer, prompt, about, go)]);
+  if (state.new && !two) list.push(["generated", "generated", (answer) => generatedView(answer, state, go)]);
   if (hasHead) list.push(["head", "head", (answer, prompt) => headView(prompt, answer, state, go)]);
   if (isMlp) list.push(["neurons", "neurons", (answer) => neuronsView(answer, state, go)]);
   if (isGone) list.push(["ablate", "ablate", (answer) => ablateView(answer)]);
@@ -40,7 +45,7 @@ function places(state) {
 }
 
 // Where on the grid each stands; the middle row has two columns of cards.
-const COLUMNS = [["row", "tokens"], ["row", "next"], ["row", "graph"], ["left", "components"], ["left", "features"], ["right", "head"], ["right", "neurons"], ["right", "ablate"], ["right", "feature"], ["right", "empty"], ["row", "routes"]];
+const COLUMNS = [["row", "image"], ["row", "generated"], ["row", "tokens"], ["row", "next"], ["row", "graph"], ["left", "components"], ["left", "features"], ["right", "head"], ["right", "neurons"], ["right", "ablate"], ["right", "feature"], ["right", "empty"], ["row", "routes"]];
 const slots = {};
 
 function buildGrid() {
@@ -77,7 +82,11 @@ async function show() {
   find("other").value = state.other ?? "";
   open(Boolean(state.other) || !find("second").hidden);
   find("error").hidden = true;
-  if (!state.text) return welcome();
+  find("modes").replaceChildren(...modes(about, state, go));
+  imageControls(about, state, go, fail);
+  if (!state.text && !state.image) { stop(); end(); return welcome(); }
+  if (!isAnswered("prompt", state)) stop();
+  begin();
   find("views").classList.add("busy");
   find("status").textContent = "Running the model …";
   const start = performance.now();
@@ -88,14 +97,15 @@ async function show() {
     const names = list.map(([name]) => name);
     for (const [name, slot] of Object.entries(slots)) { slot.hidden = !names.includes(name); if (slot.hidden) slot.replaceChildren(); }
     const asked = { ...state, query: prompt.query };
+    stop(list.map(([, view]) => view));
     await Promise.all(list.map(async ([name, view, draw]) => {
       if (view) wait(name);
       try {
         const answer = view ? await ask(view, asked) : null;
         if (mine === turn) fill(name, draw(answer, prompt));
       } catch (refusal) {
-        if (mine !== turn || refusal.name === "AbortError") return;
-        if (name === "tokens" || name === "components") throw refusal;
+        if (mine !== turn) return;
+        if (refusal.name === "AbortError" || name === "tokens" || name === "components") throw refusal;
         fill(name, card("refused", "Not for this question", null, null, h("p", { class: "soft" }, refusal.message)));
       }
     }));
@@ -104,22 +114,38 @@ async function show() {
     find("foot").replaceChildren(`Every block was proved against the model; its largest relative error is ${error(prompt.proof)}. `,
       "Keys: arrows move over tokens, cells and nodes, Enter presses, Esc closes, z undoes, / is the prompt.");
   } catch (refusal) {
-    if (mine !== turn || refusal.name === "AbortError") return;
+    if (mine !== turn) return;
+    if (refusal.name === "AbortError") return cancelled();
     find("status").textContent = "";
     find("foot").textContent = "";
     for (const slot of Object.values(slots)) { slot.hidden = true; slot.replaceChildren(); }
-    find("error").textContent = refusal.message;
-    find("error").hidden = false;
+    fail(refusal.message);
   } finally {
-    if (mine === turn) find("views").classList.remove("busy");
+    if (mine === turn) { end(); find("views").classList.remove("busy"); }
   }
+}
+
+// Nothing stays that belongs to the question before.
+function cancelled() {
+  find("status").textContent = "Cancelled";
+  for (const slot of Object.values(slots)) {
+    if (!slot.classList.contains("busy")) continue;
+    slot.replaceChildren(card("refused", "Cancelled", null, null, h("button", { type: "button", class: "again", onclick: show }, "Ask again")));
+    slot.classList.remove("busy");
+  }
+}
+
+function fail(message) {
+  find("error").textContent = message;
+  find("error").hidden = false;
 }
 
 function welcome() {
   for (const [name, slot] of Object.entries(slots)) slot.hidden = name !== "tokens";
-  fill("tokens", card("welcome", "Type a prompt and press Enter", null, null, h("p", { class: "soft" },
-    "You will see which tokens, heads and MLPs make the model’s next token, as exact sums with their residual."),
-    h("p", {}, h("button", { type: "button", id: "example", onclick: () => go({ text: EXAMPLE }) }, "Try an example"))));
+  const image = Boolean(about.classes);
+  const example = image ? null : h("p", {}, h("button", { type: "button", id: "example", onclick: () => go({ text: EXAMPLE }) }, "Try an example"));
+  fill("tokens", card("welcome", image ? "Choose an image" : "Type a prompt and press Enter", null, null, h("p", { class: "soft" },
+    `You will see which ${image ? "patches" : "tokens"}, heads and MLPs make the model’s ${image ? "class" : "next token"}, as exact sums with their residual.`), example));
 }
 
 function open(two) {
@@ -132,12 +158,12 @@ function open(two) {
 find("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   if (!find("text").value.trim()) {
-    find("error").textContent = "Type a prompt first.";
-    find("error").hidden = false;
+    fail("Type a prompt first.");
     return;
   }
+  forget();
   const other = find("second").hidden ? "" : find("other").value;
-  write({ method: read().method, nodes: read().nodes, dictionary: read().dictionary, text: find("text").value, other: other || undefined });
+  write({ method: read().method, nodes: read().nodes, dictionary: read().dictionary, chat: read().chat, new: read().new, text: find("text").value, other: other || undefined });
   show();
 });
 for (const id of ["text", "other"]) {
@@ -157,6 +183,7 @@ find("redo").addEventListener("click", () => history.forward());
 find("link").addEventListener("click", (event) => copy(location.href, event.target));
 listen({ escape: () => go(NOTHING), undo: () => history.back(), redo: () => history.forward(), prompt: () => find("text").focus() });
 addEventListener("popstate", show);
+addEventListener("changed", show);
 
 about = await ask("about", {});
 find("model").textContent = about.name;

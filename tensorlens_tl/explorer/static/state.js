@@ -1,7 +1,7 @@
 // What the page shows is in its address, so that a link, a reload, undo and redo all give the same page.
-const NUMBERS = ["query", "target", "layer", "head", "key", "nodes", "dictionary", "feature", "at"];
-const TEXTS = ["text", "other", "method", "node", "pick"];
-const RUN = ["text", "other", "query", "target", "minus"];
+const NUMBERS = ["query", "target", "layer", "head", "key", "nodes", "dictionary", "feature", "at", "new", "start", "stop"];
+const TEXTS = ["text", "other", "method", "node", "pick", "image", "hops", "chat"];
+const RUN = ["text", "other", "chat", "image", "query", "target", "minus"];
 
 // The fields that a view depends on: an answer stands until one of them changes.
 const FIELDS = {
@@ -12,6 +12,8 @@ const FIELDS = {
   ablate: [...RUN, "node"], neurons: [...RUN, "node"],
   features: [...RUN, "dictionary"],
   feature: [...RUN, "dictionary", "feature", "at"],
+  generated: ["text", "chat", "minus", "new", "start", "stop", "hops"],
+  image: [...RUN, "method"],
 };
 
 // What is selected; a new question leaves it behind.
@@ -22,6 +24,8 @@ export function read() {
   const state = {};
   for (const name of TEXTS) if (fields.get(name)) state[name] = fields.get(name);
   for (const name of NUMBERS) if (/^\d+$/.test(fields.get(name) ?? "")) state[name] = Number(fields.get(name));
+  if (state.chat) state.chat = true;
+  if (/^\d+$/.test(state.hops ?? "")) state.hops = Number(state.hops);
   const minus = fields.get("minus");
   if (minus === "none") state.minus = null;
   else if (/^\d+$/.test(minus ?? "")) state.minus = Number(minus);
@@ -39,21 +43,53 @@ export function write(state) {
 // Asked of the server; a newer question of the same view ends an older one, and the same one is not asked again.
 const running = {};
 const answered = {};
+let version; // of the model: how often the server has seen it change
 
-export async function ask(view, state) {
+function bodyOf(view, state) {
   const fields = FIELDS[view] ? Object.fromEntries(FIELDS[view].map((name) => [name, state[name]])) : state;
-  const body = JSON.stringify(fields);
-  if (answered[view]?.body === body) return answered[view].answer;
-  running[view]?.abort();
-  const mine = (running[view] = new AbortController());
-  const response = await fetch(`/api/${view}`, {
-    method: "POST",
-    headers: { "Content-Type": "application/json", "X-Token": new URLSearchParams(location.search).get("token") ?? "" },
-    body,
-    signal: mine.signal,
-  });
+  return JSON.stringify(fields);
+}
+
+export const isAnswered = (view, state) => answered[view]?.body === bodyOf(view, state);
+
+export function ask(view, state) {
+  const body = bodyOf(view, state);
+  if (answered[view]?.body === body) return Promise.resolve(answered[view].answer);
+  if (running[view]?.body === body) return running[view].answer;
+  running[view]?.controller.abort();
+  const controller = new AbortController();
+  const mine = (running[view] = { body, controller });
+  mine.answer = asked(view, body, controller.signal).finally(() => { if (running[view] === mine) delete running[view]; });
+  return mine.answer;
+}
+
+async function asked(view, body, signal) {
+  const answer = await post(view, body, signal);
+  const before = version;
+  if (answer.version !== undefined) version = answer.version;
+  if (before !== undefined && version > before) {
+    forget();
+    dispatchEvent(new Event("changed"));
+  }
+  answered[view] = { body, answer };
+  return answer;
+}
+
+// What was answered is asked again.
+export function forget() {
+  for (const view of Object.keys(answered)) if (view !== "about") delete answered[view];
+}
+
+// Nobody waits for these answers any more: the server drops the questions, or stops at the next block.
+export function stop(needed = []) {
+  for (const [view, { controller }] of Object.entries(running)) if (!needed.includes(view)) { controller.abort(); delete running[view]; }
+}
+
+export const token = () => new URLSearchParams(location.search).get("token") ?? "";
+
+export async function post(path, body, signal) {
+  const response = await fetch(`/api/${path}`, { method: "POST", headers: { "X-Token": token() }, body, signal });
   const answer = await response.json();
   if (!response.ok) throw new Error(answer.error);
-  answered[view] = { body, answer };
   return answer;
 }

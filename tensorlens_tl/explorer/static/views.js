@@ -34,7 +34,7 @@ function tokenSum(prompt, view, two) {
   return h("div", {}, sum([...line, [view.additive ? "residual" : "short by", error(view.gap), view.gap]]), sum(runs));
 }
 
-export function nextView(prompt, state, go) {
+export function nextView(prompt, state, go, about) {
   const two = Boolean(state.other);
   const minus = h("select", { "aria-label": "Compared with", onchange: (event) => go({ minus: event.target.value === "" ? undefined : event.target.value === "none" ? null : Number(event.target.value) }) },
     h("option", { value: "", selected: state.minus === undefined }, "the runner-up"),
@@ -42,7 +42,8 @@ export function nextView(prompt, state, go) {
     prompt.next.filter((of) => of.id !== prompt.target?.id).map((of) => h("option", { value: of.id, selected: state.minus === of.id }, visible(of.text))));
   const columns = two ? ["token", "first run", "second run"] : ["token", "probability"];
   const table = { columns, rows: prompt.next.map((of) => (two ? [of.text, of.chance, of.other_chance] : [of.text, of.chance])) };
-  return card("next", `After ${quoted(prompt.tokens[prompt.query])}`, two ? "what each run predicts" : "the model’s next token",
+  const title = about.classes ? "Classes" : `After ${quoted(prompt.tokens[prompt.query])}`;
+  return card("next", title, two ? "what each run predicts" : about.classes ? "what the model says of the image" : "the model’s next token",
     menu("next token", "next", table, prompt.code),
     two ? bothRuns(prompt, go) : bars(prompt.next.map((of) => ({ name: of.text, score: of.chance, shown: percent(of.chance), pick: of.id })), {
       unsigned: true, label: "Next tokens; press one to explain it", selected: prompt.target.id, pick: (id) => go({ target: id }),

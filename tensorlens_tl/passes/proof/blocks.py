@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import Chain
 from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.algebra.progress import note_progress
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import observe
 from tensorlens_tl.models import BlockView, Layout
@@ -76,6 +77,7 @@ def prove(
     errors: dict[str, float] = {}
     kinds = set[tuple[object, ...]]()
     for layer, block in enumerate(maps.view.blocks):
+        note_progress("proof of the blocks", layer / len(maps.view.blocks))
         previous = layouts[-1] if layouts else None
         with block.loaded():
             kind = _kind(block)
@@ -93,6 +95,7 @@ def prove(
             errors[f"blocks.{layer}.writes"] = max(write.error for write in measured.writes)
         for name in maps.points.blocks[layer].proved:
             writes.pop(name, None)
+    note_progress("proof of the blocks", 1.0)
     if every_block:
         errors |= _prove_head(maps)
     return Proof(tuple(layouts), errors, positions)

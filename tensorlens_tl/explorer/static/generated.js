@@ -1,0 +1,44 @@
+// Text that the model writes: how many tokens, a stretch of them, hops; and whether prompts are a chat.
+import { bars, card, chips, error, h, menu, number, sum, visible } from "./draw.js";
+
+const NO_SPAN = { start: undefined, stop: undefined };
+
+// The controls beside the prompt; what they say goes into the state.
+export function modes(about, state, go) {
+  if (about.classes) return [];
+  const fresh = { query: undefined, target: undefined, minus: undefined, ...NO_SPAN };
+  const chat = about.chat
+    ? h("label", { class: "mode" }, h("input", { type: "checkbox", id: "chat", checked: state.chat, onchange: (event) => go({ chat: event.target.checked || undefined, ...fresh }) }), " As a chat message")
+    : null;
+  const length = h("input", { type: "number", id: "new", min: 1, max: 200, value: state.new ?? "", placeholder: "0", "aria-label": "Tokens to write",
+    onchange: (event) => go({ new: event.target.value ? Number(event.target.value) : undefined, hops: undefined, ...NO_SPAN }) });
+  return [chat, h("label", { class: "mode" }, "Write ", length, " tokens")].filter(Boolean);
+}
+
+export function generatedView(view, state, go) {
+  const inside = (at) => at >= view.start && at < view.stop;
+  const pick = (at, extend) => {
+    if (at < view.first) return;
+    const from = extend ? Math.min(at, view.start) : at;
+    const to = extend ? Math.max(at + 1, view.stop) : at + 1;
+    go({ start: from - view.first, stop: to - view.first });
+  };
+  const rows = view.tokens.map((token, at) => ({ name: `${at} ${visible(token)}`, score: view.scores[at] }));
+  const top = [...rows].sort((a, b) => Math.abs(b.score) - Math.abs(a.score)).slice(0, 8).filter((row) => row.score);
+  const table = { columns: ["token", "score"], rows: rows.map((row) => [row.name, row.score]) };
+  const hops = h("select", { id: "hops", "aria-label": "Hops", onchange: (event) => go({ hops: event.target.value === "0" ? undefined : event.target.value === "all" ? "all" : Number(event.target.value) }) },
+    [["0", "no hops"], ["1", "1 hop"], ["2", "2 hops"], ["all", "all hops"]].map(([value, name]) => h("option", { value, selected: String(state.hops ?? 0) === value }, name)));
+  const tokens = chips(view.tokens, { values: view.scores, selected: view.start, pick: () => {}, label: "Prompt and generated text; press a generated token to ask about it, with Shift to extend the stretch" });
+  [...tokens.children].forEach((chip, at) => {
+    chip.setAttribute("aria-pressed", String(inside(at)));
+    if (at < view.first) return;
+    chip.classList.add("new");
+    chip.addEventListener("click", (event) => pick(at, event.shiftKey));
+  });
+  return card("generated", "What the model writes", view.label,
+    h("div", { class: "row" }, hops,
+      h("button", { type: "button", id: "all", onclick: () => go(NO_SPAN) }, "All of it"), menu(view.label, "generated", table, view.code)),
+    h("p", { class: "soft" }, "Press a generated token, or with Shift a stretch, to see what it came from. Hops send what reached generated tokens on to what these came from."),
+    tokens, h("h3", {}, "Largest"), bars(top, { label: "Largest sources" }),
+    sum([["tokens", view.scores.reduce((a, b) => a + b, 0)], ["+ bias", view.bias], ["= ", view.total], ["residual", error(view.gap), view.gap]]));
+}

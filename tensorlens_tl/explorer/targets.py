@@ -1,0 +1,62 @@
+"""What a question asks about: its position, its target and what that is compared with, or their defaults."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.explorer.passes import Passes
+from tensorlens_tl.explorer.questions import Question
+
+
+def query_of(passes: Passes, question: Question) -> int:
+    """The position, counted over all tokens; of an image, the one that its class is read at.
+
+    Raises:
+        InvalidInputError: past the end.
+    """
+    frozen = passes.frozen(question)
+    if frozen.prompt.class_at is not None:
+        return frozen.prompt.class_at
+    length = frozen.tokens.shape[1]
+    if question.query is None:
+        return length - 1
+    if question.query >= length:
+        raise InvalidInputError(f"explorer: query is {question.query}; the prompt has {length} tokens.")
+    return question.query
+
+
+def next_logits(passes: Passes, question: Question) -> Float[Tensor, "d_vocab"]:
+    """The model's logits at the query.
+
+    Raises:
+        UnsupportedModelError: a model without.
+    """
+    logits = passes.logits(question, query_of(passes, question))
+    if logits is None:
+        raise UnsupportedModelError("explorer: this model predicts no tokens, which the page asks about.")
+    return logits
+
+
+def target_of(passes: Passes, question: Question) -> dict[str, int]:
+    """Target and minus as options of the library's functions.
+
+    Raises:
+        InvalidInputError: a number that is no token.
+    """
+    size = passes.frozen(question).view.d_vocab
+    for name, token in (("target", question.target), ("minus", question.minus)):
+        if token is not None and token >= size:
+            raise InvalidInputError(f"explorer: {name} is {token}; the vocabulary has {size} tokens.")
+    first, second = next_logits(passes, question).topk(2).indices.tolist()
+    target = question.target
+    if target is None:
+        target = first
+    minus = question.minus
+    if question.runner_up:
+        minus = second if target == first else first
+    return {"target": target} if minus is None else {"target": target, "minus": minus}
+
+
+def aim_of(passes: Passes, question: Question) -> dict[str, int]:
+    """Target, minus and query as options of the library's functions."""
+    return {**target_of(passes, question), "query": query_of(passes, question)}
