@@ -7,7 +7,7 @@ from tensorlens_tl.commands.options import add_model_arguments, loaded_model
 HELP = "Open a local page: type a prompt, click, and see exact sums. Ctrl-C ends it."
 EXAMPLE = "tensorlens-tl explore --model demo"
 IMAGES = 20
-"""Handwritten digits that the page of the embedded model of images offers."""
+"""Handwritten digits that the page of the bundled image model offers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -88,7 +88,7 @@ class Stretch(NamedTuple):
 
     Attributes:
         queries: the positions that predict its tokens; of padding where a prompt has fewer of them.
-        minus: the ids of the tokens that each one is held against; None where there are none.
+        minus: the ids of the tokens that each one is compared with; None where there are none.
     """
 
     queries: Int[Tensor, "batch query"]

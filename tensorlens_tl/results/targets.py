@@ -20,7 +20,7 @@ EACH_SPAN = "each prompt's span"
 """What is explained of generated text after several prompts, a query for each span."""
 
 EACH_MINUS = "each minus token"
-"""What generated tokens are held against, where that differs."""
+"""What generated tokens are compared with, where that differs."""
 
 MEAN_QUERY = "mean over the queries"
 """What is explained with ``query="mean"``."""

@@ -80,7 +80,7 @@ def check_method(
     Args:
         name: a registered method.
         models: a model, or several models or names of `model_names()`, best in float64; None takes one of every layout.
-        target, minus: of a method that explains a prediction: the token, and one that it is held against; see
+        target, minus: of a method that explains a prediction: the token, and one that it is compared with; see
             `FrozenOperator.target`. An id or ``"first-choice"`` suits models of any vocabulary.
         options: the method's further options.
         tolerance: largest relative difference; None takes 1e-9, or a hundred times what the model's own proof measures
