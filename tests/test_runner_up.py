@@ -53,6 +53,7 @@ CALLS = {
     "total_effects": lambda s, **how: circuits.total_effects(s.frozen, **how),
     "FrozenOperator.gradient": lambda s, **how: s.op.gradient(**how),
     "FrozenOperator.target": lambda s, **how: s.op.target(**how),
+    "FrozenOperator.totals": lambda s, **how: s.op.totals(**how),
     "HeadMap.target": lambda s, **how: s.head.target(**how),
     "CompressionEffect.target": lambda s, **how: s.effect.target(**how),
 }

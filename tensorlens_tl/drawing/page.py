@@ -1,6 +1,7 @@
 """From pictures to what shows them: a notebook cell, or one HTML file that opens without a network."""
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,15 @@ ONLY_WITH = {
 """Assets that only some pictures need, by what these contain."""
 
 
+NO_STYLE = re.compile(r"/\*.*?\*/\s*|(?<=\n) +|\n", re.DOTALL)
+"""What a browser does not read in our style sheets: comments, indents, ends of lines."""
+
+
 @cache
 def asset(name: str) -> str:
-    """One of the files in `assets/`."""
-    return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
+    """One of the files in `assets/`; of a style sheet what a browser reads, since every notebook cell carries it."""
+    text = (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
+    return NO_STYLE.sub("", text) if name.endswith(".css") else text
 
 
 def head(body: str = "") -> str:

@@ -379,7 +379,7 @@ PARTS = {
         "stage", "str_tokens", "tokens", "tolerance", "unembedding_error", "view", "with_capture",
     ),
     "FrozenOperator": ("of", "x", "end"),
-    "FrozenGeneration": ("difference", "generated_ranges", "real", "texts"),
+    "FrozenGeneration": ("difference", "generated_ranges", "label", "real", "texts"),
     "HeadMap": (),
     "Features": (
         "pre_activation", "reader", "writer", "active_per_token", "explained", "top", "value", "checked", "heading",
