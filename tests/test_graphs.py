@@ -21,7 +21,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.circuits.graph import graph as graph_module
 from tensorlens_tl.results import graph as result_module
-from tensorlens_tl.testing import model_names
+from tensorlens_tl.testing import model_names, tiny_model
 
 FAMILIES = [
     name
@@ -555,3 +555,16 @@ def test_the_graph_of_a_program_is_the_program(change, norm):
         assert bool(by_keys > 100 * by_values) is (change == "choice")
         assert bool(by_values > 100 * by_keys) is (change == "source")
         assert set(table.loc[table["destination"] == "L1H0.k", "reads"]) <= {"keys"}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ("hooked/ln", "bridge/gemma2", "bridge/llama") if name in model_names()]
+)
+@pytest.mark.parametrize("nodes", [None, 8])
+def test_graphs_in_bfloat16(name, nodes):
+    """A norm may compute in float32: the graph is counted in float32 throughout, of a run and of a difference."""
+    model = tiny_model(name).to(torch.bfloat16)
+    runs = [tlens.freeze(model, some_tokens(batch=1, seed=seed), tolerance=0.3) for seed in (0, 1)]
+    for explained in (runs[0], tlens.difference(*runs)):
+        graph = circuits.contribution_graph(explained, 5, nodes=nodes)
+        assert float(graph.gap) < 0.02

@@ -124,7 +124,7 @@ def contribution_graph(
     if neurons is not None:
         for layer in readout.stream.layers:
             frozen.view.blocks[layer].require_dense_mlp()
-    pulled = readout.stream.pull(readout.seed)
+    pulled = readout.stream.pull(upcast(readout.seed))
     split = {"neurons": neurons, "sources": sources}
     choices = {name: _choice(readout.stream, pulled, name, value) for name, value in split.items() if value is not None}
     splits = feature_splits(dictionaries, readout.stream, pulled)
@@ -275,7 +275,7 @@ class _Builder:
         """All rows and their edges; what each source that is still carried adds to the target itself."""
         stream = self.readout.stream
         sources = stream.sources()
-        outputs = torch.stack([part[0] for part in sources.values()])
+        outputs = upcast(torch.stack([part[0] for part in sources.values()]))
         for name, weights in zip(sources, (outputs * self.pulled.stream[0][0, 0]).sum(-1), strict=True):
             self.carried.append(self._add(name, "embedding", -1, weights))
         for number, step in enumerate(stream.steps):
@@ -286,8 +286,9 @@ class _Builder:
                 continue
             written = list[Tensor]()
             before = len(self.rows)
+            x = upcast(stream.x[number])
             for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
-                written += self._sublayer(sublayer, stream.x[number], hidden, self.pulled.sums[number], outputs)
+                written += self._sublayer(sublayer, x, upcast(hidden), self.pulled.sums[number], outputs)
             for name, bias in [(name, bias) for name, bias, within in step.biases if within]:
                 written.append(self._bias(name, step.layer, bias, self.pulled.sums[number]))
             if self.edges.reads_sources:
