@@ -418,7 +418,7 @@ def test_the_page_shows_progress_cancels_and_says_that_the_model_changed(own_mod
             one(browser, "#cancel").click()
             wait(browser, lambda: one(browser, "#status").text == "Cancelled")
             until(lambda: not explorer._server.jobs.describe())
-            assert not one(browser, "#progress").is_displayed()
+            wait(browser, lambda: not one(browser, "#progress").is_displayed())
             assert not several(browser, ".tokens .chip")  # nothing of the question before stays
             one(browser, ".again").click()
             wait(browser, lambda: "waiting" in one(browser, "#progress").text)
