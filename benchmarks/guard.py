@@ -30,8 +30,8 @@ LIMITS = {
     "difference": 3.3,
     "edges of a difference": 11.0,
     "edges, frozen": 6.5,
-    "text of 16 tokens, a span": 13.0,
-    "text of 16 tokens, two hops": 25.0,
+    "text of 16 tokens, a span": 7.5,
+    "text of 16 tokens, two hops": 9.0,
 }
 """Forwards of the model's blocks."""
 

@@ -1,7 +1,7 @@
 """Long work that somebody watches: how far it is, and where it can be stopped.
 
 The library calls `note_progress` before each run of a model, at each of its blocks, at each stage of a chain and at
-each chunk of rows. Nothing happens there unless the caller watches (`watching`): then a function of his is called,
+each chunk of rows. Nothing happens there unless the caller watches (`watching`): then the caller's function is called,
 which may raise `CancelledError`. It is raised where the library works, never inside what cleans up after it, so that
 hooks and weights are put back as after any error.
 """
