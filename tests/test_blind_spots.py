@@ -11,7 +11,7 @@ from transformer_lens.hook_points import HookPoint
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.hooks import states_and_logits
+from tensorlens_tl.hooks import states_and_logits, unembeds_by_libraries
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.testing import check_model, model_names, tiny_model
 
@@ -154,6 +154,33 @@ def test_a_late_hook_is_noticed_where_logits_will_be_asked_for():
         frozen = tlens.freeze(model, some_tokens(), query=3)
         with pytest.raises(tlens.UnsupportedModelError, match="a hook after the unembedding"):
             frozen.operator().target(5, query=3)
+
+
+class _PositionDependent(torch.nn.Module):
+    """An unembedding of somebody's own that does something else at late positions."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.W_U, self.b_U = inner.W_U, inner.b_U
+
+    def forward(self, x):
+        logits = self.inner(x).clone()
+        logits[:, 3:, 5] += 20
+        return logits
+
+
+@pytest.mark.skipif("hooked/ln" not in model_names(), reason="a Bridge's unembedding is compared with its weights")
+@pytest.mark.parametrize("query", [-1, [-3, -1]])
+def test_an_unembedding_of_somebodys_own_class_is_run_at_every_position(query):
+    """Cut to some positions, it would show them what it does at others."""
+    model = tiny_model("hooked/ln")
+    model.unembed = _PositionDependent(model.unembed)
+    assert not unembeds_by_libraries(model)
+    frozen = tlens.freeze(model, some_tokens(batch=1), query=query)
+    with pytest.raises(tlens.UnsupportedModelError, match="are not cap"):
+        frozen.operator().target(5, query=query)
+    assert torch.equal(frozen.logits(-1)[:, 0], model(**frozen.inputs)[:, -1])
 
 
 def test_masks_and_the_first_token_of_a_masked_model_are_compared_while_freezing():

@@ -207,3 +207,22 @@ def test_it_is_no_target_and_needs_logits(runs):
     scaled.unembed.register_forward_hook(lambda module, args, output: 2 * output)
     with pytest.raises(UnsupportedModelError, match="logits"):
         tlens.freeze(scaled, torch.tensor([TOKENS])).operator().target(TARGET, RUNNER_UP)
+
+
+@pytest.mark.parametrize("token", ["first-choice", ["first-choice"], [["first-choice"]]], ids=str)
+@pytest.mark.parametrize("place", ["target", "minus"])
+def test_a_token_named_by_its_rank_is_no_side_of_a_subtraction(runs, token, place):
+    """However it is spelled: each side has another one."""
+    how = {"target": TARGET} | {place: token}
+    for question in (lambda f: tlens.attribute(f, **how), lambda f: circuits.logit_attribution(f, **how)):
+        sides = [question(tlens.freeze(model, torch.tensor([TOKENS]))) for model in (runs.model, runs.other)]
+        with pytest.raises(tlens.InvalidInputError, match="may have another first choice"):
+            sides[0] - sides[1]
+
+
+@pytest.mark.parametrize("minus", ["first-choice", "runner-up", [["runner-up", 5]]], ids=str)
+def test_generated_text_beside_a_ranked_token_is_no_side_either(runs, minus):
+    written = generation.freeze_generation(runs.model, [TOKENS], continuation=[[9, 10]])
+    result = written.attribute(minus=minus)
+    with pytest.raises(tlens.InvalidInputError, match="may have another"):
+        result - result

@@ -15,10 +15,10 @@ from tensorlens_tl.generation.hops import SIGNED, Hops, Shares, check_hops, chec
 from tensorlens_tl.generation.methods import METHOD, check_method, given, scored_by
 from tensorlens_tl.generation.pulled_hops import GeneratedTokens, sent_on_by_pulls
 from tensorlens_tl.generation.writing import Continuation, Count, Text, refuse_non_causal, texts_of
-from tensorlens_tl.models import NEXT, RUNNER_UP, ModelLike, ModelView, TokenLike
+from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, difference, freeze
 from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find
-from tensorlens_tl.passes.operator import EACH_NEXT, Collapse
+from tensorlens_tl.passes.operator import EACH_NEXT, RANKED, Collapse
 from tensorlens_tl.results import EACH_GENERATED, EACH_MINUS, EACH_SPAN, Attribution, span_text
 
 if TYPE_CHECKING:
@@ -348,8 +348,8 @@ def _unit(minus: TokenLike) -> tuple[str, str]:
     """What is attributed of a token, and what it is compared with."""
     if minus is None:
         return "logit", ""
-    if _is_runner_up(minus):
-        return "logit difference", " to the runner-up"
+    if isinstance(minus, str) and minus in RANKED:
+        return "logit difference", f" to {RANKED[minus]}"
     minus = plain(minus)
     if isinstance(minus, list | tuple):
         return "logit difference", f" to {EACH_MINUS}"
@@ -360,10 +360,6 @@ def _counted(count: Hops, noun: str) -> str:
     if count == 1:
         return f"1 {noun}"
     return f"{count} {noun}s"
-
-
-def _is_runner_up(minus: TokenLike) -> bool:
-    return isinstance(minus, str) and minus == RUNNER_UP
 
 
 def _scores_and_bias(collapse: Collapse) -> tuple[Float[Tensor, "batch query key"], Float[Tensor, "batch query"]]:

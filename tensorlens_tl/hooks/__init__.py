@@ -29,6 +29,7 @@ from tensorlens_tl.hooks.inspection import (
     is_attached,
     other_hooks,
     refuse_attached,
+    unembeds_by_libraries as unembeds_by_libraries,
     with_other_names,
 )
 from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, CallPoint, Ends, ModelPoints, model_points

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks.calls import seen_calls
-from tensorlens_tl.hooks.inspection import other_hooks
+from tensorlens_tl.hooks.inspection import other_hooks, unembeds_by_libraries
 from tensorlens_tl.hooks.points import CallPoint
 from tensorlens_tl.hooks.running import FwdHook, hook_points, in_this_thread, run
 from tensorlens_tl.models import HookedModel
@@ -219,7 +219,8 @@ def states_and_logits(
 class SomeLogits:
     """The logits of one run at some positions, without those of the others, which can cost as much as several blocks.
 
-    With anybody's hooks on the model, all are computed: such a hook may count positions.
+    With anybody's hooks on the model, or a custom class where logits are computed, all of them are computed: such code
+    may count positions.
 
     Attributes:
         positions: as the model's logits count them, `[batch, query]`.
@@ -230,7 +231,7 @@ class SomeLogits:
         self.positions = positions
         self.hooks: list[FwdHook] = []
         self._alone = False
-        if unembed_in is not None and not other_hooks(model):
+        if unembed_in is not None and unembeds_by_libraries(model) and not other_hooks(model):
             self.hooks = [(unembed_in, in_this_thread(self._take))]
 
     def _take(self, tensor: Tensor, *, hook: Any) -> Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 
 from tensorlens_tl.errors import FrozenModelError
 from tensorlens_tl.hooks.running import hook_points, lock_of, modules
+from tensorlens_tl.models.parameters import innermost
 
 LIBRARIES = ("transformer_lens.", "transformers.", "accelerate.", "torch.", "tensorlens_tl.whitening.")
 """Whose functions on a module are part of the model: they prepare its weights, or observe."""
@@ -97,6 +98,19 @@ def foreign_hooks(model: Any) -> list[PlacedHook]:
         ]
         registered = [hook for hook in _on_modules(model) if not _module_of(hook.function).startswith(OURS)]
         return placed + [hook for hook in registered if not hook.permanent]
+
+
+def unembeds_by_libraries(model: Any) -> bool:
+    """Whether the classes that turn a stream into logits are those of the libraries, whose logits of one position
+    depend on no other: the model's own, that of the model it wraps, and all of its unembedding's.
+
+    >>> from tensorlens_tl.hooks import unembeds_by_libraries
+    >>> unembeds_by_libraries(model)
+    True
+    """
+    unembed = getattr(model, "unembed", nn.Identity())
+    parts = [model, getattr(model, "original_model", model), *unembed.modules(), *innermost(unembed).modules()]
+    return all(type(part).__module__.startswith((*LIBRARIES, OURS)) for part in parts)
 
 
 def other_hooks(model: Any) -> list[str]:

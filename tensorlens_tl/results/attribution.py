@@ -306,7 +306,8 @@ class Attribution(Shown):
         ):
             if left != right:
                 raise InvalidInputError(f"difference: the two differ in {name}; compare like with like.")
-        refuse_ranked(self.target, other.target)
+        tokens = [of.options.get(name) for of in (self, other) for name in ("target", "minus")]
+        refuse_ranked(self.target, other.target, *tokens)
         left, right = (attribution.provenance.get("weight_processing") for attribution in (self, other))
         if left != right:
             raise InvalidInputError(

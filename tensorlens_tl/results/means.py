@@ -90,17 +90,19 @@ def less(first: _Parts, second: _Parts) -> dict[str, Any]:
     }
 
 
-def refuse_ranked(first: str, second: str) -> None:
+def refuse_ranked(first: str, second: str, *tokens: Any) -> None:
     """Refuse to subtract results of tokens that are named by their rank, which each prompt and model has its own of.
 
     Args:
         first, second: what either explains, in words.
+        tokens: targets and foils of either, as they were named, where words may say less.
 
     Raises:
         InvalidInputError: one of them is of such a token.
     """
-    for words in RANKED.values():
-        if words in first or words in second:
+    named = f"{first} {second} {tokens}"
+    for token, words in RANKED.items():
+        if words in named or repr(token) in named:
             raise InvalidInputError(
                 f"a − b: each side of {first!r} and {second!r} may have another {words.removeprefix('the ')}, so that "
                 "the two numbers are not of the same tokens. Name the token, such as ' Rome', on both sides; or ask "
