@@ -1012,7 +1012,7 @@ def test_what_such_a_function_refuses(load_model, options, message):
 
 def test_without_ray(gpt2, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(tlens.InvalidInputError, match=r"pip install 'tensorlens_tl\[ray\]'"):
+    with pytest.raises(tlens.InvalidInputError, match=r"pip install -e '.\[ray\]'"):
         run(gpt2, tmp_path / "run", engine="ray")
     with pytest.raises(tlens.InvalidInputError, match="engine='spark'"):
         run(gpt2, tmp_path / "other", engine="spark")

@@ -167,7 +167,7 @@ def test_comparing_methods(frozen):
     assert "tensorlens (in_out)" in picture.body
     for result, row in ((a, 0), (b, -1)):
         assert f"{float(result.scores[0, row, 2]):.3g}" in picture.body
-    assert "residual" in picture.body
+    assert ">gap<" in picture.body
     assert "Picture(" in repr(picture)
     assert "mine" in report.compare({"mine": a}).body
     other = tlens.attribute(tlens.load_demo_model(), "Another prompt")
@@ -431,13 +431,13 @@ def test_evaluations_without_curves_values_or_harm():
     assert "<img" not in nasty.to_html(style=False)
 
 
-def test_a_residual_that_is_none_is_pointed_out(frozen):
+def test_a_gap_that_is_none_is_pointed_out(frozen):
     sums = tlens.attribute(frozen, collapse="target", target=5)
     loose = tlens.attribute(frozen, method="integrated-gradients", target=5, steps=1)
     assert float(loose.gap) > heat_maps.LOOSE
     html = report.compare([sums, loose]).body
     assert html.count("class=loose") == 1
-    assert "The residual of integrated-gradients is framed: its integral has not converged at steps=1" in html
+    assert "The gap of integrated-gradients is framed: its integral has not converged at steps=1" in html
     assert "loose" not in report.compare([sums]).body
 
 
@@ -446,7 +446,7 @@ def test_a_method_that_claims_no_sum_is_not_advised_to_take_more_steps(frozen):
     assert all(float(result.gap) > heat_maps.LOOSE for result in rules)
     html = report.compare(rules).body
     assert html.count("class=loose") == 2
-    assert "The residual of attnlrp and gim is framed: the method does not claim" in html
+    assert "The gap of attnlrp and gim is framed: the method does not claim" in html
     assert "steps" not in html
 
 

@@ -26,7 +26,7 @@ def run_on_ray(job: Job, manifest: Manifest, options: RunOptions) -> Iterator[in
         import ray  # pyright: ignore[reportMissingImports]
         import ray.data  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise InvalidInputError("engine='ray' needs Ray: pip install 'tensorlens_tl[ray]'.") from error
+        raise InvalidInputError("engine='ray' needs Ray: in a clone, pip install -e '.[ray]'.") from error
     num_actors = whole_number("num_actors", options.num_actors, 1)
     left = []
     for number in range(len(manifest.shards)):

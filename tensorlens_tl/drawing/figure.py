@@ -1,4 +1,4 @@
-"""Heat maps, bars and curves as matplotlib figures, for papers (``tensorlens-tl[plot]``)."""
+"""Heat maps, bars and curves as matplotlib figures, for papers (extra ``plot``)."""
 
 import math
 import re
@@ -314,5 +314,5 @@ def _pyplot() -> Any:
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
-        raise ImportError("plot() needs matplotlib: pip install 'tensorlens-tl[plot]'.") from error
+        raise ImportError("plot() needs matplotlib: in a clone, pip install -e '.[plot]'.") from error
     return plt

@@ -20,7 +20,7 @@ from tensorlens_tl.drawing.matrix import matrix, small_multiples
 LOOSE = 1e-2
 """A gap above this is pointed out: scores and bias are not their total."""
 
-RESIDUAL = "residual"
+GAP = "gap"
 """The fact that is a small relative number."""
 
 
@@ -123,7 +123,7 @@ def side_by_side(
         tokens: by position.
         columns: values by heading, one for each token.
         hints: what each heading stands for, in words.
-        facts: lines below the tokens, such as bias, total and residual: by name, then by heading.
+        facts: lines below the tokens, such as bias, total and gap: by name, then by heading.
         scaled_by: the headings whose values set one scale for all columns, see `strips`; None gives each its own.
         caption: a line below.
     """
@@ -154,7 +154,7 @@ def side_by_side(
 def _fact(fact: str, value: int | float | None) -> str:
     if value is None:
         return "<td></td>"
-    if fact != RESIDUAL:
+    if fact != GAP:
         return f"<td>{value:.3g}</td>"
     if value > LOOSE:
         return f"<td class=loose>{value:.1e}</td>"

@@ -15,7 +15,7 @@ def check_installed() -> None:
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise InvalidInputError(
-            f"explore needs {' and '.join(missing)}, not installed here: pip install 'tensorlens-tl[explore]'."
+            f"explore needs {' and '.join(missing)}, not installed here: in a clone, pip install -e '.[explore]'."
         )
 
 

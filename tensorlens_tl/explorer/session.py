@@ -1,6 +1,6 @@
 """What the page shows, as dictionaries of numbers and text: one model, the passes of recent prompts, and its views.
 
-Every number is a sum that the library gives, with its residual (`gap`). Positions are counted over all tokens of a
+Every number is a sum that the library gives, with its `gap`. Positions are counted over all tokens of a
 prompt. Nothing here knows of the web.
 """
 

@@ -111,6 +111,6 @@ def _card(title: str, lines: Sequence[tuple[str, float]], result: Attribution | 
     notes = ""
     if result.total is not None and result.gap is not None:
         sums = [("sum", sum(value for _, value in lines))]
-        residual = f"{float(result.gap[0, -1]):.1e}".replace("0.0e+00", "0")
-        notes = f"The model's own number: {float(result.total[0, -1]):+.4g}. Residual: {residual}."
+        gap = f"{float(result.gap[0, -1]):.1e}".replace("0.0e+00", "0")
+        notes = f"The model's own number: {float(result.total[0, -1]):+.4g}. Gap: {gap}."
     return cards.card(title, graphs.bars(lines, sums), notes)

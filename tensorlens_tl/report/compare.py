@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 else:
     Results = Any  # what is no Attribution is refused by `compare`
 
-FACTS = {"bias": "bias", "total": "total", "residual": "gap"}
+FACTS = {"bias": "bias", "total": "total", "gap": "gap"}
 """What stands below the tokens, by the member of a result that has it."""
 
 CAPTION = "Blue adds, orange takes away; each column from its own largest value."
@@ -23,7 +23,7 @@ def compare(results: Results, *, batch: int = 0, query: int | str = -1) -> Pictu
     """Several results of one prompt side by side: a row per source token, a column per result.
 
     Columns do not share their colours, since the units of methods differ. Where a result comes with a total, its
-    bias, total and residual stand below.
+    bias, total and gap stand below.
 
     Args:
         results: Attributions, or a mapping from headings to Attributions.
@@ -71,18 +71,18 @@ def fact(result: Attribution, what: str, batch: int, row: int) -> float | None:
 
 
 def footnotes(results: Mapping[str, Attribution], batch: int, rows: Mapping[str, int]) -> list[str]:
-    """What each residual means that is framed because it is large: a sentence for each kind of reason."""
+    """What each gap means that is framed because it is large: a sentence for each kind of reason."""
     loose: dict[str, list[str]] = {}
     for name, result in results.items():
         if is_loose(result, batch, rows[name]):
             loose.setdefault(_why_loose(result), []).append(name)
-    return [f"The residual of {' and '.join(names)} is framed: {why}" for why, names in loose.items()]
+    return [f"The gap of {' and '.join(names)} is framed: {why}" for why, names in loose.items()]
 
 
 def is_loose(result: Attribution, batch: int, row: int) -> bool:
     """Whether a query's scores and bias are visibly not its total."""
-    residual = fact(result, "residual", batch, row)
-    return residual is not None and residual > LOOSE
+    gap = fact(result, "gap", batch, row)
+    return gap is not None and gap > LOOSE
 
 
 def _why_loose(result: Attribution) -> str:

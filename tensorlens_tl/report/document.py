@@ -154,8 +154,8 @@ def _circuits(frozen: FrozenPass, prediction: Prediction, heads: Terms) -> tuple
 def _proofs(frozen: FrozenPass, measured: dict[str, float]) -> str:
     blocks = {f"{part}: the composed map against the model's own": error for part, error in frozen.errors.items()}
     rows = ((name, f"{value:.1e}") for name, value in (blocks | measured).items())
-    proved = table(("claim", "residual"), rows, "words")
+    proved = table(("claim", "gap"), rows, "words")
     worst = max(blocks.values(), default=0.0)
     compared = note(f"On this prompt every part's map gives what the model itself gives, to {worst:.1e} at most.")
-    summary = f"{len(blocks) + len(measured)} measured residuals"
+    summary = f"{len(blocks) + len(measured)} measured gaps"
     return f'<h2>The proofs</h2><div class="tlens">{compared}{folded(summary, proved)}{note(repr(frozen))}</div>'

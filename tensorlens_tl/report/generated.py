@@ -179,6 +179,6 @@ def _proofs(text: FrozenGeneration, results: dict[str, Attribution]) -> str:
         assert result.gap is not None
         measured[f"{name}: Σ scores + bias against the logits"] = float(result.gap.max())
     rows = ((name, f"{value:.1e}") for name, value in measured.items())
-    proved = table(("claim", "residual"), rows, "words")
-    summary = f"{len(measured)} measured residuals, {max(measured.values()):.1e} at most"
+    proved = table(("claim", "gap"), rows, "words")
+    summary = f"{len(measured)} measured gaps, {max(measured.values()):.1e} at most"
     return f'<h2>The proofs</h2><div class="tlens">{folded(summary, proved)}</div>'

@@ -35,7 +35,7 @@ class Group:
 
 SUMS = Group(
     "Sums to the logit",
-    "Scores in units of the logit; with the bias they add up to it, as far as the residual says.",
+    "Scores in units of the logit; with the bias they add up to it, as far as the gap says.",
     in_shares=False,
 )
 RELEVANCE = Group(

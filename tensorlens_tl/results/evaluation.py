@@ -252,7 +252,7 @@ class Evaluation(Result):
         terminal.show_table(title, headings, rows, left=("method",), caption=caption)
 
     def plot(self, metric: str | None = None, methods: list[str] | None = None, *, ax: Any = None) -> Any:
-        """Mean curves with 95 % bootstrap intervals, or bars where there are none (``tensorlens-tl[plot]``).
+        """Mean curves with 95 % bootstrap intervals, or bars where there are none (extra ``plot``).
 
         The best few methods by the first metric have colours and dashes of their own, in every panel the same; others
         are thin and grey.

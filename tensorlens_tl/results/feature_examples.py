@@ -222,7 +222,7 @@ class FeatureExamples(Result):
             print(f'{len(self) - MOST_FEATURES} more features: only("F12", …) chooses some.')
 
     def plot(self, feature: int | str | None = None, *, ax: Any = None) -> Any:
-        """How often one feature has an activation of each size, as matplotlib bars (``tensorlens-tl[plot]``).
+        """How often one feature has an activation of each size, as matplotlib bars (extra ``plot``).
 
         Args:
             feature: its number or name; None is the first.

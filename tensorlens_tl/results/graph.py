@@ -296,7 +296,7 @@ class ContributionGraph(Result):
         return f"How the {self.target} comes about"
 
     def plot(self, most: int = SHOWN_EDGES, *, ax: Any = None) -> Any:
-        """The same picture as a matplotlib figure (install ``tensorlens-tl[plot]``); returns the axes.
+        """The same picture as a matplotlib figure (extra ``plot``); returns the axes.
 
         Args:
             most: as in `to_html`.

@@ -109,7 +109,7 @@ class HeadScores(Result):
         return self.plot_heads(batch, ax=ax)
 
     def plot_heads(self, batch: int | None = None, *, ax: Any = None) -> Any:
-        """Heads as a matplotlib heat map, a row per layer, in colours from zero upwards (``tensorlens-tl[plot]``).
+        """Heads as a matplotlib heat map, a row per layer, in colours from zero upwards (extra ``plot``).
 
         Args:
             batch: as in `top`.

@@ -136,7 +136,7 @@ class ScoreAttribution(Result):
         return with_style(page.panel(self._title(batch), square, sums, notes=notes), style)
 
     def plot(self, batch: int = 0, *, ax: Any = None) -> Any:
-        """A matplotlib heat map of the pairs (install ``tensorlens-tl[plot]``); returns the axes.
+        """A matplotlib heat map of the pairs (extra ``plot``); returns the axes.
 
         Args:
             batch: the prompt.
@@ -285,7 +285,7 @@ class ScoreChange(Result):
         return with_style(page.panel(self._title(batch), graphs.bars(lines, sums), notes=notes), style)
 
     def plot(self, k: int = 15, batch: int = 0, *, ax: Any = None) -> Any:
-        """The k largest parts as matplotlib bars (install ``tensorlens-tl[plot]``); returns the axes.
+        """The k largest parts as matplotlib bars (extra ``plot``); returns the axes.
 
         Args:
             k, batch: as in `top`.

@@ -43,7 +43,7 @@ class Result(Stored, ABC):
 
     @abstractmethod
     def plot(self, *, ax: Any = None) -> Any:
-        """A matplotlib figure for print (install ``tensorlens-tl[plot]``); returns the axes, of several panels a list.
+        """A matplotlib figure for print (extra ``plot``); returns the axes, of several panels a list.
 
         Args:
             ax: draw here; None makes a figure of fitting size.

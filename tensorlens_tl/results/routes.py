@@ -221,7 +221,7 @@ class ChangeRoutes(Result):
         return f"How the {shown_target(self.target)} passes each layer"
 
     def plot(self, query: int | str = -1, batch: int | None = None, *, ax: Any = None) -> Any:
-        """A matplotlib heat map, a row per layer and a column per route (install ``tensorlens-tl[plot]``).
+        """A matplotlib heat map, a row per layer and a column per route (extra ``plot``).
 
         Args:
             query, batch: as in `to_html`.

@@ -325,7 +325,7 @@ class Terms(Result):
         return f"What adds to {shown_target(self.target)}"
 
     def plot(self, k: int = 15, query: int | str = -1, batch: int | None = None, *, ax: Any = None) -> Any:
-        """The k largest parts of one query as matplotlib bars (install ``tensorlens-tl[plot]``); returns the axes.
+        """The k largest parts of one query as matplotlib bars (extra ``plot``); returns the axes.
 
         Args:
             k, query: as in `top`.
@@ -366,7 +366,7 @@ class Terms(Result):
         return figure.signed_bars(lines, title, ax, sums=sums, intervals=intervals)
 
     def plot_heads(self, query: int | str = -1, batch: int | None = None, *, ax: Any = None) -> Any:
-        """Heads and MLPs as a matplotlib heat map, a row per layer (``tensorlens-tl[plot]``); returns the axes.
+        """Heads and MLPs as a matplotlib heat map, a row per layer (extra ``plot``); returns the axes.
 
         Args:
             query: as in `top`.

@@ -153,7 +153,7 @@ class Shown(Result):
     def plot(
         self, batch: int = 0, *, query: int | str | None = None, ax: Any = None, values: bool | None = None
     ) -> Any:
-        """One prompt as a matplotlib figure (install ``tensorlens-tl[plot]``); returns the axes.
+        """One prompt as a matplotlib figure (extra ``plot``); returns the axes.
 
         One query is drawn as coloured text, or over an image as a map of its patches; several as a heat map, of which
         generated tokens are the rows.

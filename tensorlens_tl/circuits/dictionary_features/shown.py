@@ -102,7 +102,7 @@ class ShownFeatures(Result):
         return with_style(page.panel(self.heading, *parts, notes=notes), style)
 
     def plot(self, k: int = 15, query: int | str = -1, batch: int = 0, *, ax: Any = None) -> Any:
-        """The same matrix as a matplotlib heat map (``tensorlens-tl[plot]``); returns the axes.
+        """The same matrix as a matplotlib heat map (extra ``plot``); returns the axes.
 
         Args:
             k, query, batch: as in `top`.

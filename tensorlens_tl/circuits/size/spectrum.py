@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def as_scipy(op: Any) -> "LinearOperator":
     """The operator's linear part as a scipy `LinearOperator` on ``pos · d_model`` numbers, for any matrix-free method.
 
-    Needs scipy (``pip install tensorlens-tl[spectral]``).
+    Needs scipy (extra ``spectral``).
 
     Raises:
         InvalidInputError: the pass has several prompts.

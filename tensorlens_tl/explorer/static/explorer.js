@@ -145,7 +145,7 @@ function welcome() {
   const image = Boolean(about.classes);
   const example = image ? null : h("p", {}, h("button", { type: "button", id: "example", onclick: () => go({ text: EXAMPLE }) }, "Try an example"));
   fill("tokens", card("welcome", image ? "Choose an image" : "Type a prompt and press Enter", null, null, h("p", { class: "soft" },
-    `You will see which ${image ? "patches" : "tokens"}, heads and MLPs make the model’s ${image ? "class" : "next token"}, as exact sums with their residual.`), example));
+    `You will see which ${image ? "patches" : "tokens"}, heads and MLPs make the model’s ${image ? "class" : "next token"}, as exact sums with their gap.`), example));
 }
 
 function open(two) {

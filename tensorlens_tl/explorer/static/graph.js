@@ -52,7 +52,7 @@ export function graphView(view, state, go, width) {
     h("div", { class: "row" }, h("label", { class: "inline" }, "Nodes ", count), h("label", { class: "inline" }, "Edges ", slider, said),
       menu("graph", "graph", table, view.code, () => picture(view, place, state, Math.min(shown, most)))),
     h("div", { class: "beside" }, shell, nodePanel(view, picked, state, go)),
-    sum([["answer", view.total], ["residual of all parts", error(view.gap), view.gap], ["edges here carry", percent(view.completeness), view.completeness]]),
+    sum([["answer", view.total], ["gap of all parts", error(view.gap), view.gap], ["edges here carry", percent(view.completeness), view.completeness]]),
     h("p", { class: "soft" }, "Node weights do not add up: what passes two nodes counts for both. What enters one node does.",
       state.other ? " A head is .v for its values, .q and .k for where its queries and keys made it attend." : ""));
 }

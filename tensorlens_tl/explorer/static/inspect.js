@@ -13,7 +13,7 @@ export function headView(prompt, view, state, go) {
   const why = view.why.refused
     ? h("p", { class: "soft" }, view.why.refused)
     : h("div", {}, bars(view.why.top, { label: "Why it attends there" }),
-      sum([[view.why.of === "pattern" ? "all: change of attention" : "all: attention score", view.why.total], ["residual", error(view.why.gap), view.why.gap]]));
+      sum([[view.why.of === "pattern" ? "all: change of attention" : "all: attention score", view.why.total], ["gap", error(view.why.gap), view.why.gap]]));
   const total = view.moved.reduce((a, b) => a + b, 0);
   return card("head", `Head ${view.name}`, `${state.other ? "change of its" : "its"} direct effect ${number(view.score)}`,
     h("div", { class: "row" },
@@ -23,7 +23,7 @@ export function headView(prompt, view, state, go) {
     chips(prompt.tokens, { values: change ?? view.pattern, selected: view.key, label: "Attention; press a token to ask why", pick: (at) => go({ key: at }) }),
     h("h3", {}, "What it moves to the answer, by source token"),
     chips(prompt.tokens, { values: view.moved, label: "Effects by source token" }),
-    sum([["tokens", total], ["=", view.score], ["residual", error(Math.abs(total - view.score)), total - view.score]]),
+    sum([["tokens", total], ["=", view.score], ["gap", error(Math.abs(total - view.score)), total - view.score]]),
     h("div", { class: "pair" },
       h("div", {}, h("h3", {}, `Why it ${change ? "turned" : "attends"} to ${key}`),
         h("small", {}, change ? "by what its query and its keys read" : "source read by the query × source read by the key"), why),
@@ -40,7 +40,7 @@ export function neuronsView(view, state, go) {
       state.other ? null : h("button", { type: "button", id: "ablate", onclick: () => go({ layer: undefined, head: undefined, node: view.node, pick: "without" }) }, "Take it away"),
       menu(view.node, view.node, table, view.code)),
     bars(short, { label: `Neurons of ${view.node}` }),
-    sum([["neurons listed", view.total - view.others], ["+ others", view.others], ["=", view.total], ["residual", error(view.gap), view.gap]]));
+    sum([["neurons listed", view.total - view.others], ["+ others", view.others], ["=", view.total], ["gap", error(view.gap), view.gap]]));
 }
 
 export function ablateView(view, go) {
@@ -60,7 +60,7 @@ export function featureView(prompt, view, state) {
     menu(name, view.name, table, view.code),
     h("h3", {}, "Which tokens its pre-activation comes from"),
     chips(prompt.tokens, { values: view.scores, label: "Tokens that make it active" }),
-    sum([["tokens", parts], ["+ bias", view.bias], ["=", view.total], ["residual", error(view.gap), view.gap]]),
+    sum([["tokens", parts], ["+ bias", view.bias], ["=", view.total], ["gap", error(view.gap), view.gap]]),
     h("h3", {}, "What it promotes"), h("small", {}, "logits for one unit of its decoder, by the weights alone: no part of a sum"),
     bars(view.promotes.map((of) => ({ name: of.text, score: of.score })), { label: "Promoted tokens" }));
 }

@@ -31,7 +31,7 @@ function tokenSum(prompt, view, two) {
   const live = two ? prompt.numbers[0] - prompt.numbers[1] : prompt.numbers[0];
   const line = view.additive ? [["tokens", parts], ["+ bias", view.bias], ["=", parts + view.bias]] : [["tokens", parts], ["+ bias", view.bias], ["not the whole of it", parts + view.bias]];
   const runs = two ? [["first run", prompt.numbers[0]], ["− second run", prompt.numbers[1]], ["=", live]] : [["live model", live]];
-  return h("div", {}, sum([...line, [view.additive ? "residual" : "short by", error(view.gap), view.gap]]), sum(runs));
+  return h("div", {}, sum([...line, [view.additive ? "gap" : "short by", error(view.gap), view.gap]]), sum(runs));
 }
 
 export function nextView(prompt, state, go, about) {
@@ -80,14 +80,14 @@ export function componentsView(view, state, go) {
     }),
     h("p", { class: "soft hint" }, "Press a head or an MLP to look into it."),
     h("details", { class: "soft" }, h("summary", {}, `Embeddings and biases ${number(others)}`), bars(view.rest, { label: "Other terms" })),
-    sum([["heads and MLPs", view.total - others], ["+ embeddings and biases", others], ["=", view.total], ["residual", error(view.gap), view.gap]]));
+    sum([["heads and MLPs", view.total - others], ["+ embeddings and biases", others], ["=", view.total], ["gap", error(view.gap), view.gap]]));
 }
 
 export function routesView(view) {
   const table = { columns: ["layer", ...view.routes], rows: view.scores.map((row, at) => [view.layers[at], ...row]) };
   return card("routes", "By which routes it passes each layer", "each row sums to the whole change; rows are cuts at different depths and do not add up",
     menu("routes", "routes", table, view.code), matrix(view.layers, view.routes, view.scores, { label: "Routes" }),
-    sum([["each row =", view.total], ["residual", error(view.gap), view.gap]]));
+    sum([["each row =", view.total], ["gap", error(view.gap), view.gap]]));
 }
 
 const named = (row) => [row.name, row.label].filter(Boolean).join(" · ");
@@ -107,5 +107,5 @@ export function featuresView(view, state, go, about) {
       pick: (name) => { const row = view.top.find((of) => of.name === name); go({ ...NOTHING, feature: row.feature, at: row.at }); },
     }),
     h("details", { class: "soft" }, h("summary", {}, `Error, b_dec and biases ${number(rest)}`), bars(view.rest, { label: "What belongs to no feature" })),
-    sum([["features", view.total], ["+ what is no feature", rest], ["=", view.whole], ["residual", error(view.gap), view.gap]]));
+    sum([["features", view.total], ["+ what is no feature", rest], ["=", view.whole], ["gap", error(view.gap), view.gap]]));
 }

@@ -126,7 +126,7 @@ class Circuit(Result):
         return with_style(page.panel(self.heading, *parts, notes=notes), style)
 
     def plot(self, kind: str = "graph", *, most: int = SHOWN_EDGES, ax: Any = None) -> Any:
-        """The graph, or the matrix, as a matplotlib figure (install ``tensorlens-tl[plot]``); returns the axes.
+        """The graph, or the matrix, as a matplotlib figure (extra ``plot``); returns the axes.
 
         Args:
             kind: which picture.

@@ -156,7 +156,7 @@ class EdgeScores(Result):
         return with_style(page.panel(self.heading, graphs.bars(lines, []), notes=notes), style)
 
     def plot(self, k: int = 20, batch: int | None = None, *, ax: Any = None) -> Any:
-        """The k edges of largest absolute score as matplotlib bars (``tensorlens-tl[plot]``); returns the axes.
+        """The k edges of largest absolute score as matplotlib bars (extra ``plot``); returns the axes.
 
         Args:
             k: how many.
