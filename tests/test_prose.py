@@ -16,6 +16,7 @@ PAGES = sorted(
 )
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 MODULES = sorted((ROOT / "tensorlens_tl").rglob("*.py"))
+SCRIPTS = sorted((ROOT / "tensorlens_tl" / "explorer" / "static").glob("*.js"))
 
 EVERYWHERE = {
     r"\bembedded (?:[\w-]+ )?models?\b": "bundled model",
@@ -44,7 +45,22 @@ IN_PAGES = {
     r"\b(?:positions?|tokens?) (?:that (?:is|are) )?asked about\b": "the explained position",
     r"\bdevice that runs\b": "execution device",
     r"\bas (?:it|they) (?:is|are) asked\b": "when called",
-    r"\bits residual\b(?! (?:stream|connection))": "its gap",
+    r"\b(?:its|their) residuals?\b(?! (?:stream|connection))": "gap",
+    r"\bgo(?:es)? on with\b": "continue with, resume",
+    r"\b(?:be|are|were) told apart\b": "distinguished",
+    r"\bby which ways\b": "how",
+    r"\bmay as well be\b": "can also be",
+    r"\b(?:lands?|landed) on\b": "reach, be assigned to",
+    r"\bmade by others\b": "generated from earlier ones",
+    r"\bhand(?:s|ed)? on\b": "pass on",
+    r"\b(?:is|are) level with\b": "on a par with",
+    r"\basks? (?:another|every) (?:method|query)\b": "apply another method, explain every query",
+    r"\bproof not counted\b": "excluding verification",
+    r"\b(?:what goes|what passes) through two\b": "an effect that passes through two",
+    r"\bwhat (?:speaks|spoke) (?:for|against)\b": "evidence for, evidence against",
+    r"\bnobody reads\b": "too many to inspect",
+    r"\btruth (?:is|was) written down\b": "known ground truth",
+    r"\btakes? this change apart\b": "split",
 }
 """Not in pages and notebooks either."""
 
@@ -95,6 +111,19 @@ def test_docstrings_and_messages(path):
 )
 def test_a_phrase_is_noticed_across_lines(text):
     assert len(avoided(text, EVERYWHERE | IN_PAGES)) == 1
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_sum_of_the_explorer_has_a_gap(path):
+    code = path.read_text(encoding="utf-8")
+    assert '"residual' not in code
+    assert "their residual" not in code
+
+
+@pytest.mark.parametrize("path", [*PAGES, *MODULES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_installed_that_is_not_released(path):
+    found = re.findall(r"pip install ['\"]?tensorlens[-_]tl\b.*", path.read_text(encoding="utf-8"))
+    assert found == [], "write: pip install -e '.[…]', in a clone"
 
 
 def test_code_is_not_prose(tmp_path):
