@@ -1,5 +1,6 @@
 """Every class of results has the same six members, and a file is what its name says."""
 
+import copy
 import dataclasses
 import json
 import pickle
@@ -17,7 +18,7 @@ from test_features import Dictionary
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, evaluate
 from tensorlens_tl.drawing import figure, page, terminal
-from tensorlens_tl.results import RESULT_ENDINGS, Result
+from tensorlens_tl.results import RESULT_ENDINGS, Result, storage
 from tensorlens_tl.results.entry import shown_target
 from tensorlens_tl.results.storage import LOADABLE
 from tensorlens_tl.testing import tiny_model
@@ -81,6 +82,10 @@ def result(name):
     return RESULTS[name]()
 
 
+def model_provenance():
+    return frozen().view.provenance()
+
+
 def subclasses(kind):
     return {kind}.union(*map(subclasses, kind.__subclasses__()))
 
@@ -104,6 +109,59 @@ def test_a_result_shows_itself(name, capsys, monkeypatch):
     assert len(displayed[0]) > 500
     assert shown._repr_html_() == shown.to_html()
     assert shown.to_html().endswith(shown.to_html(style=False))
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_says_which_model_it_is_of(name, tmp_path):
+    """In its provenance, an evaluation in its settings; pictures show it, and files hold it."""
+    expected = model_provenance().items()
+    of = result(name)
+    if name in ("Evaluation", "Reproduction"):
+        assert expected <= getattr(of, "evaluation", of).settings.items()
+        return
+    assert expected <= of.provenance.items()
+    for fact, value in of.provenance.items():
+        assert f"{fact.replace('_', ' ')}: {value}" in of.to_html()
+    if name == "Features":  # they are of their pass, and no file is read back
+        return
+    kind = type(of)
+    again = kind.load(of.save(tmp_path / "result"))
+    assert again.provenance == of.provenance
+    if "provenance" in kind.LATER_FACTS:  # as files of earlier versions
+        tensors, facts = storage.read(tmp_path / "result", name, None)
+        del facts["provenance"]
+        assert not kind.load(storage.write(tmp_path / "old", name, tensors, facts)).provenance
+
+
+@pytest.mark.parametrize("name", ["ChangeRoutes", "ScoreChange", "ModelChange", "Terms"])
+def test_a_result_of_two_models_names_both_and_tells_their_weights_apart(name):
+    base = model()
+    tuned = copy.deepcopy(base)
+    with torch.no_grad():
+        tuned.blocks[0].mlp.W_in.add_(0.01)
+    runs = [tlens.freeze(of, some_tokens()) for of in (tuned, base)]
+    asked = {
+        "ChangeRoutes": lambda: circuits.routes(tlens.difference(*runs), 5),
+        "ScoreChange": lambda: circuits.qk_attribution(tlens.difference(*runs), 1, 0, key=2),
+        "ModelChange": lambda: tlens.compare_models(base, tuned, some_tokens(), 5),
+        "Terms": lambda: circuits.logit_attribution(tlens.difference(*runs), 5),
+    }
+    provenance = asked[name]().provenance
+    assert {f"second {fact}" for fact in model_provenance()} <= provenance.keys()
+    assert provenance["weights"] != provenance["second weights"]
+    same = tlens.difference(tlens.freeze(copy.deepcopy(base), some_tokens()), runs[1]).provenance()
+    assert same["weights"] == same["second weights"] == provenance["second weights"]
+
+
+def test_what_is_subtracted_adds_its_provenance():
+    base = result("Terms")
+    changed = dataclasses.replace(base, provenance=base.provenance | {"model": "other"})
+    assert (base - changed).provenance == base.provenance | {"second model": "other"}
+    assert (base - base).mean().provenance == base.provenance
+    routes = result("ChangeRoutes")
+    two = dataclasses.replace(routes, provenance=routes.provenance | {"second model": "one"})
+    three = dataclasses.replace(routes, provenance=routes.provenance | {"second model": "another"})
+    assert (two - three).provenance == two.provenance | {"subtracted second model": "another"}
 
 
 NUMBER = re.compile(r"[+-]?\d[\d.]*(?:e[+-]\d+)?")

@@ -82,7 +82,13 @@ class CircuitTerms(Work):
         """What the rows of such a result have in common."""
         first = result[0][1]
         dtype = stored_dtype(first.scores)
-        return {"result": "Terms", "options": tagged(self.options), "dtype": dtype, "soft_cap": first.soft_cap}
+        return {
+            "result": "Terms",
+            "options": tagged(self.options),
+            "dtype": dtype,
+            "soft_cap": first.soft_cap,
+            "provenance": first.provenance,
+        }
 
     def aligned(self, records: list[Record], facts: dict[str, Any]) -> tuple[list[Record], dict[str, Any]]:
         """Records of several batches with the same terms in the same order."""
@@ -137,4 +143,5 @@ def unpacked_terms(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Terms:
         tokens=[list(row["tokens"])],
         target=row["target"] or "",
         soft_cap=facts["soft_cap"],
+        provenance=facts.get("provenance", {}),
     )

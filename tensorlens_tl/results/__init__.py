@@ -3,7 +3,13 @@
 from tensorlens_tl.results.attribution import AXES as AXES, Attribution
 from tensorlens_tl.results.changes import ModelChange
 from tensorlens_tl.results.edges import ARROW as ARROW, CHOICES as CHOICES, TARGET as TARGET, Circuit, EdgeScores
-from tensorlens_tl.results.entry import Entry, check_batch as check_batch, largest as largest, with_style as with_style
+from tensorlens_tl.results.entry import (
+    Entry,
+    check_batch as check_batch,
+    largest as largest,
+    provenance_note as provenance_note,
+    with_style as with_style,
+)
 from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
 from tensorlens_tl.results.feature_edges import FeatureEdges
 from tensorlens_tl.results.feature_examples import FeatureExamples

@@ -13,7 +13,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import Difference, FrozenPass
 from tensorlens_tl.passes.inputs import find_real, query_positions, without_mark, word_ids, word_starts
-from tensorlens_tl.results.entry import Entry, largest, query_row, shown_target
+from tensorlens_tl.results.entry import Entry, both_provenances, largest, query_row, shown_target
 from tensorlens_tl.results.frames import long_frame
 from tensorlens_tl.results.means import refuse_ranked
 from tensorlens_tl.results.targets import OF_GENERATED
@@ -335,7 +335,7 @@ class Attribution(Shown):
             additive=additive,
             target=target,
             method=method,
-            provenance=_both(self.provenance, other.provenance),
+            provenance=both_provenances(self.provenance, other.provenance),
             options={"left": self.options, "right": other.options},
         )
 
@@ -346,11 +346,6 @@ class Attribution(Shown):
         if left is None or right is None:
             return None
         return left - right
-
-
-def _both(first: dict[str, str], second: dict[str, str]) -> dict[str, str]:
-    """What two results depend on: the facts of the first, and those of the second that are others."""
-    return first | {f"second {name}": value for name, value in second.items() if first.get(name) != value}
 
 
 def _word_texts(tokens: list[str], words: list[int], count: int) -> list[str]:

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.entry import both_provenances
 from tensorlens_tl.results.means import intervals, mean_of, mean_queries, mean_words
 from tensorlens_tl.results.statistics import bootstrap_interval
 from tensorlens_tl.results.terms import Terms
@@ -150,7 +151,8 @@ class ModelChange(Terms):
             target = f"{target} − {other.target}"
         pairs = {name: (getattr(a, name), getattr(b, name)) for name in ("scores", "keys", *NUMBERS)}
         tensors = {name: None if x is None or y is None else x - y for name, (x, y) in pairs.items()}
-        return replace(a, **tensors, target=target)
+        provenance = both_provenances(self.provenance, other.provenance)
+        return replace(a, **tensors, target=target, provenance=provenance)
 
     def with_names(self, names: Sequence[str]) -> "ModelChange":
         """With these terms in this order, of which those that it lacks are zero.

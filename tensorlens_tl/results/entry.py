@@ -166,6 +166,23 @@ def mean_title(target: str, prompts: int) -> str:
     return f"mean of {prompts} prompts: {shown_target(target).replace('each ', '')}"
 
 
+def provenance_note(provenance: Mapping[str, str]) -> str:
+    """What a result depends on besides the prompts, in one line below its picture."""
+    return " · ".join(f"{name.replace('_', ' ')}: {fact}" for name, fact in provenance.items())
+
+
+def both_provenances(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str]:
+    """What a result less another depends on: the facts of the first, and those of the second that are others.
+
+    These are called ``"second …"``; where a result is itself of two models, ``"subtracted …"``.
+    """
+    which = "second"
+    if any(name.startswith("second ") for name in (*first, *second)):
+        which = "subtracted"
+    differing = {f"{which} {name}": value for name, value in second.items() if first.get(name) != value}
+    return {**first, **differing}
+
+
 def with_style(panel: str, style: bool) -> str:
     """A picture, with the style and the script that a page needs once."""
     if not style:

@@ -37,6 +37,7 @@ class FeatureEdges(Terms):
         }
         target = self.target.replace("pre-activations", f"pre-activation of F{feature}", 1)
         fields |= {"names": self.names, "mask": self.mask, "tokens": self.tokens, "labels": self.labels}
+        fields["provenance"] = self.provenance
         return Terms(target=target, **fields)
 
     def to_dataframe(self, *, keys: bool = False) -> "pd.DataFrame":

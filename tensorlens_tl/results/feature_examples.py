@@ -12,7 +12,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.drawing import feature_examples, figure, page, terminal
 from tensorlens_tl.drawing.marks import number, visible
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.entry import Entry, with_style
+from tensorlens_tl.results.entry import Entry, provenance_note, with_style
 from tensorlens_tl.results.result import Result
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class FeatureExamples(Result):
             feature_examples.histogram(self.edges, counts),
             feature_examples.promoted(tokens, self.promotion[place].tolist()),
             feature_examples.examples(self._examples(place, k)),
-            notes=f"{self.dictionary} at {self.hook}",
+            notes=" · ".join(filter(None, [f"{self.dictionary} at {self.hook}", provenance_note(self.provenance)])),
         )
 
     def show(self, k: int = 5) -> None:

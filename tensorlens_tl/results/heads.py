@@ -10,7 +10,7 @@ from torch import Tensor
 from tensorlens_tl.drawing import figure, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.entry import Entry, check_batch, largest, with_style
+from tensorlens_tl.results.entry import Entry, check_batch, largest, provenance_note, with_style
 from tensorlens_tl.results.result import Result
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class HeadScores(Result):
     def to_html(self, batch: int | None = None, *, style: bool = True) -> str:
         """A row for each layer and a column for each head, of one prompt or (None) of the mean."""
         picture = matrix.head_grid(self._cells(batch), self.heading)
-        return with_style(page.panel(self._title(batch), picture), style)
+        return with_style(page.panel(self._title(batch), picture, notes=provenance_note(self.provenance)), style)
 
     def plot(self, batch: int | None = None, *, ax: Any = None) -> Any:
         """The same as `plot_heads`: heads are all that there is."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.operator import RANKED
+from tensorlens_tl.results.entry import both_provenances
 from tensorlens_tl.results.statistics import bootstrap_interval
 
 
@@ -45,6 +46,9 @@ class _Parts(Protocol):
 
     @property
     def soft_cap(self) -> float | None: ...
+
+    @property
+    def provenance(self) -> dict[str, str]: ...
 
 
 def less(first: _Parts, second: _Parts) -> dict[str, Any]:
@@ -87,6 +91,7 @@ def less(first: _Parts, second: _Parts) -> dict[str, Any]:
         "tokens": first.tokens,
         "target": f"{first.target} − {second.target}",
         "soft_cap": soft_cap,
+        "provenance": both_provenances(first.provenance, second.provenance),
     }
 
 
@@ -128,6 +133,7 @@ def mean_over_prompts(terms: _Parts, level: int | float) -> dict[str, Any]:
         "counts": real.sum(0)[None],
         "target": f"{terms.target}, {mean_words(real)}",
         "soft_cap": terms.soft_cap,
+        "provenance": terms.provenance,
         **mean_queries(real),
     }
 

@@ -1,7 +1,7 @@
 """An attention score as a sum over pairs of sources, one in the query and one in the key; its change over sources."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.drawing import figure, graphs, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
-from tensorlens_tl.results.entry import Entry, check_batch, largest, with_others, with_style
+from tensorlens_tl.results.entry import Entry, check_batch, largest, provenance_note, with_others, with_style
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.views import array
 
@@ -39,10 +39,12 @@ class ScoreAttribution(Result):
         rotary: whether queries and keys are rotated (the distance is in the pairs then).
         reading_error: how far the softmax of all the layer's scores, so read, is from its own pattern.
         places: head, query and key of each prompt, in words.
+        provenance: what they depend on besides the prompts, as of `Attribution`.
     """
 
     TENSORS: ClassVar = ("pairs", "query_sources", "key_sources", "bias", "total", "alibi")
     FACTS: ClassVar = ("names", "by", "soft_cap", "rotary", "reading_error", "places")
+    LATER_FACTS: ClassVar = ("provenance",)
 
     names: list[list[str]]
     pairs: Float[Tensor, "batch source_q source_k"]
@@ -56,6 +58,7 @@ class ScoreAttribution(Result):
     alibi: Float[Tensor, "batch"] | None = None
     soft_cap: float | None = None
     places: Sequence[str] = ()
+    provenance: dict[str, str] = field(default_factory=dict[str, str])
 
     def __repr__(self) -> str:
         total = ", ".join(f"{total:.4g}" for total in self.total.tolist())
@@ -131,7 +134,8 @@ class ScoreAttribution(Result):
         """A matrix, a row per source of the query and a column per source of the key; what they leave out below."""
         labels, values = self._square(batch)
         square = matrix.matrix(labels, labels, values, label=self._title(batch), corner="in the query ↓ in the key →")
-        notes = f"sums to the score to {float(self.gap[batch]):.1e}"
+        facts = [f"sums to the score to {float(self.gap[batch]):.1e}", provenance_note(self.provenance)]
+        notes = " · ".join(filter(None, facts))
         sums = graphs.bars([], [("all pairs", float(values.sum())), *self._sums(batch)])
         return with_style(page.panel(self._title(batch), square, sums, notes=notes), style)
 
@@ -190,10 +194,12 @@ class ScoreChange(Result):
         of: ``"score"`` or ``"pattern"``.
         reading_error: how far the softmax of the layer's scores is from its own patterns.
         places: head, query and key of each prompt, in words.
+        provenance: what they depend on besides the prompts, as of `Attribution`.
     """
 
     TENSORS: ClassVar = ("query_sources", "key_sources", "constants", "total")
     FACTS: ClassVar = ("names", "constant_names", "by", "of", "reading_error", "places")
+    LATER_FACTS: ClassVar = ("provenance",)
 
     names: list[list[str]]
     query_sources: Float[Tensor, "batch source"]
@@ -205,6 +211,7 @@ class ScoreChange(Result):
     of: str
     reading_error: float
     places: Sequence[str] = ()
+    provenance: dict[str, str] = field(default_factory=dict[str, str])
 
     def __repr__(self) -> str:
         total = ", ".join(f"{total:.4g}" for total in self.total.tolist())
@@ -281,7 +288,8 @@ class ScoreChange(Result):
     def to_html(self, k: int = 15, batch: int = 0, *, style: bool = True) -> str:
         """The k largest parts as bars around zero; all others, and the total, below."""
         lines, sums = self._lines(k, batch)
-        notes = f"sums to the change to {float(self.gap[batch]):.1e}"
+        facts = [f"sums to the change to {float(self.gap[batch]):.1e}", provenance_note(self.provenance)]
+        notes = " · ".join(filter(None, facts))
         return with_style(page.panel(self._title(batch), graphs.bars(lines, sums), notes=notes), style)
 
     def plot(self, k: int = 15, batch: int = 0, *, ax: Any = None) -> Any:

@@ -1,6 +1,6 @@
 """The routes by which the change of a number passes each layer, as cuts that each sum to all of it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -15,7 +15,9 @@ from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import (
     Entry,
+    both_provenances,
     check_batch,
+    provenance_note,
     query_row,
     shown_query,
     shown_target,
@@ -68,10 +70,12 @@ class ChangeRoutes(Result):
         tokens: readable tokens of each prompt.
         target: what the change is of, in words.
         soft_cap: the cap that the model applies to its logits after `total`, or None.
+        provenance: what they depend on besides the prompts, as of `Attribution`.
     """
 
     TENSORS: ClassVar = ("scores", "heads", "total", "queries", "mask")
     FACTS: ClassVar = ("layers", "tokens", "target", "soft_cap")
+    LATER_FACTS: ClassVar = ("provenance",)
 
     layers: list[str]
     scores: Float[Tensor, "batch query layer route"]
@@ -82,6 +86,7 @@ class ChangeRoutes(Result):
     tokens: list[list[str]]
     target: str
     soft_cap: float | None = None
+    provenance: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def gap(self) -> Float[Tensor, "batch query layer"]:
@@ -129,7 +134,7 @@ class ChangeRoutes(Result):
         return Terms(
             names=names, scores=scores, total=self.total, remainder=torch.zeros_like(self.total),
             queries=self.queries, mask=self.mask, tokens=self.tokens, target=f"{self.target}, at {here}",
-            soft_cap=self.soft_cap,
+            soft_cap=self.soft_cap, provenance=self.provenance,
         )  # fmt: skip
 
     def top(self, k: int = 10, query: int | str = -1, batch: int = 0, *, layer: int) -> list[Entry]:
@@ -177,7 +182,8 @@ class ChangeRoutes(Result):
             raise InvalidInputError("a − b: routes of other prompts, queries, layers or heads; subtract their means.")
         refuse_ranked(self.target, other.target)
         parts = {name: getattr(self, name) - getattr(other, name) for name in ("scores", "heads", "total")}
-        return replace(self, **parts, target=f"{self.target} − {other.target}")
+        provenance = both_provenances(self.provenance, other.provenance)
+        return replace(self, **parts, target=f"{self.target} − {other.target}", provenance=provenance)
 
     # ------------------------------------------------------------------ showing
 
@@ -212,7 +218,8 @@ class ChangeRoutes(Result):
         heading = title or self.heading
         picture = matrix.matrix(self.layers, routes, values, label=heading, corner="layer ↓ route →")
         gap = float(self.gap.max())
-        notes = " · ".join(filter(None, [which, f"every row sums to the change to {gap:.1e}"]))
+        facts = [which, f"every row sums to the change to {gap:.1e}", provenance_note(self.provenance)]
+        notes = " · ".join(filter(None, facts))
         return with_style(page.panel(heading, picture, notes=notes), style)
 
     @property

@@ -22,6 +22,7 @@ from tensorlens_tl.results.entry import (
     check_batch,
     largest,
     mean_title,
+    provenance_note,
     query_row,
     shown_query,
     shown_target,
@@ -67,11 +68,12 @@ class Terms(Result):
         soft_cap: the cap that the model applies to its logits after `total`, or None.
         labels: what some of the parts are called besides, by name, such as features of a dictionary; pictures and
             tables in a terminal show it.
+        provenance: what they depend on besides the prompts, as of `Attribution`.
     """
 
     TENSORS: ClassVar = ("scores", "total", "remainder", "queries", "mask", "keys", "low", "high", "counts")
     FACTS: ClassVar = ("names", "tokens", "target", "soft_cap")
-    LATER_FACTS: ClassVar = ("labels",)
+    LATER_FACTS: ClassVar = ("labels", "provenance")
 
     names: list[str]
     scores: Float[Tensor, "batch query term"]
@@ -87,6 +89,7 @@ class Terms(Result):
     high: Float[Tensor, "batch query term"] | None = None
     counts: Int[Tensor, "batch query"] | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    provenance: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         shape = (*self.queries.shape, len(self.names))
@@ -277,7 +280,7 @@ class Terms(Result):
         one = partial(_at_rows, rows=rows.to(self.queries.device))
         return Terms(
             self.names, one(self.scores), one(self.total), one(self.queries), self.mask, self.tokens, self.target,
-            remainder=maybe(one, self.remainder), labels=self.labels,
+            remainder=maybe(one, self.remainder), labels=self.labels, provenance=self.provenance,
         )  # fmt: skip
 
     def to_html(
@@ -295,12 +298,13 @@ class Terms(Result):
             return self._of_query(query).mean().to_html(k, title=title, style=style)
         batch = batch or 0
         which, lines, sums = self._lines(k, query, batch)
-        notes = list(filter(None, [which]))
+        notes = [which]
         if self.additive:
             gap = float(self.gap[batch, self.query_row(query, batch)])
             notes.append(f"sums to the model's own number to {gap:.1e}")
+        notes.append(provenance_note(self.provenance))
         picture = graphs.bars(lines, sums)
-        return with_style(page.panel(title or self.heading, picture, notes=" · ".join(notes)), style)
+        return with_style(page.panel(title or self.heading, picture, notes=" · ".join(filter(None, notes))), style)
 
     def heads_to_html(self, query: int | str = -1, batch: int = 0, *, title: str = "", style: bool = True) -> str:
         """Terms of heads as a grid, a row per layer and a column per head, MLPs beside them; empty without any.

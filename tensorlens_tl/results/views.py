@@ -14,6 +14,7 @@ from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.results.entry import (
     Entry,
     check_batch,
+    provenance_note,
     query_row,
     shown_query,
     shown_target,
@@ -99,8 +100,7 @@ class Shown(Result):
         parts = [self._prompt_html(prompt) for prompt in prompts]
         if left:
             parts.append(f'<div class="n">{left} more prompts: to_html(batch={MOST_PROMPTS}) …</div>')
-        facts = " · ".join(f"{name.replace('_', ' ')}: {fact}" for name, fact in self.provenance.items())
-        return with_style(page.panel(self.describe(), *parts, notes=facts), style)
+        return with_style(page.panel(self.describe(), *parts, notes=provenance_note(self.provenance)), style)
 
     def show(self, k: int = 10, query: int | str = -1, batch: int | None = None) -> None:
         """Display the heat maps in a notebook, or a table of one query's top tokens in a terminal.

@@ -148,6 +148,7 @@ def edge_scores(
         method=method,
         config=_config(readout),
         by_position=by_position,
+        provenance=readout.stream.frozen.provenance(),
     )
 
 

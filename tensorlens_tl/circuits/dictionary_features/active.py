@@ -66,6 +66,11 @@ class Features(ShownFeatures):
             f"{self.active_per_token:.1f} active at a token, explained={self.explained:.3f})"
         )
 
+    @property
+    def provenance(self) -> dict[str, str]:
+        """What they depend on besides the prompts, as of `Attribution`."""
+        return self.frozen.provenance()
+
     @cached_property
     def error(self) -> Float[Tensor, "batch pos d_out"]:
         """What the reconstruction leaves out, zero at padding."""

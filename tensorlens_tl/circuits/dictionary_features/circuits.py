@@ -263,6 +263,7 @@ class _Readouts(NamedTuple):
             "mask": frozen.mask,
             "tokens": frozen.str_tokens,
             "target": label,
+            "provenance": frozen.provenance(),
         }
 
     def of_stream(self, stream: Any, hook: str, label: str) -> StreamTarget:

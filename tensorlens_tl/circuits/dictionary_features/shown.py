@@ -15,7 +15,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import DictionaryWeights
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import one_query
-from tensorlens_tl.results import Entry, Result, check_batch, largest, with_style
+from tensorlens_tl.results import Entry, Result, check_batch, largest, provenance_note, with_style
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -99,6 +99,7 @@ class ShownFeatures(Result):
         if rows:
             parts = [matrix.matrix(rows, tokens, plane, label=self.heading, corner="feature ↓ token →")]
         notes = f"{self._which(query, batch)} · {self.explained:.1%} of the variance is explained"
+        notes += f" · {provenance_note(self.frozen.provenance())}"
         return with_style(page.panel(self.heading, *parts, notes=notes), style)
 
     def plot(self, k: int = 15, query: int | str = -1, batch: int = 0, *, ax: Any = None) -> Any:

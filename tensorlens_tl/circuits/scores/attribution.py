@@ -138,6 +138,7 @@ def qk_attribution(
         rotary=reading.rotation is not None,
         reading_error=reading.error,
         places=places_of(frozen.str_tokens, layer, head, positions["query"], positions["key"]),
+        provenance=frozen.provenance(),
     )
     return frozen.checked(attribution)
 

@@ -61,6 +61,7 @@ def score_change(
         of=of,
         reading_error=difference.maps.pattern_error(layer),
         places=places_of(difference.str_tokens, layer, head, query, key),
+        provenance=difference.provenance(),
     )
     size = size_of_sum(torch.cat([*sides, result.constants], dim=-1), torch.zeros_like(result.total))
     noise = difference.rounding * (numbers[0].abs() + numbers[1].abs())

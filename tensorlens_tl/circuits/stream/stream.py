@@ -268,6 +268,7 @@ class StreamTarget:
             "tokens": frozen.str_tokens,
             "target": self.label,
             "soft_cap": self.soft_cap,
+            "provenance": frozen.provenance(),
         }
 
 

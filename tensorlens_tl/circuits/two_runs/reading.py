@@ -129,6 +129,7 @@ class Reading:
             "tokens": self.difference.str_tokens,
             "target": f"change of the {self.label}",
             "soft_cap": soft_cap,
+            "provenance": self.difference.provenance(),
         }
 
 

@@ -385,6 +385,7 @@ def _mean_scores(parts: Sequence[FrozenPairs], method: str, steps: int, seed: in
         first.target,
         method,
         first.config,
+        provenance=first.provenance,
     )
 
 

@@ -51,6 +51,8 @@ def benchmark_json(circuit: Circuit) -> str:
         if isnan(edge["score"]):
             edge["score"] = None
     content = {"cfg": circuit.config, "nodes": nodes | {"logits": {"in_graph": True}}, "edges": edges}
+    facts = {"target": circuit.target, "provenance": circuit.provenance}  # the benchmark reads past them
+    content |= {name: fact for name, fact in facts.items() if fact}
     return json.dumps(content, allow_nan=False)
 
 
@@ -66,6 +68,8 @@ def benchmark_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
         content = json.loads(encoded.decode("utf-8"))
         config = dict(content["cfg"])
         edges = dict(content["edges"])
+        target = _text(content.get("target", ""), "target")
+        provenance = {name: _text(fact, name) for name, fact in content.get("provenance", {}).items()}
         sources = ["embed", *(_library_name(n) for n in content["nodes"] if n not in ("input", "logits"))]
         pairs = [tuple(map(_library_name, name.split("->"))) for name in edges]
         destinations = sorted({end for _, end in pairs}, key=place)
@@ -92,7 +96,20 @@ def benchmark_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
         "exists": exists,
         "selection": selection,
         "config": config,
+        "target": target,
+        "provenance": provenance,
     }
+
+
+def _text(value: Any, name: str) -> str:
+    """A text.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f'"{name}" is {value!r}, not a text')
+    return value
 
 
 def _truth(value: Any, name: str) -> bool:

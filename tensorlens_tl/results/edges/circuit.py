@@ -18,7 +18,7 @@ from tensorlens_tl.results import exchange
 from tensorlens_tl.results.edges import sharing
 from tensorlens_tl.results.edges.benchmark import benchmark_fields, benchmark_json
 from tensorlens_tl.results.edges.names import ARROW, check_shape
-from tensorlens_tl.results.entry import with_style
+from tensorlens_tl.results.entry import provenance_note, shown_target, with_style
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.storage import replacing
 from tensorlens_tl.results.views import array
@@ -43,6 +43,8 @@ class Circuit(Result):
         scores: by which it was chosen, `[source, destination]`.
         selection: which edges are in it, `[source, destination]`.
         config: `n_layers`, `n_heads`, `d_model` and `parallel_attn_mlp`.
+        target: what the scores explain, in words.
+        provenance: what they depend on besides the prompts, as of `Attribution`.
     """
 
     sources: list[str]
@@ -51,6 +53,8 @@ class Circuit(Result):
     exists: Bool[Tensor, "source destination"]
     selection: Bool[Tensor, "source destination"]
     config: dict[str, Any] = field(default_factory=dict)
+    target: str = ""
+    provenance: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         check_shape(self.sources, self.destinations, self.exists, self.scores, self.selection)
@@ -79,7 +83,10 @@ class Circuit(Result):
     @property
     def heading(self) -> str:
         """The title of its page."""
-        return f"Circuit of {len(self)} edges"
+        title = f"Circuit of {len(self)} edges"
+        if self.target:
+            title += f" for {shown_target(self.target)}"
+        return title
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per edge of it, largest first: source, destination, score."""
@@ -123,6 +130,7 @@ class Circuit(Result):
             grid = matrix.matrix(rows, columns, scores, label=self.heading, corner="from ↓ to →")
             parts = [graphs.graph(drawn), f"<details><summary>All edges as a matrix</summary>{grid}</details>"]
         notes = f"{len(drawn.strengths)} of the circuit's {len(self)} edges; the model has {int(self.exists.sum())}"
+        notes = " · ".join(filter(None, [notes, provenance_note(self.provenance)]))
         return with_style(page.panel(self.heading, *parts, notes=notes), style)
 
     def plot(self, kind: str = "graph", *, most: int = SHOWN_EDGES, ax: Any = None) -> Any:

@@ -14,7 +14,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.edges.choosing import edge_order, pruned
 from tensorlens_tl.results.edges.circuit import Circuit
 from tensorlens_tl.results.edges.names import ARROW, check_shape
-from tensorlens_tl.results.entry import Entry, check_batch, mean_title, shown_target, with_style
+from tensorlens_tl.results.entry import Entry, check_batch, mean_title, provenance_note, shown_target, with_style
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.statistics import bootstrap_interval
 
@@ -36,10 +36,12 @@ class EdgeScores(Result):
         config: `n_layers`, `n_heads`, `d_model` and `parallel_attn_mlp`, for files.
         by_position: each edge at each position where its destination reads, `[batch, source, destination, pos]`; None
             where not asked for.
+        provenance: what they depend on besides the prompts, as of `Attribution`.
     """
 
     TENSORS: ClassVar = ("scores", "exists", "clean", "corrupted", "by_position")
     FACTS: ClassVar = ("sources", "destinations", "target", "method", "config")
+    LATER_FACTS: ClassVar = ("provenance",)
 
     sources: list[str]
     destinations: list[str]
@@ -51,6 +53,7 @@ class EdgeScores(Result):
     method: str
     config: dict[str, Any] = field(default_factory=dict)
     by_position: Float[Tensor, "batch source destination pos"] | None = None
+    provenance: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         check_shape(self.sources, self.destinations, self.exists, next(iter(self.scores), self.scores))
@@ -117,7 +120,9 @@ class EdgeScores(Result):
         selection = torch.zeros_like(self.exists)
         selection.view(-1)[order[:edges]] = True
         selection = pruned(selection, self.sources, self.destinations)
-        return Circuit(self.sources, self.destinations, scores, self.exists, selection, self.config)
+        return Circuit(
+            self.sources, self.destinations, scores, self.exists, selection, self.config, self.target, self.provenance
+        )
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per prompt and edge: batch, source, destination, method, target, score."""
@@ -152,7 +157,8 @@ class EdgeScores(Result):
 
     def to_html(self, k: int = 20, batch: int | None = None, *, style: bool = True) -> str:
         """The k edges of largest absolute score as bars around zero, of one prompt or (None) of the mean."""
-        notes, lines = self._lines(k, batch)
+        title, lines = self._lines(k, batch)
+        notes = " · ".join(filter(None, [title, provenance_note(self.provenance)]))
         return with_style(page.panel(self.heading, graphs.bars(lines, []), notes=notes), style)
 
     def plot(self, k: int = 20, batch: int | None = None, *, ax: Any = None) -> Any:
