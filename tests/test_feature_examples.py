@@ -191,6 +191,19 @@ def test_a_figure_of_sizes(examples):
     with pytest.raises(tlens.InvalidInputError, match="active at no token"):
         nothing.plot()
     assert "Not active" not in examples.to_html()
+    active = [place for place, counts in enumerate(examples.counts.tolist()) if any(counts)]
+    assert len(active) > 1
+    axes = examples.plot()
+    names = [axis.get_title(loc="left").split(" · ")[0] for axis in axes]
+    assert names == [f"F{examples.features[place]}" for place in active]
+    one = axes[0].figure.subplots()
+    assert examples.plot(ax=one) is one
+    assert one.get_title(loc="left") == f"{names[0]} · 1 of {len(examples)} features shown"
+    assert examples.plot(examples.features[active[0]], ax=one) is one
+    few = circuits.FeatureExamples(**vars(examples) | {"counts": examples.counts.clone()})
+    few.counts[active[0]] = 0
+    drawn = few.plot()
+    assert f"{len(drawn)} of {len(few)} features shown" in drawn[0].get_title(loc="left")
 
 
 def test_labels_from_files(tmp_path):
@@ -295,3 +308,13 @@ def test_a_row_is_cut_only_where_that_is_wanted(demo_model):
     context = tlens.models.ModelView(demo_model).n_ctx
     made = circuits.feature_examples(demo_model, shipped(), [[5] * (context + 3)], 1, truncate=True)
     assert made.n_tokens == context
+
+
+def test_entries_of_active_features_are_named_features(demo_model, rows):
+    """What `top` returns goes into `features=` as it is."""
+    active = circuits.features(tlens.freeze(demo_model, torch.tensor([rows[0]])), shipped())
+    entries = active.top(2)
+    by_entry = circuits.feature_examples(demo_model, shipped(), rows[:4], entries, k=1)
+    assert [f"F{number}" for number in by_entry.features] == [entry.name for entry in entries]
+    one = circuits.feature_examples(demo_model, shipped(), rows[:4], entries[0], k=1)
+    assert one.features == by_entry.features[:1]

@@ -9,7 +9,7 @@ from evaluation_cases import THIRDS, recall_model
 from hypothesis import given, settings, strategies as st
 
 import tensorlens_tl as tlens
-from tensorlens_tl import demo, evaluate
+from tensorlens_tl import demo, evaluate, generation
 from tensorlens_tl.evaluate.perturbing import rank
 from tensorlens_tl.evaluate.scorers import random_scores
 from tensorlens_tl.testing import model_names
@@ -253,3 +253,18 @@ def test_norms_of_every_query_are_estimated_and_said_to_be(demo_model):
 def _mean_norm(frozen):
     scores = frozen.operator().norm("all").scores.double()
     return (scores * frozen.mask[..., None]).sum(1) / frozen.mask.sum(1, keepdim=True)
+
+
+def test_generated_text_is_in_the_settings(demo_model):
+    """A result of generated answers says what was generated, and how much was asked for."""
+    result = evaluate.perturbation(
+        demo_model, ["Return the name of the"], ["random"], fractions=(0, 1), metrics=["aopc"], max_new_tokens=3
+    )
+    text = generation.freeze_generation(demo_model, "Return the name of the", max_new_tokens=3).texts
+    assert result.settings["generated"] == text
+    assert result.settings["max_new_tokens"] == 3
+    given = evaluate.perturbation(
+        demo_model, ["Return the name of the"], ["random"], fractions=(0, 1), metrics=["aopc"], continuation=[" value"]
+    )
+    assert given.settings["generated"] == [" value"]
+    assert "max_new_tokens" not in given.settings

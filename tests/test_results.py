@@ -536,3 +536,43 @@ def test_a_suffix_in_capitals_is_the_same(tmp_path):
     terms = result("Terms")
     assert len(circuits.Terms.load(terms.save(tmp_path / "a.SAFETENSORS"))) == len(terms)
     assert terms.save(tmp_path / "a.CSV").read_text().startswith("batch,")
+
+
+def test_shares_by_token_are_named_where_they_are(capsys):
+    """A list of parts does not show them, and a table has them when it is told to."""
+    change = tlens.compare_models(model(), tiny_model(NAME, seed=1), some_tokens()[:1], 5, positions=True)
+    assert "to_dataframe(keys=True)" in change.to_html()
+    change.show()
+    assert "to_dataframe(keys=True)" in capsys.readouterr().out
+    table = change.to_dataframe(keys=True)
+    summed = table.groupby("term", sort=False)["score"].sum()
+    plain = change.to_dataframe().set_index("term")["score"]
+    assert np.allclose(summed[plain.index], plain, atol=1e-9)
+    assert {"key", "key_token"} <= set(table.columns)
+    without = tlens.compare_models(model(), tiny_model(NAME, seed=1), some_tokens()[:1], 5)
+    assert "keys=True" not in without.to_html()
+    with pytest.raises(tlens.InvalidInputError, match="positions=True"):
+        without.to_dataframe(keys=True)
+
+
+def test_a_circuit_names_its_target_in_pictures_and_files(tmp_path):
+    circuit = result("Circuit")
+    assert circuit.target == result("EdgeScores").target
+    assert circuit.target in circuit.heading
+    assert circuit.heading in circuit.plot().get_title(loc="left").replace("\n", " ")
+    assert circuits.Circuit.load(circuit.save(tmp_path / "circuit.json")).target == circuit.target
+    content = json.loads((tmp_path / "circuit.json").read_text())
+    (tmp_path / "broken.json").write_text(json.dumps(content | {"target": 3}))
+    with pytest.raises(tlens.FileFormatError, match="not a text"):
+        circuits.Circuit.load(tmp_path / "broken.json")
+    with pytest.raises(tlens.InvalidInputError, match=r"save\(path\)"):
+        circuit.export(tmp_path / "circuit.pdf")
+
+
+def test_one_prompt_is_no_prompts():
+    one = circuits.edge_scores(tlens.freeze(model(), some_tokens()[:1]), tlens.freeze(model(), some_tokens()[1:]), 5)
+    assert "1 prompt," in repr(one)
+    heads = circuits.previous_token_scores(tlens.freeze(model(), some_tokens()[:1]))
+    assert "1 prompt," in repr(heads)
+    assert "of 1 prompt" in heads.to_html()
+    assert "1 prompts" not in heads.to_html()

@@ -226,3 +226,10 @@ def test_generated_text_beside_a_ranked_token_is_no_side_either(runs, minus):
     result = written.attribute(minus=minus)
     with pytest.raises(tlens.InvalidInputError, match="may have another"):
         result - result
+
+
+@pytest.mark.parametrize(("name", "word"), [("minus", "runnerup"), ("target", "first choice")])
+def test_a_misspelt_rank_is_a_near_miss(demo_model, name, word):
+    frozen = tlens.freeze(demo_model, "Return the name of the")
+    with pytest.raises(InvalidInputError, match="Did you mean"):
+        tlens.attribute(frozen, **{"target": " value", name: word})

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--target-column", help="the column that holds each row's target")
     parser.add_argument("--minus", help="a token to hold the target against in every row, or its runner-up")
-    parser.add_argument("--minus-column", help="the column that holds each row's own")
+    parser.add_argument("--minus-column", help="the column that holds the token to hold each row's target against")
     parser.add_argument("--query", type=position, help="a position, a text of each row, or all (default: the method's)")
     parser.add_argument("--keep", default="scores", help="scores, top:32 (the largest of each query), or all")
     parser.add_argument("--tokens-per-batch", type=count, default=8192, help="run together at most (default: 8192)")

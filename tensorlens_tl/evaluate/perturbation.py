@@ -99,7 +99,8 @@ def perturbation(
         memory: what the perturbed runs may allocate, as ``"512MB"`` or bytes.
 
     Returns:
-        An Evaluation: areas per prompt in `values`, curves over the fractions.
+        An Evaluation: areas per prompt in `values`, curves over the fractions; of generated text its `settings` hold
+        what was generated after each prompt.
 
     Raises:
         MethodError: a method fails with an error that is none of the library's; names it.
@@ -115,6 +116,7 @@ def perturbation(
     test = PerturbationTest(methods, query, fractions, metrics, order, absolute, hidden, seed, memory)
     view = ModelView(model)
     view.refuse_encoder_decoder("perturbation")
+    facts: dict[str, Any] = {}
     explained: dict[str, Any] = {"target": target, "minus": minus}
     generated = {"max_new_tokens": max_new_tokens, "continuation": continuation, "span": span}
     if any(value is not None for value in generated.values()):
@@ -129,6 +131,9 @@ def perturbation(
         position = -1
         explained |= {"target": NEXT, "query": stretch.queries}
         words = (stretch.in_words(minus), repr("all" if span is None else span))
+        facts["generated"] = stretch.written.texts
+        if max_new_tokens is not None:
+            facts["max_new_tokens"] = max_new_tokens
     else:
         test.check_explained(target, minus)
         prompt = prepare(view, prompts, attention_mask=attention_mask, prepend_bos=prepend_bos)
@@ -140,11 +145,13 @@ def perturbation(
     scorers, skipped = usable(test.scorers, first, position, methods is None, runs.explained(part))
     curves = test.curves(runs, scorers)
     axis = torch.tensor(test.steps, dtype=torch.float64)
+    about = test.described(view, runs.replacement, scorers, len(prompt.tokens), *words)
+    about["settings"] |= facts
     return Evaluation(
         values=area(curves, axis),
         units=[f"prompt {number}" for number in range(len(prompt.tokens))],
         curves=curves,
         axis=axis,
         skipped=skipped,
-        **test.described(view, runs.replacement, scorers, len(prompt.tokens), *words),
+        **about,
     )

@@ -66,8 +66,9 @@ def format_of(path: Path, name: str | None) -> str:
     """
     known = f"use one of {', '.join(FORMATS)}"
     suffix = path.suffix.lower()
+    elsewhere = "A figure (.pdf, .svg, .png) is what save(path) writes and plot() draws."
     if name is None and suffix not in SUFFIXES:
-        raise InvalidInputError(f"format: {path.name!r} does not end in {', '.join(SUFFIXES)}; {known}.")
+        raise InvalidInputError(f"format: {path.name!r} does not end in {', '.join(SUFFIXES)}; {known}. {elsewhere}")
     if name is not None:
         check_choice("format", name, FORMATS, SYNONYMS)
     return name or SUFFIXES[suffix]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MOST_FEATURES = 20
 """Features that one picture shows."""
+PANEL = (4.5, 2.4)
+"""Inches of one feature in a figure of several."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -222,19 +224,39 @@ class FeatureExamples(Result):
             print(f'{len(self) - MOST_FEATURES} more features: only("F12", …) chooses some.')
 
     def plot(self, feature: int | str | None = None, *, ax: Any = None) -> Any:
-        """How often one feature has an activation of each size, as matplotlib bars (extra ``plot``).
+        """How often features have an activation of each size, as matplotlib bars (extra ``plot``).
 
         Args:
-            feature: its number or name; None is the first.
-            ax: draw here; None makes a figure of fitting size.
+            feature: its number or name; None draws the first `MOST_FEATURES` that are active, a panel for each.
+            ax: draw one feature here; None makes a figure of fitting size.
+
+        Returns:
+            The axes; of several features a list.
 
         Raises:
             InvalidInputError: no such feature, or one that is not active at any token.
             ImportError: matplotlib is not installed.
         """
-        place = 0
         if feature is not None:
-            place = self._place(feature)
+            return self._plot_one(self._place(feature), ax)
+        active = self.counts.any(1).nonzero()[:, 0].tolist() or [0]
+        shown = active[:MOST_FEATURES]
+        if ax is not None or len(active) == 1:
+            shown = active[:1]
+            panels = [figure.axes(ax, PANEL)]
+        else:
+            panels = figure.panels(len(shown), PANEL)
+        for place, panel in zip(shown, panels, strict=True):
+            self._plot_one(place, panel)
+        if len(shown) < len(self):
+            title = panels[0].get_title(loc="left")
+            figure.set_title(panels[0], f"{title} · {len(shown)} of {len(self)} features shown")
+        if len(panels) == 1:
+            return panels[0]
+        return panels
+
+    def _plot_one(self, place: int, ax: Any) -> Any:
+        """The histogram of one feature."""
         filled = self.counts[place].nonzero()[:, 0].tolist()
         if not filled:
             raise InvalidInputError(f"plot: {self._name(place)} is active at no token of these rows.")

@@ -11,6 +11,7 @@ from tensorlens_tl.drawing import figure, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import Entry, check_batch, largest, provenance_note, with_style
+from tensorlens_tl.results.means import prompts_in_words
 from tensorlens_tl.results.result import Result
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class HeadScores(Result):
     def __repr__(self) -> str:
         prompts, layers, heads = self.scores.shape
         best = self.top(1)[0]
-        return f"HeadScores({self.target!r}, {prompts} prompts, {layers} × {heads} heads, {best.name}={best.score:.3f})"
+        sizes = f"{prompts_in_words(prompts)}, {layers} × {heads} heads"
+        return f"HeadScores({self.target!r}, {sizes}, {best.name}={best.score:.3f})"
 
     def mean(self) -> Float[Tensor, "layer head"]:
         """The mean over the prompts that have such tokens."""
@@ -97,7 +99,7 @@ class HeadScores(Result):
         tokens = f"mean over {count} tokens"
         if batch is not None:
             return f"{self.heading} · prompt {batch} · {tokens}"
-        return f"{self.heading} · {tokens} of {len(self.scores)} prompts"
+        return f"{self.heading} · {tokens} of {prompts_in_words(len(self.scores))}"
 
     def to_html(self, batch: int | None = None, *, style: bool = True) -> str:
         """A row for each layer and a column for each head, of one prompt or (None) of the mean."""

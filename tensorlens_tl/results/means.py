@@ -144,7 +144,7 @@ def mean_queries(real: Bool[Tensor, "batch query"]) -> dict[str, Any]:
     return {
         "queries": torch.arange(len(counts), device=real.device)[None],
         "mask": real.any(0)[None],
-        "tokens": [[f"mean of {_prompts(count)}" for count in counts]],
+        "tokens": [[f"mean of {prompts_in_words(count)}" for count in counts]],
     }
 
 
@@ -153,11 +153,12 @@ def mean_words(real: Bool[Tensor, "batch query"]) -> str:
     counts: list[int] = real.sum(0).tolist()
     counts = [count for count in counts if count] or [0]
     if min(counts) == max(counts):
-        return f"mean of {_prompts(counts[0])}"
-    return f"mean of {min(counts)} to {_prompts(max(counts))}"
+        return f"mean of {prompts_in_words(counts[0])}"
+    return f"mean of {min(counts)} to {prompts_in_words(max(counts))}"
 
 
-def _prompts(count: int) -> str:
+def prompts_in_words(count: int) -> str:
+    """``"1 prompt"``, ``"2 prompts"`` and so on."""
     if count == 1:
         return "1 prompt"
     return f"{count} prompts"

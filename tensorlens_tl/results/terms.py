@@ -204,7 +204,8 @@ class Terms(Result):
 
         Of a `mean`, ``n``, the number of prompts that have the query, ``low`` and ``high`` stand before the score.
 
-        Parts that belong to no source token then have one line, without `key` and `key_token`.
+        Parts that belong to no source token then have one line, without `key` and `key_token`. Shares are held where
+        ``by="head_token"`` or ``positions=True`` asked for them; files hold the table without them.
 
         Raises:
             InvalidInputError: shares were not asked for when these were made.
@@ -220,7 +221,10 @@ class Terms(Result):
         if keys:
             values = self.keys
         if values is None:
-            raise InvalidInputError("keys: no source tokens' shares here; logit_attribution(by='head_token') has them.")
+            raise InvalidInputError(
+                "keys: no source tokens' shares here; logit_attribution(by='head_token') has them, and compare_models "
+                "and patch_scores with positions=True."
+            )
         index = np.indices(values.shape).reshape(values.ndim, -1)
         batch = index[0]
         positions = self.queries.cpu().numpy()[index[0], index[1]]
@@ -272,6 +276,13 @@ class Terms(Result):
             return " · ".join(filter(None, (which, note))), lines, []
         return which, lines, [("total", total)]
 
+    @property
+    def _by_token(self) -> str:
+        """Where each part's shares by token are, which no list of parts shows."""
+        if self.keys is None:
+            return ""
+        return "each token's share: to_dataframe(keys=True)"
+
     def _of_query(self, query: int | str) -> "Terms":
         """One query of each prompt."""
         if self.queries.shape[1] == 1:
@@ -298,7 +309,7 @@ class Terms(Result):
             return self._of_query(query).mean().to_html(k, title=title, style=style)
         batch = batch or 0
         which, lines, sums = self._lines(k, query, batch)
-        notes = [which]
+        notes = [which, self._by_token]
         if self.additive:
             gap = float(self.gap[batch, self.query_row(query, batch)])
             notes.append(f"sums to the model's own number to {gap:.1e}")
@@ -412,7 +423,7 @@ class Terms(Result):
             self._of_query(query).mean().show(k)
             return
         which, lines, sums = self._lines(k, query, batch or 0)
-        title = " · ".join(filter(None, [shown_target(self.target), which]))
+        title = " · ".join(filter(None, [shown_target(self.target), which, self._by_token]))
         rows, below = ([(name, number(score)) for name, score in part] for part in (lines, sums))
         terminal.show_table(title, ("part", "score"), rows, below, left=("part",))
 

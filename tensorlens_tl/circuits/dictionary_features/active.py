@@ -26,6 +26,7 @@ from tensorlens_tl.circuits.dictionary_features.shown import ShownFeatures
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models import DictionaryWeights, read_dictionary
 from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
+from tensorlens_tl.results import Entry
 
 MANY = 100
 """So many active features at a token, and no table or graph of them can be read."""
@@ -103,11 +104,13 @@ class Features(ShownFeatures):
         return values
 
     def checked(self, feature: FeatureLike) -> int:
-        """A feature's number, which may be passed as its name, ``"F12"``.
+        """A feature's number, which may be passed as its name, ``"F12"``, or as the `Entry` that `top` returns.
 
         Raises:
             InvalidInputError: there is none.
         """
+        if isinstance(feature, Entry):  # as `top` returns them
+            feature = feature.name
         if isinstance(feature, str) and re.fullmatch(r"F\d+", feature):
             feature = int(feature[1:])
         return whole_number("feature", feature, 0, self.dictionary.features - 1, why="a feature of this dictionary")

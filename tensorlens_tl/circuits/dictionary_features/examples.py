@@ -27,7 +27,7 @@ from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import freeze
 from tensorlens_tl.passes.inputs import memory_batches, prepare, readable_tokens, token_rows
-from tensorlens_tl.results import FeatureExamples
+from tensorlens_tl.results import Entry, FeatureExamples
 
 ROWS_AT_ONCE = 256
 """Rows that are read before they are put into batches of similar length."""
@@ -317,7 +317,7 @@ def _chosen(probe: Features, features: Any) -> list[int]:
     if features is None:
         return list(range(probe.dictionary.features))
     values = plain(features)
-    if isinstance(values, str) or not isinstance(values, Iterable):
+    if isinstance(values, str | Entry) or not isinstance(values, Iterable):
         values = [values]
     numbers = [probe.checked(feature) for feature in values]
     if not numbers:

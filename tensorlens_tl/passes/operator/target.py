@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import plain
+from tensorlens_tl._arguments import nearest, plain
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.models import FIRST_CHOICE, NEXT, RUNNER_UP, ModelView, TokenLike
 from tensorlens_tl.passes.inputs import Prompt, query_positions
@@ -148,7 +148,7 @@ def _id_of_text(view: ModelView, text: str, name: str) -> int:
         spaced = " " + text.lstrip()
         if len(tokenizer(spaced, add_special_tokens=False)["input_ids"]) == 1:
             message += f" Words inside a text often start with a space: try {spaced!r}."
-        raise InvalidInputError(message)
+        raise InvalidInputError(message + nearest(text, RANKED_IDS.get(name, {})))
     if ids[0] == getattr(tokenizer, "unk_token_id", None) and text != tokenizer.unk_token:
         raise InvalidInputError(f"{name}={text!r} is not in the vocabulary; pass a token the tokenizer knows.")
     return int(ids[0])

@@ -15,6 +15,7 @@ from tensorlens_tl.results.edges.choosing import edge_order, pruned
 from tensorlens_tl.results.edges.circuit import Circuit
 from tensorlens_tl.results.edges.names import ARROW, check_shape
 from tensorlens_tl.results.entry import Entry, check_batch, mean_title, provenance_note, shown_target, with_style
+from tensorlens_tl.results.means import prompts_in_words
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.statistics import bootstrap_interval
 
@@ -62,7 +63,8 @@ class EdgeScores(Result):
         return int(self.exists.sum())
 
     def __repr__(self) -> str:
-        return f"EdgeScores({len(self)} edges, {len(self.scores)} prompts, {self.target!r}, method={self.method!r})"
+        prompts = prompts_in_words(len(self.scores))
+        return f"EdgeScores({len(self)} edges, {prompts}, {self.target!r}, method={self.method!r})"
 
     def __getitem__(self, edge: Any) -> Float[Tensor, "batch"]:
         """One edge's score for every prompt.
