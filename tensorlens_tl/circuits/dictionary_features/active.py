@@ -103,7 +103,7 @@ class Features(ShownFeatures):
         values[self.index[here, 0], self.index[here, 1]] = self.values[here]
         return values
 
-    def checked(self, feature: FeatureLike) -> int:
+    def checked(self, feature: FeatureLike | Entry) -> int:
         """A feature's number, which may be passed as its name, ``"F12"``, or as the `Entry` that `top` returns.
 
         Raises:
