@@ -4,15 +4,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tensorlens_tl.circuits import ContributionGraph, FeatureExamples, Features, feature_examples, features
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes import FrozenPass
-from tensorlens_tl.results import Attribution, Terms
+from tensorlens_tl.results import Attribution, ScoreAttribution, ScoreChange, Terms
 
 View = dict[str, Any]
 
 TOP = 12
-"""Neurons and features that are listed."""
+"""Neurons, features, tokens and parts of an attention score that are listed."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,26 @@ def neuron_view(terms: Terms, node: str) -> View:
     if not neurons:
         raise InvalidInputError(f"explorer: node is {node!r}; click an MLP, which has neurons.")
     return {"node": node, **_largest(neurons), "label": terms.target, "gap": float(terms.gap[0, 0])}
+
+
+def why_rows(parts: ScoreAttribution | ScoreChange) -> list[View]:
+    """The largest parts of an attention score, or of its change, and what all others give: they sum to its total."""
+    rows: list[View] = [{"name": entry.name, "score": entry.score} for entry in parts.top(TOP)]
+    alone: dict[str, float] = {}
+    if isinstance(parts, ScoreAttribution):
+        kind = "pairs"
+        all_parts = parts.pairs[0]
+        alone["the query’s sources with the key’s bias"] = float(parts.query_sources[0].double().sum())
+        alone["the key’s sources with the query’s bias"] = float(parts.key_sources[0].double().sum())
+        alone["both biases"] = float(parts.bias[0])
+    else:
+        kind = "parts"
+        all_parts = torch.cat([parts.query_sources[0], parts.key_sources[0], parts.constants[0]])
+    count = all_parts.numel() - len(rows)
+    if count:
+        others = float(all_parts.double().sum()) - sum(row["score"] for row in rows)
+        rows += [{"name": f"{count} other {kind}", "score": others, "muted": True}]
+    return rows + [{"name": name, "score": score, "muted": True} for name, score in alone.items() if score]
 
 
 def feature_effects_view(active: Features, terms: Terms) -> View:

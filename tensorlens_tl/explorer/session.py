@@ -16,11 +16,13 @@ from tensorlens_tl.explorer.calls import Call, code_of
 from tensorlens_tl.explorer.generated import call_of, view_of
 from tensorlens_tl.explorer.images import Images, on_image
 from tensorlens_tl.explorer.parts import (
+    TOP,
     component_view,
     feature_effects_view,
     feature_view,
     graph_view,
     neuron_view,
+    why_rows,
     with_labels,
 )
 from tensorlens_tl.explorer.passes import Passes, has_chat
@@ -35,8 +37,6 @@ View = dict[str, Any]
 
 BEST = 10
 """Next tokens that are listed."""
-TOP = 12
-"""Components and tokens that a head's lists name."""
 NODES = 40
 """Nodes of the graph, where the page asks for no other number."""
 MOST_NODES = 200
@@ -275,7 +275,7 @@ class Session:
             return {"refused": str(error)}
         return {
             "of": of,
-            "top": [{"name": entry.name, "score": entry.score} for entry in parts.top(TOP)],
+            "rows": why_rows(parts),
             "total": float(parts.total[0]),
             "gap": float(parts.gap[0]),
         }

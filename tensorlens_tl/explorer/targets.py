@@ -51,6 +51,8 @@ def target_of(passes: Passes, question: Question) -> dict[str, int]:
     target = question.target
     if target is None:
         target = first
+        if question.minus == first:  # no token stands against itself
+            target = second
     minus = question.minus
     if question.runner_up:
         minus = second if target == first else first

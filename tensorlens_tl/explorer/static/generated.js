@@ -3,14 +3,21 @@ import { bars, card, chips, error, h, menu, number, sum, visible } from "./draw.
 
 const NO_SPAN = { start: undefined, stop: undefined };
 
-// The controls beside the prompt; what they say goes into the state.
-export function modes(about, state, go) {
-  if (about.classes) return [];
+// The controls beside the prompt, built once; what they say goes into the state.
+export function showModes(about, state, go) {
+  if (about.classes) return;
+  const place = document.getElementById("modes");
+  if (!place.childElementCount) place.replaceChildren(...modes(about, go));
+  if (about.chat) document.getElementById("chat").checked = Boolean(state.chat);
+  document.getElementById("new").value = state.new ?? "";
+}
+
+function modes(about, go) {
   const fresh = { query: undefined, target: undefined, minus: undefined, ...NO_SPAN };
   const chat = about.chat
-    ? h("label", { class: "mode" }, h("input", { type: "checkbox", id: "chat", checked: state.chat, onchange: (event) => go({ chat: event.target.checked || undefined, ...fresh }) }), " As a chat message")
+    ? h("label", { class: "mode" }, h("input", { type: "checkbox", id: "chat", onchange: (event) => go({ chat: event.target.checked || undefined, ...fresh }) }), " As a chat message")
     : null;
-  const length = h("input", { type: "number", id: "new", min: 1, max: 200, value: state.new ?? "", placeholder: "0", "aria-label": "Tokens to write",
+  const length = h("input", { type: "number", id: "new", min: 1, max: 200, placeholder: "0", "aria-label": "Tokens to write",
     onchange: (event) => go({ new: event.target.value ? Number(event.target.value) : undefined, hops: undefined, ...NO_SPAN }) });
   return [chat, h("label", { class: "mode" }, "Write ", length, " tokens")].filter(Boolean);
 }

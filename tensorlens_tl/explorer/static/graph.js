@@ -1,5 +1,5 @@
 // The contribution graph: the strongest nodes and the edges between them, and the sums of the node that is picked.
-import { bars, card, error, h, largest, menu, number, percent, quoted, s, sum, visible } from "./draw.js";
+import { bars, card, error, h, largest, menu, number, percent, quoted, s, sum, together, visible } from "./draw.js";
 import { layout, shortName as short } from "./layout.js";
 import { NOTHING } from "./state.js";
 
@@ -117,11 +117,12 @@ function nodePanel(view, node, state, go) {
   const out = listed(0, 1);
   const jump = (number_) => { const to = view.nodes[number_]; go(to.kind === "target" ? { ...NOTHING, pick: keyOf(to) } : selection(to)); };
   const rest = into.slice(6).reduce((total, row) => total + row.score, 0);
+  const entering = [...into.slice(0, 6), ...(into.length > 6 ? [{ name: `${into.length - 6} other edges`, score: rest, muted: true }] : []), { name: "its own bias", score: node.bias, muted: true }, { name: "nodes not shown", score: node.others, muted: true }];
+  const shown = together(largest([node.weight, ...entering.map((row) => row.score)]));
   const isSource = ["embedding", "bias"].includes(node.kind);
   return h("div", { class: "panel" }, h("h3", {}, told(node)),
     isSource ? h("p", { class: "soft" }, "It is where the sum begins: nothing enters it.") : h("div", {}, h("small", {}, "what enters it"),
-      bars([...into.slice(0, 6), ...(into.length > 6 ? [{ name: `${into.length - 6} other edges`, score: rest, muted: true }] : []), { name: "its own bias", score: node.bias, muted: true }, { name: "nodes not shown", score: node.others, muted: true }], { label: "What enters the node", pick: jump }),
-      sum([["=", node.weight]])),
+      bars(entering, { label: "What enters the node", pick: jump, shown }), sum([["=", node.weight]], shown)),
     out.length ? h("div", {}, h("small", {}, "where it leads; no sum, as nodes are left out"), bars(out.slice(0, 6), { label: "Where the node leads", pick: jump })) : null);
 }
 

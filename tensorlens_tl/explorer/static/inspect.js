@@ -1,5 +1,5 @@
 // What was pressed, opened: a head, the neurons of an MLP, a feature, and the model without one of them.
-import { bars, card, chips, error, h, menu, number, plain, quoted, sum, visible } from "./draw.js";
+import { bars, card, chips, error, h, largest, menu, number, plain, quoted, sum, together, visible } from "./draw.js";
 
 export function nothingView() {
   return card("empty", "Look inside", null, null, h("p", { class: "soft" },
@@ -10,10 +10,11 @@ export function headView(prompt, view, state, go) {
   const moved = { columns: ["token", "attention", "moved"], rows: prompt.tokens.map((token, at) => [`${at} ${visible(token)}`, view.pattern[at], view.moved[at]]) };
   const change = view.other_pattern?.map((value, at) => view.pattern[at] - value);
   const key = quoted(prompt.tokens[view.key]);
+  const whyShown = view.why.refused ? null : together(largest([view.why.total, ...view.why.rows.map((row) => row.score)]));
   const why = view.why.refused
     ? h("p", { class: "soft" }, view.why.refused)
-    : h("div", {}, bars(view.why.top, { label: "Why it attends there" }),
-      sum([[view.why.of === "pattern" ? "all: change of attention" : "all: attention score", view.why.total], ["gap", error(view.why.gap), view.why.gap]]));
+    : h("div", {}, bars(view.why.rows, { label: "Why it attends there", shown: whyShown }),
+      sum([[view.why.of === "pattern" ? "all: change of attention" : "all: attention score", view.why.total], ["gap", error(view.why.gap), view.why.gap]], whyShown));
   const total = view.moved.reduce((a, b) => a + b, 0);
   return card("head", `Head ${view.name}`, `${state.other ? "change of its" : "its"} direct effect ${number(view.score)}`,
     h("div", { class: "row" },

@@ -1,5 +1,5 @@
 // The views that are always there: tokens, next tokens, components; of two runs, routes; of dictionaries, features.
-import { bars, card, chips, error, h, matrix, menu, number, percent, plain, quoted, sum, visible } from "./draw.js";
+import { alike, bars, card, chips, error, h, matrix, menu, number, percent, plain, quoted, sum, visible } from "./draw.js";
 import { NOTHING } from "./state.js";
 
 const LISTED = 8;
@@ -31,7 +31,8 @@ function tokenSum(prompt, view, two) {
   const live = two ? prompt.numbers[0] - prompt.numbers[1] : prompt.numbers[0];
   const line = view.additive ? [["tokens", parts], ["+ bias", view.bias], ["=", parts + view.bias]] : [["tokens", parts], ["+ bias", view.bias], ["not the whole of it", parts + view.bias]];
   const runs = two ? [["first run", prompt.numbers[0]], ["− second run", prompt.numbers[1]], ["=", live]] : [["live model", live]];
-  return h("div", {}, sum([...line, [view.additive ? "gap" : "short by", error(view.gap), view.gap]]), sum(runs));
+  const shown = alike([...line, ...runs].map((part) => part[1]));
+  return h("div", {}, sum([...line, [view.additive ? "gap" : "short by", error(view.gap), view.gap]], shown), sum(runs, shown));
 }
 
 export function nextView(prompt, state, go, about) {
