@@ -122,6 +122,40 @@ def test_why_attention_moved_sums_to_the_change(session):
     assert any(row["name"].endswith(" other parts") for row in why["rows"])
 
 
+def test_the_method_difference_names_its_baseline(model, session):
+    view = session.view("tokens", {"text": PROMPT, "method": "difference"})
+    prompt = session.view("prompt", {"text": PROMPT})
+    baseline = tlens.methods.difference(tlens.freeze(model, PROMPT), baseline="mean", **target_of(prompt))
+    assert view["baseline"] == "the mean embedding in every place"  # this tokenizer has no mask
+    assert view["total"] == pytest.approx(float(baseline.total[0, 0]), abs=1e-4)
+    assert "baseline" not in session.view("tokens", {"text": PROMPT, "other": OTHER})
+
+
+def target_of(prompt):
+    return {name: prompt[name]["id"] for name in ("target", "minus")}
+
+
+@pytest.mark.parametrize("fields", [{"query": 7}, {"other": OTHER}], ids=str)
+def test_the_code_of_what_comes_next_gives_its_logits(model, session, fields):
+    view = session.view("prompt", {"text": PROMPT, **fields})
+    names = {"model": model}
+    exec(view["code"], names)
+    logits = names["result"]
+    if "other" in fields:
+        logits = logits[0]
+    assert int(logits[0, 0].argmax()) == view["next"][0]["id"]
+
+
+def test_labels_are_text_of_bounded_length(model, dictionary):
+    session = Session(model, dictionaries=dictionary, labels={357: "half \ud83d of one " + "x" * 9000})
+    names = [row["label"] for row in session.view("features", {"text": PROMPT})["top"] if row["feature"] == 357]
+    assert names
+    for label in (*names, session.view("feature", {"text": PROMPT, "feature": 357})["label"]):
+        assert label.startswith("half ? of one x")
+        assert len(label) == 200
+        json.dumps(label, ensure_ascii=False).encode()
+
+
 def test_no_token_stands_against_itself(session):
     best, second = (token["id"] for token in session.view("prompt", {"text": PROMPT})["next"][:2])
     view = session.view("prompt", {"text": PROMPT, "minus": best})
@@ -493,7 +527,7 @@ def test_a_taken_port_is_refused(opened, session):
 
 def test_without_the_extra_it_says_what_to_install(session, monkeypatch):
     monkeypatch.setattr("tensorlens_tl.explorer.opening.find_spec", lambda name: None)
-    with pytest.raises(tlens.InvalidInputError, match=r"starlette and uvicorn.*tensorlens-tl\[explore\]"):
+    with pytest.raises(tlens.InvalidInputError, match=r"starlette and uvicorn.*\.\[explore\]"):
         Explorer(session, 0)
 
 

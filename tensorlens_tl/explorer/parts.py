@@ -15,6 +15,8 @@ View = dict[str, Any]
 
 TOP = 12
 """Neurons, features, tokens and parts of an attention score that are listed."""
+LONGEST_LABEL = 200
+"""Characters of a feature's label that are shown."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,17 @@ def neuron_view(terms: Terms, node: str) -> View:
     scores = zip(terms.names, terms.scores[0, 0].tolist(), strict=True)
     neurons = [{"name": name, "score": score} for name, score in scores if name.startswith(f"{node}.N")]
     if not neurons:
-        raise InvalidInputError(f"explorer: node is {node!r}; click an MLP, which has neurons.")
+        raise InvalidInputError(f"explorer: node is {shorten(node, 40)!r}; click an MLP, which has neurons.")
     return {"node": node, **_largest(neurons), "label": terms.target, "gap": float(terms.gap[0, 0])}
+
+
+def baseline_name(frozen: FrozenPass) -> str:
+    """What the method `difference` compares one prompt with, where no baseline is chosen."""
+    if frozen.view.reads != "tokens":
+        return "its mean patch in every place"
+    if getattr(frozen.view.tokenizer, "mask_token_id", None) is not None:
+        return "the mask token in every place"
+    return "the mean embedding in every place"
 
 
 def why_rows(parts: ScoreAttribution | ScoreChange) -> list[View]:
@@ -130,6 +141,19 @@ def why_rows(parts: ScoreAttribution | ScoreChange) -> list[View]:
     return rows + [{"name": name, "score": score, "muted": True} for name, score in alone.items() if score]
 
 
+def _label(active: Features, feature: int) -> str:
+    """What a feature is called, as text that every page can show."""
+    label = active.labels.get(feature, "").encode(errors="replace").decode()
+    return shorten(label, LONGEST_LABEL)
+
+
+def shorten(text: str, most: int) -> str:
+    """A text of at most so many characters, with an ellipsis where it was longer."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most - 1]}…"
+
+
 def feature_effects_view(active: Features, terms: Terms) -> View:
     """The features with the largest effects, the sum of the others, and what belongs to no feature."""
     tokens = active.frozen.str_tokens[0]
@@ -142,7 +166,7 @@ def feature_effects_view(active: Features, terms: Terms) -> View:
             rest[kind] = rest.get(kind, 0.0) + score
             continue
         at = int(position)
-        label = active.labels.get(int(number), "")
+        label = _label(active, int(number))
         listed.append({"name": name, "score": score, "feature": int(number), "at": at, "label": label})
         listed[-1]["token"] = tokens[at]
     return {
@@ -167,7 +191,7 @@ def feature_view(active: Features, feature: int, at: int, sources: Attribution, 
         "name": f"F{feature}",
         "feature": feature,
         "at": at,
-        "label": active.labels.get(feature, ""),
+        "label": _label(active, feature),
         "value": float(active.value(feature)[0, at]),
         "scores": sources.scores[0, 0].tolist(),
         "bias": float(sources.bias[0, 0]),

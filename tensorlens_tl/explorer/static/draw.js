@@ -57,7 +57,10 @@ export function tint(value, most) {
 
 // ---------------------------------------------------------------- tokens, bars, tables, sums
 
-export const visible = (token) => token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/ {2,}/g, (spaces) => "·".repeat(spaces.length)) || "∅";
+// Text with a picture for every control character, and without halves of characters: no XML holds these.
+export const printable = (text) => text.replace(/[\0-\x1f]/g, (sign) => String.fromCharCode(0x2400 + sign.charCodeAt(0)))
+  .replace(/[\x7f-\x9f\ufffe\uffff]|\p{Surrogate}/gu, "\ufffd");
+export const visible = (token) => printable(token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/ {2,}/g, (spaces) => "·".repeat(spaces.length))) || "∅";
 export const quoted = (token) => `“${visible(token).trim() || visible(token)}”`;
 
 export function chips(tokens, { values, selected, changed, linked, pick, label }) {

@@ -1,5 +1,5 @@
 // Text that the model writes: how many tokens, a stretch of them, hops; and whether prompts are a chat.
-import { bars, card, chips, error, h, menu, number, sum, visible } from "./draw.js";
+import { bars, card, chips, error, h, menu, number, quoted, sum } from "./draw.js";
 
 const NO_SPAN = { start: undefined, stop: undefined };
 
@@ -30,7 +30,7 @@ export function generatedView(view, state, go) {
     const to = extend ? Math.max(at + 1, view.stop) : at + 1;
     go({ start: from - view.first, stop: to - view.first });
   };
-  const rows = view.tokens.map((token, at) => ({ name: `${at} ${visible(token)}`, score: view.scores[at] }));
+  const rows = view.tokens.map((token, at) => ({ name: `${quoted(token)} ${at}`, score: view.scores[at] }));
   const top = [...rows].sort((a, b) => Math.abs(b.score) - Math.abs(a.score)).slice(0, 8).filter((row) => row.score);
   const table = { columns: ["token", "score"], rows: rows.map((row) => [row.name, row.score]) };
   const hops = h("select", { id: "hops", "aria-label": "Hops", onchange: (event) => go({ hops: event.target.value === "0" ? undefined : event.target.value === "all" ? "all" : Number(event.target.value) }) },

@@ -25,6 +25,7 @@ function build(place, about, go, fail) {
     try {
       const [file] = event.target.files;
       if (!file) return;
+      event.target.value = ""; // the same file may be chosen again
       go({ image: (await post("upload", file)).image, ...FRESH });
     } catch (refusal) { fail(refusal.message); }
   } });

@@ -28,7 +28,7 @@ export function headView(prompt, view, state, go) {
     h("div", { class: "pair" },
       h("div", {}, h("h3", {}, `Why it ${change ? "turned" : "attends"} to ${key}`),
         h("small", {}, change ? "by what its query and its keys read" : "source read by the query × source read by the key"), why),
-      h("div", {}, h("h3", {}, `What it promotes, reading ${key}`), h("small", {}, "by its weights alone: no part of a sum"),
+      h("div", {}, h("h3", {}, `What it promotes, reading ${quoted(view.reads)}`), h("small", {}, "by its weights alone: no part of a sum"),
         view.promotes.length ? bars(view.promotes.map((of) => ({ name: of.text, score: of.score })), { label: "Promoted tokens" }) : h("p", { class: "soft" }, "Not defined for this model."))));
 }
 
@@ -44,7 +44,7 @@ export function neuronsView(view, state, go) {
     sum([["neurons listed", view.total - view.others], ["+ others", view.others], ["=", view.total], ["gap", error(view.gap), view.gap]]));
 }
 
-export function ablateView(view, go) {
+export function ablateView(view) {
   const rows = [{ name: "live model", score: view.live }, { name: "frozen model", score: view.frozen }];
   const table = { columns: ["model", "loss"], rows: rows.map((row) => [row.name, row.score]) };
   return card("ablate", `Without ${view.node}`, "what the answer loses when its output is taken away",
