@@ -470,6 +470,22 @@ def test_no_other_file_is_served(opened, path):
     assert send(opened, path, method="GET")[0] in (404, 405)
 
 
+def test_a_web_socket_is_refused(opened, capfd):
+    connection = http.client.HTTPConnection("127.0.0.1", opened._server.port, timeout=30)
+    headers = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+    connection.request("GET", "/", headers=headers | {"Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ=="})
+    assert connection.getresponse().status == 403
+    connection.close()
+    assert "ERROR" not in capfd.readouterr().err
+    assert alive(opened)
+
+
+def test_a_long_name_is_not_sent_back(opened):
+    status, answer, _ = send(opened, "/api/ablate", {"text": PROMPT, "node": "L" * 9000})
+    assert status == 400
+    assert len(answer) < 300
+
+
 def test_many_questions_at_once_are_answered_or_told_to_come_back(opened):
     with ThreadPoolExecutor(100) as pool:
         statuses = list(pool.map(lambda _: send(opened, body={"text": PROMPT})[0], range(100)))
