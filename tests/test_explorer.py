@@ -107,9 +107,59 @@ def test_a_head_shows_its_pattern_and_why(model, session):
     assert sum(view["moved"]) == pytest.approx(view["score"], abs=1e-5)
     pairs = circuits.qk_attribution(frozen, 1, 0, key=view["key"], by="head")
     assert view["why"]["total"] == pytest.approx(float(pairs.total[0]), rel=1e-5)
+    rows = {row["name"]: row["score"] for row in view["why"]["rows"]}
+    assert sum(rows.values()) == pytest.approx(view["why"]["total"], abs=1e-4)
+    assert rows["both biases"] == pytest.approx(float(pairs.bias[0]), abs=1e-6)
+    assert f"{pairs.pairs[0].numel() - 12} other pairs" in rows
     full = circuits.full_ov(frozen, 1, 0)
     row = (full.A @ full.B)[frozen.tokens[0, view["key"]]]
     assert view["promotes"][0]["id"] == int(row.argmax())
+
+
+def test_why_attention_moved_sums_to_the_change(session):
+    why = session.view("head", {"text": PROMPT, "other": OTHER, **HEAD})["why"]
+    assert sum(row["score"] for row in why["rows"]) == pytest.approx(why["total"], abs=1e-5)
+    assert any(row["name"].endswith(" other parts") for row in why["rows"])
+
+
+def test_the_method_difference_names_its_baseline(model, session):
+    view = session.view("tokens", {"text": PROMPT, "method": "difference"})
+    prompt = session.view("prompt", {"text": PROMPT})
+    baseline = tlens.methods.difference(tlens.freeze(model, PROMPT), baseline="mean", **target_of(prompt))
+    assert view["baseline"] == "the mean embedding in every place"  # this tokenizer has no mask
+    assert view["total"] == pytest.approx(float(baseline.total[0, 0]), abs=1e-4)
+    assert "baseline" not in session.view("tokens", {"text": PROMPT, "other": OTHER})
+
+
+def target_of(prompt):
+    return {name: prompt[name]["id"] for name in ("target", "minus")}
+
+
+@pytest.mark.parametrize("fields", [{"query": 7}, {"other": OTHER}], ids=str)
+def test_the_code_of_what_comes_next_gives_its_logits(model, session, fields):
+    view = session.view("prompt", {"text": PROMPT, **fields})
+    names = {"model": model}
+    exec(view["code"], names)
+    logits = names["result"]
+    if "other" in fields:
+        logits = logits[0]
+    assert int(logits[0, 0].argmax()) == view["next"][0]["id"]
+
+
+def test_labels_are_text_of_bounded_length(model, dictionary):
+    session = Session(model, dictionaries=dictionary, labels={357: "half \ud83d of one " + "x" * 9000})
+    names = [row["label"] for row in session.view("features", {"text": PROMPT})["top"] if row["feature"] == 357]
+    assert names
+    for label in (*names, session.view("feature", {"text": PROMPT, "feature": 357})["label"]):
+        assert label.startswith("half ? of one x")
+        assert len(label) == 200
+        json.dumps(label, ensure_ascii=False).encode()
+
+
+def test_no_token_stands_against_itself(session):
+    best, second = (token["id"] for token in session.view("prompt", {"text": PROMPT})["next"][:2])
+    view = session.view("prompt", {"text": PROMPT, "minus": best})
+    assert (view["target"]["id"], view["minus"]["id"]) == (second, best)
 
 
 def test_ablation_is_the_live_model_without_the_node(model, session):
@@ -420,6 +470,22 @@ def test_no_other_file_is_served(opened, path):
     assert send(opened, path, method="GET")[0] in (404, 405)
 
 
+def test_a_web_socket_is_refused(opened, capfd):
+    connection = http.client.HTTPConnection("127.0.0.1", opened._server.port, timeout=30)
+    headers = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+    connection.request("GET", "/", headers=headers | {"Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ=="})
+    assert connection.getresponse().status == 403
+    connection.close()
+    assert "ERROR" not in capfd.readouterr().err
+    assert alive(opened)
+
+
+def test_a_long_name_is_not_sent_back(opened):
+    status, answer, _ = send(opened, "/api/ablate", {"text": PROMPT, "node": "L" * 9000})
+    assert status == 400
+    assert len(answer) < 300
+
+
 def test_many_questions_at_once_are_answered_or_told_to_come_back(opened):
     with ThreadPoolExecutor(100) as pool:
         statuses = list(pool.map(lambda _: send(opened, body={"text": PROMPT})[0], range(100)))
@@ -477,7 +543,7 @@ def test_a_taken_port_is_refused(opened, session):
 
 def test_without_the_extra_it_says_what_to_install(session, monkeypatch):
     monkeypatch.setattr("tensorlens_tl.explorer.opening.find_spec", lambda name: None)
-    with pytest.raises(tlens.InvalidInputError, match=r"starlette and uvicorn.*tensorlens-tl\[explore\]"):
+    with pytest.raises(tlens.InvalidInputError, match=r"starlette and uvicorn.*\.\[explore\]"):
         Explorer(session, 0)
 
 
@@ -580,6 +646,40 @@ def test_type_click_ablate_undo_reload(browser, opened, session):
     one(browser, "#undo").click()
     wait(browser, lambda: not several(browser, ".ablate"))
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+@pytest.mark.parametrize("query", [2, 10, 20, 30])
+def test_shown_sums_add_up_in_their_digits(browser, opened, query):
+    load(browser, opened, text=PROMPT, query=query, layer=1, head=0)
+    tokens = one(browser, ".tokens .sum").find_elements("css selector", "b")[:3]
+    components = several(browser, ".components .sum b")[:3]
+    for parts in (tokens, components):
+        first, second, total = (part.text.replace("−", "-") for part in parts)
+        decimals = {len(part.partition(".")[2]) for part in (first, second, total)}
+        assert len(decimals) == 1
+        assert float(first) + float(second) == pytest.approx(float(total), abs=1.01 * 10.0 ** -decimals.pop())
+    rows = [row.text.replace("−", "-") for row in several(browser, ".head .pair > div:first-child .value")]
+    total = one(browser, ".head .pair .sum b").text.replace("−", "-")
+    digits = len(total.partition(".")[2])
+    assert sum(map(float, rows)) == pytest.approx(float(total), abs=len(rows) * 10.0**-digits)
+
+
+def test_choosing_the_other_token_of_a_comparison_keeps_the_page(browser, opened, session):
+    first, second, third = (token["id"] for token in session.view("prompt", {"text": PROMPT})["next"][:3])
+    load(browser, opened, text=PROMPT, minus=second)
+    several(browser, ".next .bars .name")[1].click()
+    wait(browser, lambda: f"target={second}" in browser.current_url)
+    settled(browser)
+    assert "minus" not in browser.current_url
+    assert several(browser, ".tokens .chip")
+    load(browser, opened, text=PROMPT, minus=first)
+    assert one(browser, ".next [aria-pressed=true]").get_attribute("title") == session.view("prompt", {"text": PROMPT})[
+        "next"
+    ][1]["text"].replace("\n", "↵")
+    one(browser, f".next select [value='{third}']").click()
+    wait(browser, lambda: f"minus={third}" in browser.current_url)
+    settled(browser)
+    assert not one(browser, "#error").is_displayed()
 
 
 def test_an_empty_page_offers_an_example(browser, opened):

@@ -10,7 +10,8 @@ import torch
 
 import tensorlens_tl as tlens
 from tensorlens_tl.explorer import Explorer, Session, images
-from tensorlens_tl.explorer.questions import MOST_NEW
+from tensorlens_tl.explorer.questions import MOST_NEW, Question
+from tensorlens_tl.explorer.targets import target_of
 
 pytest.importorskip("tensorlens_tl.explorer.server", exc_type=ImportError)
 
@@ -197,6 +198,57 @@ def test_an_uploaded_file_is_read_as_the_model_reads_it(digits, digit_images):
     assert session.view("tokens", {"image": name})["scores"] == given["scores"]
     large = session.images.add(file_of(digit_images.new_zeros(40, 60).byte().numpy(), "JPEG"))
     assert session.images.pixels(large).shape == (1, 1, 8, 8)
+
+
+def uploaded(session, picture, kind="PNG", **options):
+    """The values of a picture as the model reads it, 0–255."""
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return (session.images.pixels(session.images.add(file.getvalue()))[0, 0] * 255).round().int()
+
+
+def test_sixteen_bits_become_eight(digits):
+    Image = pytest.importorskip("PIL.Image")
+    values = torch.arange(64).reshape(8, 8) * 4
+    picture = Image.fromarray((values * 257).numpy().astype("uint16"))
+    assert torch.equal(uploaded(Session(digits), picture), values.int())
+
+
+def test_what_is_transparent_lies_on_white(digits):
+    Image = pytest.importorskip("PIL.Image")
+    session = Session(digits)
+    half = Image.new("RGBA", (8, 8), (0, 0, 0, 255))
+    half.paste((9, 9, 9, 0), (0, 0, 4, 8))
+    expected = torch.tensor([255] * 4 + [0] * 4).int().expand(8, 8)
+    assert torch.equal(uploaded(session, half), expected)
+    palette = Image.new("P", (8, 8), 1)
+    palette.putpalette([50, 50, 50, 0, 0, 0])
+    palette.paste(0, (0, 0, 4, 8))
+    assert torch.equal(uploaded(session, palette, transparency=b"\0\xff"), expected)
+    values = torch.zeros(8, 8).numpy().astype("uint16")
+    values[:, :4] = 700
+    grey = Image.fromarray(values)
+    assert torch.equal(uploaded(session, grey, transparency=700), expected)
+
+
+def test_a_photograph_is_turned_as_it_says(digits):
+    Image = pytest.importorskip("PIL.Image")
+    picture = Image.new("L", (8, 8), 0)
+    picture.paste(255, (0, 0, 8, 4))  # white above
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    turned = uploaded(Session(digits), picture, "JPEG", exif=exif, quality=100)
+    assert turned[:3].max() < 30
+    assert turned[5:].min() > 225
+
+
+def test_a_model_of_one_class_is_compared_with_nothing(digits, digit_images, monkeypatch):
+    session = Session(digits, images=digit_images)
+    logits = session._passes.logits
+    monkeypatch.setattr(session._passes, "logits", lambda *args: logits(*args)[:1])
+    question = Question.of({"image": "0"})
+    monkeypatch.setattr(type(session.frozen(question).view), "d_vocab", 1)
+    assert target_of(session._passes, question) == {"target": 0}
 
 
 def test_an_image_processor_prepares_uploads(digits):
@@ -386,6 +438,11 @@ def test_the_page_shows_images(browser, opened_digits, digits, digit_images, tmp
     settled(browser)
     scores = session.view("tokens", {"image": "2", "target": 7})["scores"]
     assert shown_scores(browser, ".patches span") == pytest.approx(scores[1:], abs=1e-5)
+    assert "Press a token" not in one(browser, ".tokens").text
+    assert not several(browser, ".tokens button.chip")
+    columns = {text.text.splitlines()[0] for text in several(browser, ".graph svg g > text.axis")}
+    assert "CLS" in columns
+    assert columns & {f"{row},{column}" for row in range(4) for column in range(4)}
     one(browser, '.components [data-cell="1,0"]').click()
     wait(browser, lambda: several(browser, ".head"))
     file = tmp_path / "digit.png"
@@ -400,6 +457,23 @@ def test_the_page_shows_images(browser, opened_digits, digits, digit_images, tmp
     assert "no PNG and no JPEG" in one(browser, "#error").text
     severe = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert all("/api/upload" in message for message in severe)
+
+
+def test_a_narrow_screen_begins_at_the_answer(browser, opened_digits):
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    )
+    try:
+        load(browser, opened_digits, image=1)
+        wait(browser, lambda: several(browser, ".graph .node"))
+        inside = (
+            "const [mark, shell] = ['[data-node=\"target@0\"]', '.graph-scroll']"
+            ".map((of) => document.querySelector(of).getBoundingClientRect());"
+            "return mark.left >= shell.left && mark.right <= shell.right"
+        )
+        wait(browser, lambda: browser.execute_script(inside))
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @pytest.mark.parametrize("width", [400, 1280])

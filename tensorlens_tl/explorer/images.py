@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -117,26 +118,45 @@ class Images:
 
 
 def decoded(file: bytes) -> "Image":
-    """A picture from the bytes of a PNG or JPEG file.
+    """A picture, 8 bits of red, green and blue, from the bytes of a PNG or JPEG file.
+
+    It is turned as the file's EXIF data says, 16 bits of grey become 8, and what is transparent lies on white.
 
     Raises:
         InvalidInputError: another format, too many pixels, or a broken file.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     kind = next((kind for start, kind in SIGNATURES.items() if file.startswith(start)), None)
     if kind is None:
         raise InvalidInputError("explorer: the file is no PNG and no JPEG; convert it first.")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("ignore")  # the size is checked here
             picture = Image.open(BytesIO(file), formats=(kind,))
             width, height = picture.size
             if width * height <= MOST_PIXELS:
-                return picture.convert("RGB")
+                return _opaque(ImageOps.exif_transpose(picture))
     except Exception as error:  # Pillow raises many kinds for broken files
         raise InvalidInputError(f"explorer: the {kind} file cannot be read ({type(error).__name__}).") from error
     raise InvalidInputError(f"explorer: the picture has {width} × {height} pixels; at most {MOST_PIXELS} are read.")
+
+
+def _opaque(picture: "Image") -> "Image":
+    """A picture in red, green and blue, on white where it is transparent."""
+    from PIL import Image
+
+    if picture.mode.startswith("I"):  # 16 bits of grey; what Pillow converts itself is cut off at 255
+        values = np.asarray(picture).astype(np.float64)
+        grey = Image.fromarray((values / 257).round().astype(np.uint8))
+        clear = picture.info.get("transparency")
+        if isinstance(clear, int):
+            grey.paste(255, mask=Image.fromarray(values == clear))
+        return grey.convert("RGB")
+    if not picture.has_transparency_data:
+        return picture.convert("RGB")
+    white = Image.new("RGBA", picture.size, "white")
+    return Image.alpha_composite(white, picture.convert("RGBA")).convert("RGB")
 
 
 def on_image(frozen: FrozenPass) -> dict[str, Any]:

@@ -4,15 +4,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tensorlens_tl.circuits import ContributionGraph, FeatureExamples, Features, feature_examples, features
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes import FrozenPass
-from tensorlens_tl.results import Attribution, Terms
+from tensorlens_tl.results import Attribution, ScoreAttribution, ScoreChange, Terms
 
 View = dict[str, Any]
 
 TOP = 12
-"""Neurons and features that are listed."""
+"""Neurons, features, tokens and parts of an attention score that are listed."""
+LONGEST_LABEL = 200
+"""Characters of a feature's label that are shown."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,50 @@ def neuron_view(terms: Terms, node: str) -> View:
     scores = zip(terms.names, terms.scores[0, 0].tolist(), strict=True)
     neurons = [{"name": name, "score": score} for name, score in scores if name.startswith(f"{node}.N")]
     if not neurons:
-        raise InvalidInputError(f"explorer: node is {node!r}; click an MLP, which has neurons.")
+        raise InvalidInputError(f"explorer: node is {shorten(node, 40)!r}; click an MLP, which has neurons.")
     return {"node": node, **_largest(neurons), "label": terms.target, "gap": float(terms.gap[0, 0])}
+
+
+def baseline_name(frozen: FrozenPass) -> str:
+    """What the method `difference` compares one prompt with, where no baseline is chosen."""
+    if frozen.view.reads != "tokens":
+        return "its mean patch in every place"
+    if getattr(frozen.view.tokenizer, "mask_token_id", None) is not None:
+        return "the mask token in every place"
+    return "the mean embedding in every place"
+
+
+def why_rows(parts: ScoreAttribution | ScoreChange) -> list[View]:
+    """The largest parts of an attention score, or of its change, and what all others give: they sum to its total."""
+    rows: list[View] = [{"name": entry.name, "score": entry.score} for entry in parts.top(TOP)]
+    alone: dict[str, float] = {}
+    if isinstance(parts, ScoreAttribution):
+        kind = "pairs"
+        all_parts = parts.pairs[0]
+        alone["the query’s sources with the key’s bias"] = float(parts.query_sources[0].double().sum())
+        alone["the key’s sources with the query’s bias"] = float(parts.key_sources[0].double().sum())
+        alone["both biases"] = float(parts.bias[0])
+    else:
+        kind = "parts"
+        all_parts = torch.cat([parts.query_sources[0], parts.key_sources[0], parts.constants[0]])
+    count = all_parts.numel() - len(rows)
+    if count:
+        others = float(all_parts.double().sum()) - sum(row["score"] for row in rows)
+        rows += [{"name": f"{count} other {kind}", "score": others, "muted": True}]
+    return rows + [{"name": name, "score": score, "muted": True} for name, score in alone.items() if score]
+
+
+def _label(active: Features, feature: int) -> str:
+    """What a feature is called, as text that every page can show."""
+    label = active.labels.get(feature, "").encode(errors="replace").decode()
+    return shorten(label, LONGEST_LABEL)
+
+
+def shorten(text: str, most: int) -> str:
+    """A text of at most so many characters, with an ellipsis where it was longer."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most - 1]}…"
 
 
 def feature_effects_view(active: Features, terms: Terms) -> View:
@@ -120,7 +166,7 @@ def feature_effects_view(active: Features, terms: Terms) -> View:
             rest[kind] = rest.get(kind, 0.0) + score
             continue
         at = int(position)
-        label = active.labels.get(int(number), "")
+        label = _label(active, int(number))
         listed.append({"name": name, "score": score, "feature": int(number), "at": at, "label": label})
         listed[-1]["token"] = tokens[at]
     return {
@@ -145,7 +191,7 @@ def feature_view(active: Features, feature: int, at: int, sources: Attribution, 
         "name": f"F{feature}",
         "feature": feature,
         "at": at,
-        "label": active.labels.get(feature, ""),
+        "label": _label(active, feature),
         "value": float(active.value(feature)[0, at]),
         "scores": sources.scores[0, 0].tolist(),
         "bias": float(sources.bias[0, 0]),

@@ -9,6 +9,8 @@ from tensorlens_tl.models import RUNNER_UP
 
 LONGEST_TEXT = 20_000
 """Characters of a prompt: more is refused before a tokenizer reads it."""
+LONGEST_NAME = 200
+"""Characters of a method's or a node's name."""
 MOST_NEW = 200
 """Tokens that the model may be asked to write."""
 
@@ -78,11 +80,11 @@ class Question:
             target=_number(fields, "target"),
             minus=None if minus == RUNNER_UP else _number(fields, "minus"),
             runner_up=minus == RUNNER_UP,
-            method=_text(fields, "method") or "tensorlens",
+            method=_text(fields, "method", LONGEST_NAME) or "tensorlens",
             layer=_number(fields, "layer"),
             head=_number(fields, "head"),
             key=_number(fields, "key"),
-            node=_text(fields, "node"),
+            node=_text(fields, "node", LONGEST_NAME),
             **{name: _number(fields, name) for name in ("nodes", "dictionary", "feature", "at")},
             chat=_switch(fields, "chat"),
             image=image,
@@ -93,15 +95,15 @@ class Question:
         )
 
 
-def _text(fields: Mapping[str, Any], name: str) -> str | None:
+def _text(fields: Mapping[str, Any], name: str, longest: int = LONGEST_TEXT) -> str | None:
     """A text, or None where there is none or it is empty."""
     value = fields.get(name)
     if value is None or value == "":
         return None
     if not isinstance(value, str):
         _refuse(name, type(value).__name__, "send a text")
-    if len(value) > LONGEST_TEXT:
-        _refuse(name, f"{len(value)} characters long", f"shorten it to {LONGEST_TEXT} characters")
+    if len(value) > longest:
+        _refuse(name, f"{len(value)} characters long", f"shorten it to {longest} characters")
     if any("\ud800" <= letter <= "\udfff" for letter in value):
         _refuse(name, "a text with half of a surrogate pair", "remove it")
     return value

@@ -130,6 +130,8 @@ class Server:
                 message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in HEADERS.items())]
             await send(message)
 
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})  # before it is accepted: the browser reads 403
         if scope["type"] != "http":
             return
         refusal = self._refusal(Request(scope))

@@ -16,11 +16,14 @@ from tensorlens_tl.explorer.calls import Call, code_of
 from tensorlens_tl.explorer.generated import call_of, view_of
 from tensorlens_tl.explorer.images import Images, on_image
 from tensorlens_tl.explorer.parts import (
+    TOP,
+    baseline_name,
     component_view,
     feature_effects_view,
     feature_view,
     graph_view,
     neuron_view,
+    why_rows,
     with_labels,
 )
 from tensorlens_tl.explorer.passes import Passes, has_chat
@@ -35,8 +38,6 @@ View = dict[str, Any]
 
 BEST = 10
 """Next tokens that are listed."""
-TOP = 12
-"""Components and tokens that a head's lists name."""
 NODES = 40
 """Nodes of the graph, where the page asks for no other number."""
 MOST_NODES = 200
@@ -191,6 +192,9 @@ class Session:
             assert logits is not None
             others = logits[0, 0].double().softmax(-1)
             view["next"] = _of_both(frozen, chances, others)
+            self._calls.append(f"result = [of.logits({view['query']}) for of in run.runs]")
+        else:
+            self._calls.append(f"result = run.logits({view['query']})")
         return view
 
     def _number(self, run: FrozenPass, target: Mapping[str, int], query: int) -> float:
@@ -215,6 +219,8 @@ class Session:
         for name in ("bias", "total", "gap"):
             value = getattr(attribution, name)
             view[name] = None if value is None else float(value[0, 0])
+        if method == "difference" and question.other is None:
+            view["baseline"] = baseline_name(self.frozen(question))
         return view
 
     def _components(self, question: Question) -> View:
@@ -259,6 +265,7 @@ class Session:
             "moved": moved.nan_to_num(0.0).tolist(),
             "score": float(terms[name][0, 0]),
             "key": key,
+            "reads": frozen.str_tokens[0][key],
             "why": self._why(run, question, query, key),
             "promotes": self._promotes(frozen, question, key),
         }
@@ -275,7 +282,7 @@ class Session:
             return {"refused": str(error)}
         return {
             "of": of,
-            "top": [{"name": entry.name, "score": entry.score} for entry in parts.top(TOP)],
+            "rows": why_rows(parts),
             "total": float(parts.total[0]),
             "gap": float(parts.gap[0]),
         }

@@ -47,13 +47,18 @@ def target_of(passes: Passes, question: Question) -> dict[str, int]:
     for name, token in (("target", question.target), ("minus", question.minus)):
         if token is not None and token >= size:
             raise InvalidInputError(f"explorer: {name} is {token}; the vocabulary has {size} tokens.")
-    first, second = next_logits(passes, question).topk(2).indices.tolist()
+    best = next_logits(passes, question).topk(min(2, size)).indices.tolist()
+    first, second = best[0], best[-1]
     target = question.target
     if target is None:
         target = first
+        if question.minus == first:  # no token stands against itself
+            target = second
     minus = question.minus
     if question.runner_up:
         minus = second if target == first else first
+    if minus == target and size == 1:  # the only class there is
+        minus = None
     return {"target": target} if minus is None else {"target": target, "minus": minus}
 
 

@@ -34,7 +34,7 @@ export function percent(share) {
 export const largest = (values) => Math.max(...values.map((value) => Math.abs(value ?? 0)), 1e-30);
 
 // Numbers that stand together have as many decimals, three digits for the largest of them.
-function together(most) {
+export function together(most) {
   const decimals = Math.min(6, Math.max(0, 2 - Math.floor(Math.log10(most))));
   return (value) => {
     const digits = Math.abs(value).toFixed(decimals);
@@ -43,13 +43,24 @@ function together(most) {
   };
 }
 
+// Numbers of one sum: three digits for the smallest that matters, so that what is shown adds up to its last digit.
+export function alike(values) {
+  const sizes = values.filter((value) => typeof value === "number" && value !== 0).map(Math.abs);
+  const most = Math.max(...sizes);
+  if (!(most >= 1e-4 && most < 1e9)) return number;
+  return together(Math.min(...sizes.filter((size) => size >= most / 100)));
+}
+
 export function tint(value, most) {
   return { "--tint": `var(--${value < 0 ? "orange" : "blue"})`, "--strength": (0.03 + 0.67 * Math.abs(value ?? 0) / most).toFixed(3) };
 }
 
 // ---------------------------------------------------------------- tokens, bars, tables, sums
 
-export const visible = (token) => token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/ {2,}/g, (spaces) => "·".repeat(spaces.length)) || "∅";
+// Text with a picture for every control character, and without halves of characters: no XML holds these.
+export const printable = (text) => text.replace(/[\0-\x1f]/g, (sign) => String.fromCharCode(0x2400 + sign.charCodeAt(0)))
+  .replace(/[\x7f-\x9f\ufffe\uffff]|\p{Surrogate}/gu, "\ufffd");
+export const visible = (token) => printable(token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/ {2,}/g, (spaces) => "·".repeat(spaces.length))) || "∅";
 export const quoted = (token) => `“${visible(token).trim() || visible(token)}”`;
 
 export function chips(tokens, { values, selected, changed, linked, pick, label }) {
@@ -67,9 +78,9 @@ export function chips(tokens, { values, selected, changed, linked, pick, label }
   }));
 }
 
-export function bars(rows, { pick, label, unsigned, selected } = {}) {
+export function bars(rows, { pick, label, unsigned, selected, shown } = {}) {
   const most = largest(rows.map((row) => row.score));
-  const shown = together(most);
+  shown ??= together(most);
   const oneSided = unsigned || !rows.some((row) => row.score < 0) || !rows.some((row) => row.score > 0);
   const cells = rows.flatMap((row) => {
     const share = 100 * Math.abs(row.score) / most;
@@ -108,10 +119,10 @@ export function matrix(rows, columns, values, { pick, selected, label }) {
 }
 
 // An equation: each part is [what it is, value, what the pointer shows]; "=" begins the total.
-export function sum(parts) {
+export function sum(parts, shown = alike(parts.map((part) => part[1]))) {
   const line = parts.filter((part) => part[1] !== null && part[1] !== undefined);
   return h("p", { class: "sum" }, line.map(([name, value, full]) => h("span", {}, `${name} `,
-    h("b", { title: String(full ?? value) }, typeof value === "number" ? number(value) : value))));
+    h("b", { title: String(full ?? value) }, typeof value === "number" ? shown(value) : value))));
 }
 
 export function card(kind, title, about, exported, ...body) {

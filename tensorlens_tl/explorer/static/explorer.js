@@ -1,19 +1,27 @@
 // The page: one state, in the address; every view follows it.
 import { copy, card, error, h, plain } from "./draw.js";
-import { generatedView, modes } from "./generated.js";
+import { generatedView, showModes } from "./generated.js";
 import { graphView } from "./graph.js";
 import { imageControls, imageView } from "./images.js";
 import { ablateView, featureView, headView, neuronsView, nothingView } from "./inspect.js";
 import { begin, end } from "./jobs.js";
-import { listen } from "./keys.js";
+import { listen, redraw } from "./keys.js";
 import { NOTHING, ask, forget, isAnswered, read, stop, write } from "./state.js";
 import { componentsView, featuresView, nextView, routesView, tokensView } from "./views.js";
 
 const find = (id) => document.getElementById(id);
 let about = { methods: [], dictionaries: [], two_models: false };
 let turn = 0;
+const drafts = new Set(); // prompts that were typed and not yet submitted: they stay in their boxes
 
-const go = (change) => { write({ ...read(), ...change }); show(); };
+// No token stands against itself: what is chosen last counts.
+function changed(state, change) {
+  const next = { ...state, ...change };
+  if (next.minus === undefined || next.minus === null || next.minus !== next.target) return next;
+  return { ...next, [change.target === undefined ? "target" : "minus"]: undefined };
+}
+
+const go = (change) => { write(changed(read(), change)); show(); };
 
 // Which places of the page are filled, by which questions and how; "" stands for no question.
 function places(state) {
@@ -66,23 +74,17 @@ function wait(name) {
 }
 
 function fill(name, drawn) {
-  const active = document.activeElement;
-  const held = slots[name].contains(active) ? { ...active.dataset } : {};
-  slots[name].replaceChildren(drawn);
+  redraw(slots[name], drawn);
   slots[name].classList.remove("busy");
-  for (const key of ["at", "cell", "node"]) { // after a view is drawn again the keyboard stays where it was
-    if (held[key] !== undefined) slots[name].querySelector(`[data-${key}="${CSS.escape(held[key])}"]`)?.focus({ preventScroll: true });
-  }
 }
 
 async function show() {
   const state = read();
   const mine = ++turn;
-  find("text").value = state.text ?? find("text").value;
-  find("other").value = state.other ?? "";
+  for (const id of ["text", "other"]) if (!drafts.has(id)) find(id).value = state[id] ?? "";
   open(Boolean(state.other) || !find("second").hidden);
   find("error").hidden = true;
-  find("modes").replaceChildren(...modes(about, state, go));
+  showModes(about, state, go);
   imageControls(about, state, go, fail);
   if (!state.text && !state.image) { stop(); end(); return welcome(); }
   if (!isAnswered("prompt", state)) stop();
@@ -128,6 +130,10 @@ async function show() {
 // Nothing stays that belongs to the question before.
 function cancelled() {
   find("status").textContent = "Cancelled";
+  if (!isAnswered("prompt", read())) { // every view is of the question before
+    for (const [name, slot] of Object.entries(slots)) { slot.hidden = name !== "tokens"; slot.replaceChildren(); }
+    slots.tokens.classList.add("busy");
+  }
   for (const slot of Object.values(slots)) {
     if (!slot.classList.contains("busy")) continue;
     slot.replaceChildren(card("refused", "Cancelled", null, null, h("button", { type: "button", class: "again", onclick: show }, "Ask again")));
@@ -143,7 +149,7 @@ function fail(message) {
 function welcome() {
   for (const [name, slot] of Object.entries(slots)) slot.hidden = name !== "tokens";
   const image = Boolean(about.classes);
-  const example = image ? null : h("p", {}, h("button", { type: "button", id: "example", onclick: () => go({ text: EXAMPLE }) }, "Try an example"));
+  const example = image ? null : h("p", {}, h("button", { type: "button", id: "example", onclick: () => { drafts.clear(); go({ text: EXAMPLE }); } }, "Try an example"));
   fill("tokens", card("welcome", image ? "Choose an image" : "Type a prompt and press Enter", null, null, h("p", { class: "soft" },
     `You will see which ${image ? "patches" : "tokens"}, heads and MLPs make the model’s ${image ? "class" : "next token"}, as exact sums with their gap.`), example));
 }
@@ -162,6 +168,7 @@ find("ask").addEventListener("submit", (event) => {
     return;
   }
   forget();
+  drafts.clear();
   const other = find("second").hidden ? "" : find("other").value;
   write({ method: read().method, nodes: read().nodes, dictionary: read().dictionary, chat: read().chat, new: read().new, text: find("text").value, other: other || undefined });
   show();
@@ -170,13 +177,14 @@ for (const id of ["text", "other"]) {
   find(id).addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); find("ask").requestSubmit(); }
   });
-  find(id).addEventListener("input", () => open(!find("second").hidden));
+  find(id).addEventListener("input", () => { drafts.add(id); open(!find("second").hidden); });
 }
 find("compare").addEventListener("click", () => {
   const two = find("second").hidden;
   open(two);
-  if (two) { find("other").value ||= find("text").value; find("other").focus(); }
-  else if (read().other) go({ ...NOTHING, other: undefined });
+  if (two) { drafts.add("other"); find("other").value ||= find("text").value; find("other").focus(); return; }
+  drafts.delete("other");
+  if (read().other) go({ ...NOTHING, other: undefined });
 });
 find("undo").addEventListener("click", () => history.back());
 find("redo").addEventListener("click", () => history.forward());

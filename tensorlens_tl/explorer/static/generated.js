@@ -1,16 +1,23 @@
 // Text that the model writes: how many tokens, a stretch of them, hops; and whether prompts are a chat.
-import { bars, card, chips, error, h, menu, number, sum, visible } from "./draw.js";
+import { bars, card, chips, error, h, menu, number, quoted, sum } from "./draw.js";
 
 const NO_SPAN = { start: undefined, stop: undefined };
 
-// The controls beside the prompt; what they say goes into the state.
-export function modes(about, state, go) {
-  if (about.classes) return [];
+// The controls beside the prompt, built once; what they say goes into the state.
+export function showModes(about, state, go) {
+  if (about.classes) return;
+  const place = document.getElementById("modes");
+  if (!place.childElementCount) place.replaceChildren(...modes(about, go));
+  if (about.chat) document.getElementById("chat").checked = Boolean(state.chat);
+  document.getElementById("new").value = state.new ?? "";
+}
+
+function modes(about, go) {
   const fresh = { query: undefined, target: undefined, minus: undefined, ...NO_SPAN };
   const chat = about.chat
-    ? h("label", { class: "mode" }, h("input", { type: "checkbox", id: "chat", checked: state.chat, onchange: (event) => go({ chat: event.target.checked || undefined, ...fresh }) }), " As a chat message")
+    ? h("label", { class: "mode" }, h("input", { type: "checkbox", id: "chat", onchange: (event) => go({ chat: event.target.checked || undefined, ...fresh }) }), " As a chat message")
     : null;
-  const length = h("input", { type: "number", id: "new", min: 1, max: 200, value: state.new ?? "", placeholder: "0", "aria-label": "Tokens to write",
+  const length = h("input", { type: "number", id: "new", min: 1, max: 200, placeholder: "0", "aria-label": "Tokens to write",
     onchange: (event) => go({ new: event.target.value ? Number(event.target.value) : undefined, hops: undefined, ...NO_SPAN }) });
   return [chat, h("label", { class: "mode" }, "Write ", length, " tokens")].filter(Boolean);
 }
@@ -23,7 +30,7 @@ export function generatedView(view, state, go) {
     const to = extend ? Math.max(at + 1, view.stop) : at + 1;
     go({ start: from - view.first, stop: to - view.first });
   };
-  const rows = view.tokens.map((token, at) => ({ name: `${at} ${visible(token)}`, score: view.scores[at] }));
+  const rows = view.tokens.map((token, at) => ({ name: `${quoted(token)} ${at}`, score: view.scores[at] }));
   const top = [...rows].sort((a, b) => Math.abs(b.score) - Math.abs(a.score)).slice(0, 8).filter((row) => row.score);
   const table = { columns: ["token", "score"], rows: rows.map((row) => [row.name, row.score]) };
   const hops = h("select", { id: "hops", "aria-label": "Hops", onchange: (event) => go({ hops: event.target.value === "0" ? undefined : event.target.value === "all" ? "all" : Number(event.target.value) }) },

@@ -1,5 +1,5 @@
 // The contribution graph: the strongest nodes and the edges between them, and the sums of the node that is picked.
-import { bars, card, error, h, largest, menu, number, percent, quoted, s, sum, visible } from "./draw.js";
+import { bars, card, error, h, largest, menu, number, percent, quoted, s, sum, together, visible } from "./draw.js";
 import { layout, shortName as short } from "./layout.js";
 import { NOTHING } from "./state.js";
 
@@ -9,6 +9,7 @@ let shown = 60; // edges that are drawn; it only changes the drawing, so it is n
 export const keyOf = (node) => `${node.name}@${node.pos}`;
 const HEAD = /^L(\d+)H(\d+)/;
 const MLP = /^(MLP\d+)/;
+const PATCH = /^patch (?=\d+,\d+$)/; // a column of a patch is called by the patch's row and column
 const told = (node) => `${short(node)} at ${quoted(node.token)} ${node.pos}`;
 
 // A picked node is selected in every view: its head or MLP opens, and its token is marked.
@@ -45,7 +46,8 @@ export function graphView(view, state, go, width) {
   const count = h("select", { "aria-label": "Nodes", onchange: (event) => go({ nodes: Number(event.target.value) }) },
     STEPS.map((step) => h("option", { value: step, selected: step === (state.nodes ?? 40) }, step)));
   paint();
-  requestAnimationFrame(() => { shell.scrollLeft = shell.scrollWidth; }); // a narrow screen begins at the answer
+  const answer = place.columns.find((column) => column.pos === nodes.at(-1).pos);
+  requestAnimationFrame(() => { shell.scrollLeft = answer.x - shell.clientWidth / 2; }); // a narrow screen begins at the answer
   const table = { columns: ["source", "source position", "reader", "reader position", "weight"], rows: view.edges.map(([a, b, weight]) => [nodes[a].name, nodes[a].pos, nodes[b].name, nodes[b].pos, weight]) };
   return card("graph", state.other ? "How the change reached the answer" : "How the answer came about",
     `${view.label}; the ${nodes.length - 1} strongest nodes, each by what it gives through everything later`,
@@ -75,7 +77,7 @@ function drawing(view, place, state, picked, count, go) {
   const tokens = place.columns.map((column) => s("g", {},
     s("line", { x1: column.left, x2: column.left, y1: 0, y2: place.height - 20, class: "rule" }),
     s("text", { x: column.x, y: place.height - 8, "text-anchor": "middle", class: column.pos === state.at ? "axis linked" : "axis" },
-      `${visible(column.token).trim().slice(0, Math.max(5, Math.floor(column.width / 8)))}`, s("title", {}, `${column.pos} ${visible(column.token)}`))));
+      `${visible(column.token).trim().replace(PATCH, "").slice(0, Math.max(5, Math.floor(column.width / 8)))}`, s("title", {}, `${column.pos} ${visible(column.token)}`))));
   return s("svg", { width: place.width, height: place.height, viewBox: `0 0 ${place.width} ${place.height}`, class: picked ? "picked" : "", role: "group", "aria-label": "Contribution graph; columns are tokens, rows are layers", "data-rove": "" },
     tokens, names, s("g", { class: "edges" }, lines), s("g", {}, marks));
 }
@@ -117,11 +119,12 @@ function nodePanel(view, node, state, go) {
   const out = listed(0, 1);
   const jump = (number_) => { const to = view.nodes[number_]; go(to.kind === "target" ? { ...NOTHING, pick: keyOf(to) } : selection(to)); };
   const rest = into.slice(6).reduce((total, row) => total + row.score, 0);
+  const entering = [...into.slice(0, 6), ...(into.length > 6 ? [{ name: `${into.length - 6} other edges`, score: rest, muted: true }] : []), { name: "its own bias", score: node.bias, muted: true }, { name: "nodes not shown", score: node.others, muted: true }];
+  const shown = together(largest([node.weight, ...entering.map((row) => row.score)]));
   const isSource = ["embedding", "bias"].includes(node.kind);
   return h("div", { class: "panel" }, h("h3", {}, told(node)),
     isSource ? h("p", { class: "soft" }, "It is where the sum begins: nothing enters it.") : h("div", {}, h("small", {}, "what enters it"),
-      bars([...into.slice(0, 6), ...(into.length > 6 ? [{ name: `${into.length - 6} other edges`, score: rest, muted: true }] : []), { name: "its own bias", score: node.bias, muted: true }, { name: "nodes not shown", score: node.others, muted: true }], { label: "What enters the node", pick: jump }),
-      sum([["=", node.weight]])),
+      bars(entering, { label: "What enters the node", pick: jump, shown }), sum([["=", node.weight]], shown)),
     out.length ? h("div", {}, h("small", {}, "where it leads; no sum, as nodes are left out"), bars(out.slice(0, 6), { label: "Where the node leads", pick: jump })) : null);
 }
 
@@ -133,6 +136,7 @@ function picture(view, place, state, count) {
   svg.setAttribute("font-size", "11");
   for (const path of svg.querySelectorAll("path")) { path.setAttribute("stroke", path.classList.contains("less") ? "#eb7828" : "#4292e6"); path.setAttribute("stroke-opacity", 0.5); }
   for (const rect of svg.querySelectorAll("rect")) rect.setAttribute("fill", rect.classList.contains("ground") ? "#fff" : rect.classList.contains("less") ? "#eb7828" : "#4292e6");
+  for (const rect of svg.querySelectorAll("rect.ground")) rect.setAttribute("stroke", "#999");
   for (const line of svg.querySelectorAll("line")) line.setAttribute("stroke", "#eee");
   svg.prepend(s("rect", { width: "100%", height: "100%", fill: "#fff" }));
   return new XMLSerializer().serializeToString(svg);

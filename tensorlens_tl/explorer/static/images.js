@@ -7,22 +7,30 @@ const FRESH = { ...NOTHING, query: undefined, target: undefined, minus: undefine
 // Takes the place of the prompt.
 export function imageControls(about, state, go, fail) {
   if (!about.classes) return;
+  const place = document.getElementById("modes");
+  if (!place.childElementCount) build(place, about, go, fail);
+  const given = document.getElementById("given");
+  if (given) given.value = about.images.includes(state.image) ? state.image : "";
+}
+
+function build(place, about, go, fail) {
   for (const id of ["text", "compare", "second"]) document.getElementById(id).hidden = true;
   document.querySelector("label[for=text]").hidden = true;
   document.querySelector("#ask button[type=submit]").hidden = true;
   const given = about.images.length
     ? h("select", { id: "given", "aria-label": "Image", onchange: (event) => go({ image: event.target.value || undefined, ...FRESH }) },
-      h("option", { value: "" }, "Choose an image"), about.images.map((name) => h("option", { value: name, selected: state.image === name }, `Image ${name}`)))
+      h("option", { value: "" }, "Choose an image"), about.images.map((name) => h("option", { value: name }, `Image ${name}`)))
     : null;
   const upload = h("input", { type: "file", id: "upload", accept: "image/png,image/jpeg", onchange: async (event) => {
     try {
       const [file] = event.target.files;
       if (!file) return;
+      event.target.value = ""; // the same file may be chosen again
       go({ image: (await post("upload", file)).image, ...FRESH });
     } catch (refusal) { fail(refusal.message); }
   } });
-  const how = about.processor ? "prepared by the model's image processor" : "resized to the model's size, with values of 0 to 1";
-  document.getElementById("modes").replaceChildren(...[given, h("label", { class: "mode" }, `Upload a PNG or JPEG, ${how} `, upload)].filter(Boolean));
+  const how = about.processor ? "prepared by the model’s image processor" : "resized to the model’s size, with values of 0 to 1";
+  place.replaceChildren(...[given, h("label", { class: "mode" }, `Upload a PNG or JPEG, ${how}; transparent parts become white `, upload)].filter(Boolean));
 }
 
 export function imageView(view, prompt, about, go) {

@@ -1,5 +1,5 @@
 // What was pressed, opened: a head, the neurons of an MLP, a feature, and the model without one of them.
-import { bars, card, chips, error, h, menu, number, plain, quoted, sum, visible } from "./draw.js";
+import { bars, card, chips, error, h, largest, menu, number, plain, quoted, sum, together, visible } from "./draw.js";
 
 export function nothingView() {
   return card("empty", "Look inside", null, null, h("p", { class: "soft" },
@@ -10,10 +10,11 @@ export function headView(prompt, view, state, go) {
   const moved = { columns: ["token", "attention", "moved"], rows: prompt.tokens.map((token, at) => [`${at} ${visible(token)}`, view.pattern[at], view.moved[at]]) };
   const change = view.other_pattern?.map((value, at) => view.pattern[at] - value);
   const key = quoted(prompt.tokens[view.key]);
+  const whyShown = view.why.refused ? null : together(largest([view.why.total, ...view.why.rows.map((row) => row.score)]));
   const why = view.why.refused
     ? h("p", { class: "soft" }, view.why.refused)
-    : h("div", {}, bars(view.why.top, { label: "Why it attends there" }),
-      sum([[view.why.of === "pattern" ? "all: change of attention" : "all: attention score", view.why.total], ["gap", error(view.why.gap), view.why.gap]]));
+    : h("div", {}, bars(view.why.rows, { label: "Why it attends there", shown: whyShown }),
+      sum([[view.why.of === "pattern" ? "all: change of attention" : "all: attention score", view.why.total], ["gap", error(view.why.gap), view.why.gap]], whyShown));
   const total = view.moved.reduce((a, b) => a + b, 0);
   return card("head", `Head ${view.name}`, `${state.other ? "change of its" : "its"} direct effect ${number(view.score)}`,
     h("div", { class: "row" },
@@ -27,7 +28,7 @@ export function headView(prompt, view, state, go) {
     h("div", { class: "pair" },
       h("div", {}, h("h3", {}, `Why it ${change ? "turned" : "attends"} to ${key}`),
         h("small", {}, change ? "by what its query and its keys read" : "source read by the query × source read by the key"), why),
-      h("div", {}, h("h3", {}, `What it promotes, reading ${key}`), h("small", {}, "by its weights alone: no part of a sum"),
+      h("div", {}, h("h3", {}, `What it promotes, reading ${quoted(view.reads)}`), h("small", {}, "by its weights alone: no part of a sum"),
         view.promotes.length ? bars(view.promotes.map((of) => ({ name: of.text, score: of.score })), { label: "Promoted tokens" }) : h("p", { class: "soft" }, "Not defined for this model."))));
 }
 
@@ -43,7 +44,7 @@ export function neuronsView(view, state, go) {
     sum([["neurons listed", view.total - view.others], ["+ others", view.others], ["=", view.total], ["gap", error(view.gap), view.gap]]));
 }
 
-export function ablateView(view, go) {
+export function ablateView(view) {
   const rows = [{ name: "live model", score: view.live }, { name: "frozen model", score: view.frozen }];
   const table = { columns: ["model", "loss"], rows: rows.map((row) => [row.name, row.score]) };
   return card("ablate", `Without ${view.node}`, "what the answer loses when its output is taken away",

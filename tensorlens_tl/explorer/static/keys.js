@@ -22,6 +22,25 @@ export function neighbour(items, item, [right, down]) {
   return best ?? (right ? items[items.indexOf(item) + right] : null) ?? null;
 }
 
+// What a control is called, however often it is drawn again: its place, its id, its label, or what stands on it.
+function called(control) {
+  const { at, cell, node } = control.dataset;
+  const label = control.matches("select, input") ? control.getAttribute("aria-label") : null;
+  const group = control.closest("[data-rove]")?.getAttribute("aria-label") ?? "";
+  return [control.localName, group, at ?? cell ?? node ?? (control.id || (label ?? control.textContent))].join("|");
+}
+
+// Draws a place again; the keyboard stays where it was, or goes to what is chosen there.
+export function redraw(place, drawn) {
+  const active = document.activeElement;
+  const name = place.contains(active) ? called(active) : undefined;
+  place.replaceChildren(drawn);
+  if (name === undefined) return;
+  const controls = [...place.querySelectorAll("button, select, input, summary, [tabindex]")];
+  const again = controls.find((control) => called(control) === name) ?? place.querySelector("[aria-pressed=true]") ?? controls[0];
+  again?.focus({ preventScroll: true });
+}
+
 export function listen({ escape, undo, redo, prompt }) {
   document.addEventListener("keydown", (event) => {
     const typing = event.target instanceof Element && event.target.closest("textarea, input, select");

@@ -1,5 +1,5 @@
 // The views that are always there: tokens, next tokens, components; of two runs, routes; of dictionaries, features.
-import { bars, card, chips, error, h, matrix, menu, number, percent, plain, quoted, sum, visible } from "./draw.js";
+import { alike, bars, card, chips, error, h, matrix, menu, number, percent, plain, quoted, sum, visible } from "./draw.js";
 import { NOTHING } from "./state.js";
 
 const LISTED = 8;
@@ -16,10 +16,10 @@ export function tokensView(prompt, view, state, go, about) {
     h("div", { class: "row" }, method, menu(view.label, "tokens", table, view.code)),
     chips(prompt.tokens, {
       values: view.scores, selected: prompt.query, changed: prompt.changed, linked: state.at,
-      label: "Tokens; press one to ask about the prediction after it",
-      pick: (at) => go({ ...NOTHING, query: at, target: undefined, minus: undefined }),
+      label: about.classes ? "Patches, by row and column" : "Tokens; press one to ask about the prediction after it",
+      pick: about.classes ? undefined : (at) => go({ ...NOTHING, query: at, target: undefined, minus: undefined }),
     }),
-    h("p", { class: "soft hint" }, "Press a token to ask about the prediction after it."),
+    h("p", { class: "soft hint" }, about.classes ? "Patches are called by their row and column, from the top left." : "Press a token to ask about the prediction after it."),
     bars(top, { label: "Largest token scores" }), tokenSum(prompt, view, two),
     says ? h("details", { class: "soft" }, h("summary", {}, `About ${view.method}`), h("p", {}, says)) : null);
 }
@@ -30,16 +30,19 @@ function tokenSum(prompt, view, two) {
   if (view.total === null) return sum([["Not parts of a sum:", "compare these scores with each other only"]]);
   const live = two ? prompt.numbers[0] - prompt.numbers[1] : prompt.numbers[0];
   const line = view.additive ? [["tokens", parts], ["+ bias", view.bias], ["=", parts + view.bias]] : [["tokens", parts], ["+ bias", view.bias], ["not the whole of it", parts + view.bias]];
-  const runs = two ? [["first run", prompt.numbers[0]], ["− second run", prompt.numbers[1]], ["=", live]] : [["live model", live]];
-  return h("div", {}, sum([...line, [view.additive ? "gap" : "short by", error(view.gap), view.gap]]), sum(runs));
+  const runs = view.baseline ? [["live model", live], [`− with ${view.baseline}`, live - view.total], ["=", view.total]] : two ? [["first run", prompt.numbers[0]], ["− second run", prompt.numbers[1]], ["=", live]] : [["live model", live]];
+  const shown = alike([...line, ...runs].map((part) => part[1]));
+  return h("div", {}, sum([...line, [view.additive ? "gap" : "short by", error(view.gap), view.gap]], shown), sum(runs, shown));
 }
 
 export function nextView(prompt, state, go, about) {
   const two = Boolean(state.other);
+  const listed = prompt.next.filter((of) => of.id !== prompt.target?.id);
+  if (typeof state.minus === "number" && !listed.some((of) => of.id === state.minus)) listed.push(prompt.minus); // of a link
   const minus = h("select", { "aria-label": "Compared with", onchange: (event) => go({ minus: event.target.value === "" ? undefined : event.target.value === "none" ? null : Number(event.target.value) }) },
     h("option", { value: "", selected: state.minus === undefined }, "the runner-up"),
     h("option", { value: "none", selected: state.minus === null }, "nothing"),
-    prompt.next.filter((of) => of.id !== prompt.target?.id).map((of) => h("option", { value: of.id, selected: state.minus === of.id }, visible(of.text))));
+    listed.map((of) => h("option", { value: of.id, selected: state.minus === of.id }, visible(of.text))));
   const columns = two ? ["token", "first run", "second run"] : ["token", "probability"];
   const table = { columns, rows: prompt.next.map((of) => (two ? [of.text, of.chance, of.other_chance] : [of.text, of.chance])) };
   const title = about.classes ? "Classes" : `After ${quoted(prompt.tokens[prompt.query])}`;
@@ -97,7 +100,7 @@ export function featuresView(view, state, go, about) {
     about.dictionaries.map((hook, number) => h("option", { value: number, selected: number === (state.dictionary ?? 0) }, hook)));
   const rows = view.top.map((row) => ({ name: `${named(row)} ${quoted(row.token)}`, score: row.score, pick: row.name }));
   const others = view.count ? [{ name: `${view.count} other features`, score: view.others, muted: true }] : [];
-  const table = { columns: ["feature", "score"], rows: [...view.top.map((row) => [named(row), row.score]), ...view.rest.map((row) => [row.name, row.score])] };
+  const table = { columns: ["feature", "score"], rows: [...[...view.top, ...others].map((row) => [named(row), row.score]), ...view.rest.map((row) => [row.name, row.score])] };
   const rest = view.rest.reduce((total, row) => total + row.score, 0);
   const picked = state.feature === undefined ? undefined : `F${state.feature}@${state.at}`;
   return card("features", "Which features write it", `${view.label}; ${view.hook} explains ${percent(view.explained)} of the variance, ${plain(view.active)} active at a token`,

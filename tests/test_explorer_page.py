@@ -1,0 +1,202 @@
+"""The explorer's page: the keyboard keeps its place, typed prompts stay, a cancelled question leaves nothing behind."""
+
+import csv
+import io
+from xml.etree import ElementTree
+
+import pytest
+
+import tensorlens_tl as tlens
+
+pytest.importorskip("tensorlens_tl.explorer.server", exc_type=ImportError)
+
+from test_explorer import OTHER, PROMPT, chromium, load, one, settled, several, wait
+from test_explorer_jobs import gated
+
+from tensorlens_tl.explorer import Explorer, Session
+
+
+@pytest.fixture(scope="module")
+def opened():
+    explorer = Explorer(Session(tlens.load_demo_model(), name="demo"), 0).start()
+    yield explorer
+    explorer.close()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as driver:
+        yield driver
+
+
+def focused(browser, says):
+    """Whether the keyboard is on what a line of script says of the active element."""
+    return browser.execute_script(f"const active = document.activeElement; return {says}")
+
+
+CHOICES = {
+    "#method": ("rollout", "method=rollout", "active.id === 'method'"),
+    ".next select": ("none", "minus=none", "active.ariaLabel === 'Compared with'"),
+    ".graph select": ("20", "nodes=20", "active.ariaLabel === 'Nodes'"),
+}
+
+
+@pytest.mark.parametrize("selector", CHOICES)
+def test_a_choice_keeps_the_keyboard(browser, opened, selector):
+    value, address, says = CHOICES[selector]
+    load(browser, opened, text=PROMPT)
+    script = "const box = arguments[0]; box.focus(); box.value = arguments[1]; box.dispatchEvent(new Event('change'))"
+    browser.execute_script(script, one(browser, selector), value)
+    wait(browser, lambda: address in browser.current_url)
+    settled(browser)
+    assert focused(browser, says)
+
+
+def press(browser, control):
+    from selenium.webdriver.common.keys import Keys
+
+    browser.execute_script("arguments[0].focus()", control)
+    browser.switch_to.active_element.send_keys(Keys.ENTER)
+
+
+def test_a_pressed_button_keeps_the_keyboard(browser, opened):
+    load(browser, opened, text=PROMPT, layer=1, head=0)
+    button = several(browser, ".next .bars .name")[1]
+    title = button.get_attribute("title")
+    press(browser, button)
+    wait(browser, lambda: "target=" in browser.current_url)
+    settled(browser)
+    assert focused(browser, "active.title") == title
+    press(browser, one(browser, "#ablate"))
+    wait(browser, lambda: several(browser, ".ablate"))
+    settled(browser)
+    assert focused(browser, "active.id") == "ablate"
+    press(browser, one(browser, '.graph [data-node="MLP2@34"]'))
+    wait(browser, lambda: several(browser, ".panel .name"))
+    settled(browser)
+    press(browser, one(browser, ".panel button.name"))
+    wait(browser, lambda: "pick=MLP2" not in browser.current_url)
+    settled(browser)
+    assert focused(browser, "active.closest('.graph') !== null")
+
+
+def test_the_number_of_tokens_to_write_keeps_the_keyboard(browser, opened):
+    load(browser, opened, text="If the module is not")
+    one(browser, "#new").send_keys("2\n")
+    wait(browser, lambda: several(browser, ".generated .chip"))
+    settled(browser)
+    assert focused(browser, "active.id") == "new"
+    one(browser, "#undo").click()
+    wait(browser, lambda: not several(browser, ".generated .chip"))
+    assert one(browser, "#new").get_attribute("value") == ""
+
+
+def test_a_typed_prompt_stays_until_it_is_submitted(browser, opened):
+    load(browser, opened, text=PROMPT)
+    one(browser, "#text").send_keys(" not")
+    one(browser, "#compare").click()
+    several(browser, ".tokens .chip")[20].click()
+    wait(browser, lambda: "query=20" in browser.current_url)
+    settled(browser)
+    assert one(browser, "#text").get_attribute("value") == f"{PROMPT} not"
+    assert one(browser, "#other").get_attribute("value") == f"{PROMPT} not"
+    one(browser, "#compare").click()
+    one(browser, "#text").send_keys("\n")
+    wait(browser, lambda: len(several(browser, ".tokens .chip")) == 36)
+    one(browser, "#undo").click()
+    settled(browser)
+    wait(browser, lambda: one(browser, "#text").get_attribute("value") == PROMPT)
+
+
+def test_a_cancelled_prompt_leaves_nothing_of_the_one_before(browser, opened, monkeypatch):
+    load(browser, opened, text=PROMPT)
+    _, go = gated(opened, monkeypatch, "prompt")
+    one(browser, "#text").clear()
+    one(browser, "#text").send_keys(OTHER + "\n")
+    wait(browser, lambda: one(browser, "#cancel").is_displayed())
+    one(browser, "#cancel").click()
+    wait(browser, lambda: one(browser, "#status").text == "Cancelled")
+    assert not several(browser, "main .chip")
+    assert not several(browser, "main .sum")
+    go.set()
+    one(browser, ".again").click()
+    settled(browser)
+    assert several(browser, ".tokens .chip")
+    assert one(browser, "#text").get_attribute("value") == OTHER
+
+
+# ------------------------------------------------------------------ files
+
+
+def exported(browser, function, *arguments):
+    """What a function of the page's exports gives."""
+    script = (
+        "const [name, values, done] = arguments; import('/static/export.js').then((of) => done(of[name](...values)))"
+    )
+    return browser.execute_async_script(script, function, arguments)
+
+
+def test_a_picture_of_any_tokens_is_sound_xml(browser, opened):
+    load(browser, opened, text="If")
+    names = ["a\0b", "\x1b[0m", '<&>"' * 20, "\r", "\x7f", "\uffff", "漢" * 50, "a long name " * 9]
+    picture = exported(browser, "tablePicture", "title \x01", {"columns": ["", "s"], "rows": [[n, 1] for n in names]})
+    texts = [text.text for text in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[0] == "title ␁"
+    assert texts[1] == "a␀b"
+    browser.execute_script("document.body.innerHTML = arguments[0]", picture.replace("<svg", "<svg id='drawn'"))
+    lefts = browser.execute_script("return [...document.querySelectorAll('#drawn text')].map((of) => of.getBBox().x)")
+    assert min(lefts) >= 0
+
+
+def test_headings_of_a_picture_do_not_overlap(browser, opened):
+    load(browser, opened, text="If")
+    table = {"columns": ["layer", "attention by queries", "attention by keys"], "rows": [["L0", 1, -2]]}
+    browser.execute_script("document.body.innerHTML = arguments[0]", exported(browser, "tablePicture", "t", table))
+    boxes = browser.execute_script(
+        "return [...document.querySelectorAll('svg text[fill]')].map((of) => [of.getBBox().x, of.getBBox().width])"
+    )
+    assert len(boxes) == 2
+    assert boxes[0][0] + boxes[0][1] <= boxes[1][0]
+
+
+def test_tables_are_read_again(browser, opened):
+    load(browser, opened, text="If")
+    rows = [["a\rb", 1], ['say "no"', 2], ["x,y", 3]]
+    text = exported(browser, "csv", {"columns": ["token", "score"], "rows": rows})
+    assert [[name, int(score)] for name, score in list(csv.reader(io.StringIO(text, newline="")))[1:]] == rows
+
+
+def test_every_node_of_the_graphs_picture_has_a_box(browser, opened):
+    load(browser, opened, text=PROMPT)
+    wait(browser, lambda: several(browser, ".graph .node"))
+    browser.execute_script(
+        "URL.createObjectURL = (blob) => { blob.text().then((text) => { window.picture = text; }); return 'data:,'; };"
+        "document.querySelector('.graph [data-save=svg]').click()"
+    )
+    wait(browser, lambda: browser.execute_script("return window.picture"))
+    picture = ElementTree.fromstring(browser.execute_script("return window.picture"))
+    rects = [rect for rect in picture.iter("{http://www.w3.org/2000/svg}rect") if rect.get("class") == "ground"]
+    assert len(rects) == 41
+    assert all(rect.get("stroke") for rect in rects)
+
+
+# ------------------------------------------------------------------ words and numbers
+
+
+def test_the_baseline_of_a_difference_stands_beside_its_number(browser, opened):
+    load(browser, opened, text=PROMPT, method="difference")
+    live, baseline, change = (float(part.get_attribute("title")) for part in several(browser, ".tokens .sum + .sum b"))
+    view = opened._session.view("tokens", {"text": PROMPT, "method": "difference"})
+    assert "with the mean embedding in every place" in one(browser, ".tokens .sum + .sum").text
+    assert change == pytest.approx(live - baseline)
+    assert change == pytest.approx(view["total"], abs=1e-5)
+
+
+def test_a_link_names_what_the_target_is_compared_with(browser, opened):
+    listed = [token["id"] for token in opened._session.view("prompt", {"text": PROMPT})["next"]]
+    assert 5 not in listed
+    load(browser, opened, text=PROMPT, minus=5)
+    chosen = one(browser, ".next select option:checked")
+    assert chosen.get_attribute("value") == "5"
+    text = opened._session.view("prompt", {"text": PROMPT, "minus": 5})["minus"]["text"]
+    assert chosen.text.strip() == text.strip()
