@@ -128,8 +128,8 @@ def why_rows(parts: ScoreAttribution | ScoreChange) -> list[View]:
     if isinstance(parts, ScoreAttribution):
         kind = "pairs"
         all_parts = parts.pairs[0]
-        alone["the query’s sources with the key’s bias"] = float(parts.query_sources[0].double().sum())
-        alone["the key’s sources with the query’s bias"] = float(parts.key_sources[0].double().sum())
+        alone["the query alone, with the key’s bias"] = float(parts.query_sources[0].double().sum())
+        alone["the key alone, with the query’s bias"] = float(parts.key_sources[0].double().sum())
         alone["both biases"] = float(parts.bias[0])
     else:
         kind = "parts"
