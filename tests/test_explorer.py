@@ -406,7 +406,10 @@ def send(explorer, path="/api/prompt", body=None, method="POST", **headers):
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may answer before it has read all
         connection.endheaders(data)
     answer = connection.getresponse()
-    return answer.status, answer.read(), dict(answer.getheaders())
+    text = b""
+    with contextlib.suppress(ConnectionResetError):  # what it has not read resets the connection behind its answer
+        text = answer.read()
+    return answer.status, text, dict(answer.getheaders())
 
 
 def alive(explorer):

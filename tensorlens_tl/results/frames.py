@@ -20,7 +20,7 @@ COLUMNS: Mapping[str, str] = {
     "query": "the position that is explained, padding counted",
     "query_token": "its token; of a stretch of generated text, the whole stretch",
     "query_side": "of an encoder–decoder: the side of the query",
-    "key": "the position of the source token, padding counted; none where a line is about no token",
+    "key": "the position of the source token, padding counted; empty where a row is about no token",
     "key_token": "its token",
     "key_side": "of an encoder–decoder: its side",
     "head": "the number of a head, where an attribution has an axis of heads",
