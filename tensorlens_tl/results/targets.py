@@ -1,7 +1,7 @@
 """What is explained, in words: of a whole result, and at each query of each prompt."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -29,6 +29,7 @@ OF_GENERATED = ("generated", "asked")
 """Options of an attribution of generated text: where its generated tokens stand, and which of them are asked about."""
 
 
+@runtime_checkable
 class Explained(Protocol):
     """What is read of an Attribution here; see it for each of them."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, runtime_checkable, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -100,6 +100,7 @@ def _bring(module: nn.Module, hook: Any) -> None:
         ) from error
 
 
+@runtime_checkable
 class Reader(Protocol):
     """What has weights that are read: a block, or a model's other parts."""
 
