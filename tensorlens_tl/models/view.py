@@ -306,7 +306,7 @@ class ModelView:
         if norm is None or not self.is_hooked_encoder_decoder or not self.cfg.tie_word_embeddings:
             return norm
         # its logits are of √(1/d_model) times what the norm gives, and no hook point stands between
-        gain = next(self.model.parameters()).new_full((1,), self.cfg.d_model**-0.5)
+        gain = next(self.model.parameters()).new_full((self.cfg.d_model,), self.cfg.d_model**-0.5)
         return replace(norm, gain=times(gain, norm.gain))
 
     @property

@@ -45,7 +45,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import ZERO
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.circuits.arguments import Direction, Share
+from tensorlens_tl.circuits.arguments import Direction, Share, Whole
 from tensorlens_tl.circuits.graph import nodes as graph_nodes
 from tensorlens_tl.circuits.graph.edges import Carried, Edges, NoEdges
 from tensorlens_tl.circuits.graph.features import Dictionaries, FeatureSplit, feature_splits
@@ -70,7 +70,7 @@ def contribution_graph(
     minus: TokenLike = None,
     *,
     threshold: Any = 0.01,
-    nodes: int | None = None,
+    nodes: Whole | None = None,
     neurons: Share = None,
     sources: Share = None,
     dictionaries: Dictionaries = None,
@@ -114,8 +114,9 @@ def contribution_graph(
     True
     """
     check_options(threshold, neurons, sources, features)
+    strongest = None
     if nodes is not None:
-        whole_number("contribution_graph: nodes", nodes, 1)
+        strongest = whole_number("contribution_graph: nodes", nodes, 1)
     if features is not None and dictionaries in (None, [], ()):
         raise InvalidInputError(f"features={features!r}: there are none without dictionaries=.")
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
@@ -135,10 +136,10 @@ def contribution_graph(
         choices["features"] = _of_largest("features", features, largest)
     edges = Edges(float(threshold), MOST_EDGES)
     builder = _Builder(readout, pulled, edges, choices, splits)
-    if nodes is not None:
+    if strongest is not None:
         weighed = _Builder(readout, pulled, NoEdges(0.0, MOST_EDGES), choices, splits)
         weighed.walk()
-        edges.selection = weighed.largest(nodes)
+        edges.selection = weighed.largest(strongest)
         builder.prepared = weighed.prepared
     return builder.graph(_prediction(readout, target, minus, direction))
 
