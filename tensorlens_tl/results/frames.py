@@ -26,7 +26,7 @@ COLUMNS: Mapping[str, str] = {
     "head": "the number of a head, where an attribution has an axis of heads",
     "kind": '`token`, `bias`, `total`, or `rest`: all tokens that a data set did not store (`keep="top:N"`)',
     "generated": "whether the model wrote the source token",
-    "target": "what is explained, in words; of scores of heads, what is attended to",
+    "target": "what is explained, in words; for head scores, what is attended to",
     "term": "the name of a part: a head, an MLP, a path, a feature",
     "feature": "a feature of a dictionary",
     "label": "of a feature: what it is called",
