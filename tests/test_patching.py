@@ -904,3 +904,18 @@ def test_commands(tmp_path, capsys):
     assert "pearson" in capsys.readouterr().out
     assert main(["evaluate", "circuits", *asked, "--circuits", str(tmp_path / "none" / "deeper")]) == 1
     assert "no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["gradient", "integrated", "frozen+qk", "patching"])
+@pytest.mark.parametrize("scores_of", [circuits.edge_scores, circuits.patch_scores])
+def test_in_inference_mode_scores_are_the_same(scores_of, method):
+    """What a question computes there before autograd records it can be recorded."""
+    model = tiny_model("bridge/gpt2")
+
+    def scores():
+        runs = [tlens.freeze(model, some_tokens(batch=1, seed=seed)) for seed in (0, 1)]
+        return scores_of(*runs, 5, method=method).scores
+
+    with torch.inference_mode():
+        inside = scores()
+    assert close(inside.clone(), scores(), 1e-12)

@@ -50,7 +50,7 @@ from tensorlens_tl.circuits.compare.pairs import (
     number_of,
     pair_target,
 )
-from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products
+from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products, recordable
 from tensorlens_tl.circuits.stream import Pulled, Step, Stream, StreamTarget, Sublayer
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query, TokenLike
@@ -58,6 +58,7 @@ from tensorlens_tl.passes import Difference, PassLike
 from tensorlens_tl.results import TARGET, Circuit, EdgeScores
 
 
+@recordable()
 def edge_scores(
     clean: PassLike,
     corrupted: PassLike,

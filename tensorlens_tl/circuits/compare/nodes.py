@@ -48,7 +48,7 @@ from tensorlens_tl.circuits.compare.pairs import (
     number_of,
     pair_target,
 )
-from tensorlens_tl.circuits.compare.weights_forward import Replay
+from tensorlens_tl.circuits.compare.weights_forward import Replay, recordable
 from tensorlens_tl.circuits.live import LiveTarget, NodeChange, losses, sublayer_nodes
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, summed_by_name
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, run
@@ -59,6 +59,7 @@ from tensorlens_tl.results import Terms
 BY = ("component", "head", "neuron", "stream")
 
 
+@recordable()
 def patch_scores(
     clean: PassLike,
     corrupted: PassLike,

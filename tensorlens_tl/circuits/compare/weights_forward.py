@@ -10,7 +10,8 @@ refused by name; so is attention whose scores are not read (see `tensorlens_tl.c
 in a block besides. The run is proved: it must give every block's own output for both prompts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -190,6 +191,14 @@ class _MixedStream:
 
 
 # ------------------------------------------------------------------ runs
+
+
+@contextmanager
+def recordable() -> Generator[None, None, None]:
+    """Inside, or in a function that it decorates, autograd can record what is computed, also in ``inference_mode``."""
+    with_gradients = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
+        yield
 
 
 class Replay:
