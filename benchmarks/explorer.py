@@ -40,7 +40,7 @@ def gpt2() -> Any:
 def measure(name: str, model: Any, tokens: int) -> None:
     """Print what the page waits for, of a prompt of so many tokens."""
     ids = model.tokenizer.encode(WORDS * 9)[: tokens - 1]
-    texts = [model.tokenizer.decode([*ids[:-1], at]) for at in range(600, 600 + 2 * ROUNDS)]
+    texts = [model.tokenizer.decode([*ids[:-1], at], skip_special_tokens=True) for at in range(600, 600 + 2 * ROUNDS)]
     session = Session(model)
     fresh = iter(texts)
     first = {"prompt": {}, "tokens": {}, "components": {}}

@@ -13,7 +13,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.models.block import BlockView
 from tensorlens_tl.passes.operator import resolve_target
-from tensorlens_tl.testing import tiny_model
+from tensorlens_tl.testing import model_names, tiny_model
 from tensorlens_tl.testing.building import randomise
 
 NAMES = ["bridge/mixtral", "bridge/qwen2-moe", "bridge/gpt-oss", "bridge/llama4", "bridge/granite-moe"]
@@ -164,7 +164,8 @@ def test_experts_that_tie_are_told():
         tlens.freeze(model, some_tokens(1), attention_mask=mask)
 
 
-def test_a_misread_expert_is_caught_by_the_proof(monkeypatch):
+@pytest.mark.parametrize("name", [n for n in ("bridge/mixtral", "hooked/experts") if n in model_names()])
+def test_a_misread_expert_is_caught_by_the_proof(name, monkeypatch):
     right = BlockView.mlp.func
 
     def swapped(self):
@@ -176,7 +177,7 @@ def test_a_misread_expert_is_caught_by_the_proof(monkeypatch):
     with pytest.raises(
         tlens.UnsupportedModelError, match=r"blocks\.0 .*first part that differs is blocks\.0\.hook_mlp_out"
     ):
-        tlens.freeze(tiny_model("bridge/mixtral"), some_tokens())
+        tlens.freeze(tiny_model(name), some_tokens())
 
 
 def test_fused_experts_in_single_precision():

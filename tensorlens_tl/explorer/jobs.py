@@ -56,12 +56,11 @@ class Job:
         """
         if self._cancelled.is_set():
             raise CancelledError
-        if what:
-            self.what = what
-            self.share = share
-            if share is None or share >= 1:
-                self.what = ""
-                self.share = None
+        if not what:
+            return
+        is_under_way = share is not None and share < 1
+        self.what = what if is_under_way else ""
+        self.share = share if is_under_way else None
 
     def describe(self) -> dict[str, Any]:
         """What the page shows of it."""

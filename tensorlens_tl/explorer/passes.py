@@ -21,8 +21,9 @@ from tensorlens_tl.passes import Difference, FrozenPass, difference, freeze
 
 Value = TypeVar("Value")
 
-MOST_BYTES = 2**30
-"""Bytes of activations that are held for later questions; the pass of the present one is, whatever its size."""
+MOST_BYTES = 2**29
+"""Bytes of activations that each store of passes, differences or texts holds for later questions; what the present
+question needs is held whatever its size."""
 
 
 class Recent(Generic[Value]):

@@ -243,15 +243,15 @@ class Session:
             raise InvalidInputError("explorer: layer and head are missing; click a head.")
         run = self._run(question)
         frozen = self.frozen(question)
-        chosen_head(frozen.view, question.layer, question.head)
+        layer, head = chosen_head(frozen.view, question.layer, question.head)
         aim = aim_of(self._passes, question)
         query = aim["query"]
         if question.key is not None and question.key > query and frozen.prompt.class_at is None:
             raise InvalidInputError(f"explorer: key is {question.key}; the query, {query}, comes before it.")
-        name = f"L{question.layer}H{question.head}"
-        patterns = [frozen.pattern(question.layer)[0, question.head, query]]
+        name = f"L{layer}H{head}"
+        patterns = [frozen.pattern(layer)[0, head, query]]
         if isinstance(run, Difference):
-            patterns.append(run.b.pattern(question.layer)[0, question.head, query])
+            patterns.append(run.b.pattern(layer)[0, head, query])
         terms = self._result(run, "circuits.logit_attribution", by="head_token", **aim)
         assert terms.keys is not None
         moved = terms.keys[0, 0, terms.names.index(name)]
@@ -266,15 +266,17 @@ class Session:
             "score": float(terms[name][0, 0]),
             "key": key,
             "reads": frozen.str_tokens[0][key],
-            "why": self._why(run, question, query, key),
-            "promotes": self._promotes(frozen, question, key),
+            "why": self._why(run, layer, head, query, key),
+            "promotes": _promotes(frozen, layer, head, key),
         }
 
-    def _why(self, run: FrozenPass | Difference, question: Question, query: int, key: int) -> View:
-        """Why the head attends there: the score, or the change of its pattern, by components and by tokens."""
-        assert question.layer is not None
-        assert question.head is not None
-        place = (question.layer, question.head, query, key)
+    def _why(self, run: FrozenPass | Difference, *place: int) -> View:
+        """Why a head attends there: the score, or the change of its pattern, by components.
+
+        Args:
+            run: one run, or the difference of two.
+            place: layer, head, query and key.
+        """
         of = "pattern" if isinstance(run, Difference) else "score"
         try:
             parts = self._result(run, "circuits.qk_attribution", *place, by="head", of=of)
@@ -286,19 +288,6 @@ class Session:
             "total": float(parts.total[0]),
             "gap": float(parts.gap[0]),
         }
-
-    def _promotes(self, frozen: FrozenPass, question: Question, key: int) -> list[View]:
-        """The tokens whose logits the head raises most where it reads the key's token, by its weights alone."""
-        assert question.layer is not None
-        assert question.head is not None
-        try:
-            circuit = full_ov(frozen, question.layer, question.head)
-        except TensorLensError:
-            return []
-        row = circuit.A[frozen.tokens[0, key]] @ circuit.B
-        best = row.topk(min(TOP, len(row)))
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return [_token(frozen, token) | {"score": score} for token, score in pairs]
 
     def _routes(self, question: Question) -> View:
         """By which routes the change of two runs passes each layer.
@@ -421,6 +410,18 @@ class Session:
         if question.image is None:
             raise InvalidInputError("explorer: image is missing; choose or upload one.")
         return self._tokens(question) | on_image(self.frozen(question))
+
+
+def _promotes(frozen: FrozenPass, layer: int, head: int, key: int) -> list[View]:
+    """The tokens whose logits a head raises most where it reads the key's token, by its weights alone."""
+    try:
+        circuit = full_ov(frozen, layer, head)
+    except TensorLensError:
+        return []
+    row = circuit.A[frozen.tokens[0, key]] @ circuit.B
+    best = row.topk(min(TOP, len(row)))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [_token(frozen, token) | {"score": score} for token, score in pairs]
 
 
 def _likeliest(frozen: FrozenPass, chances: Tensor) -> list[View]:

@@ -8,7 +8,7 @@ from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber
 from tensorlens_tl.generation.hops import SIGNED, Hops, Shares, check_hops, check_shares
 from tensorlens_tl.generation.methods import METHOD, check_method
-from tensorlens_tl.generation.writing import Continuation, Count, refuse_non_causal, texts_of
+from tensorlens_tl.generation.writing import Continuation, Count, texts_of
 from tensorlens_tl.generation.written import Span, frozen_texts
 from tensorlens_tl.models import ModelLike, ModelView, TokenLike, check_rule
 from tensorlens_tl.passes.inputs import InputLike, Store, Verify, memory_batches, one_per_prompt, taken
@@ -92,7 +92,6 @@ def attribute_generation(
     check_rule(activation)
     in_bytes(memory)
     view = ModelView(model)
-    refuse_non_causal(view)
     texts = texts_of(
         view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos
     )  # fmt: skip

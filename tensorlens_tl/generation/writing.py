@@ -73,7 +73,9 @@ def texts_of(
     Raises:
         InvalidInputError: both or neither of `max_new_tokens` and `continuation`; a continuation that is empty, that
             changes the prompt's tokens, or not one per prompt; nothing written; a text beyond the context.
+        UnsupportedModelError: not a causal language model.
     """
+    refuse_non_causal(view)
     if (max_new_tokens is None) == (continuation is None):
         raise InvalidInputError(
             "max_new_tokens, continuation: pass one of them: how many tokens to write, or the text that was written."

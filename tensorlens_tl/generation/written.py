@@ -14,9 +14,9 @@ from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedMod
 from tensorlens_tl.generation.hops import SIGNED, Hops, Shares, check_hops, check_shares, divisors, sent_on
 from tensorlens_tl.generation.methods import METHOD, check_method, given, scored_by
 from tensorlens_tl.generation.pulled_hops import GeneratedTokens, sent_on_by_pulls
-from tensorlens_tl.generation.writing import Continuation, Count, Text, refuse_non_causal, texts_of
+from tensorlens_tl.generation.writing import Continuation, Count, Text, texts_of
 from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike
-from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, difference, freeze
+from tensorlens_tl.passes import Difference, PassOrDifference, difference, freeze
 from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find
 from tensorlens_tl.passes.operator import EACH_NEXT, RANKED, Collapse
 from tensorlens_tl.results import EACH_GENERATED, EACH_MINUS, EACH_SPAN, Attribution, span_text
@@ -410,7 +410,7 @@ def frozen_texts(
         verify=verify,
         query=positions - torch.take_along_dim(mask, positions, dim=1),
     )
-    if _looks_ahead(frozen):
+    if frozen.capture.real_tokens_look_ahead:
         raise UnsupportedModelError(
             f"generated text: tokens of this {frozen.view.description} attend to later ones. A causal language model "
             "is needed."
@@ -430,14 +430,6 @@ def _generated_positions(
         for left, begin, length, spare in zip(start, first, lengths, padding, strict=True)
     ]
     return torch.tensor(positions)
-
-
-def _looks_ahead(frozen: FrozenPass) -> bool:
-    """Whether a real token attends to later ones; padding on the left may, where all of its own keys are masked."""
-    if frozen.causal:
-        return False
-    patterns = (frozen.pattern(n) for n, points in enumerate(frozen.points.blocks) if points.pattern is not None)
-    return any(bool((pattern.triu(1) * frozen.mask[:, None, :, None]).any()) for pattern in patterns)
 
 
 def freeze_generation(
@@ -471,7 +463,6 @@ def freeze_generation(
     [[3, 6]]
     """
     view = ModelView(model)
-    refuse_non_causal(view)
     texts = texts_of(
         view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos
     )  # fmt: skip

@@ -155,12 +155,6 @@ def _scored(frozen: FrozenPass, live_logits: LiveLogits) -> Bool[Tensor, "batch 
     return scored
 
 
-def _looks_back(frozen: FrozenPass) -> bool:
-    """Whether no real token attends to a later one; padding on the left may."""
-    patterns = (frozen.pattern(layer) for layer, block in enumerate(frozen.view.blocks) if block.mixer is None)
-    return frozen.causal or not any(bool((p.triu(1) * frozen.mask[:, None, :, None]).any()) for p in patterns)
-
-
 class _Runs:
     """Runs on copies of the prompts, each of which has one token taken away, or none.
 
@@ -322,6 +316,6 @@ class _Deleted(_Runs):
         positions = self.live_logits.positions
         deleted = torch.tensor(tokens, device=frozen.tokens.device)[:, None, None]
         has_predecessor = torch.take_along_dim(frozen.mask, (positions - 1).clamp_min(0), dim=1) & (positions > 0)
-        readable = (deleted != positions) | (has_predecessor & _looks_back(frozen))
+        readable = (deleted != positions) | (has_predecessor & (not frozen.capture.real_tokens_look_ahead))
         losses = self.unchanged - numbers
         return torch.where(readable, losses, torch.zeros_like(losses))

@@ -312,6 +312,16 @@ class Capture:
             self._looks_ahead(points.pattern) for points in self.points.blocks if points.pattern is not None
         )
 
+    @property
+    def real_tokens_look_ahead(self) -> bool:
+        """Whether a real token attends to a later one; padding on the left may, whose own keys are all masked."""
+        if self.causal:
+            return False
+        patterns = (
+            self.pattern(layer) for layer, points in enumerate(self.points.blocks) if points.pattern is not None
+        )
+        return any(bool((pattern.triu(1) * self.mask[:, None, :, None]).any()) for pattern in patterns)
+
     def _looks_ahead(self, pattern: str) -> bool:
         """Whether a pattern has weight on later tokens; of a recomputed one, the reach of its keys tells."""
         if pattern not in self.activations and pattern in self.held_scores:

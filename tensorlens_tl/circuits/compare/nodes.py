@@ -262,7 +262,7 @@ class _LiveNodes:
         def see(live: Tensor, *, hook: Any) -> None:
             added[readout.read_at] = live
 
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.enable_grad():
             x = torch.lerp(self.corrupted.resid_pre(0), frozen.resid_pre(0), share).clone().requires_grad_(True)
             hooks: list[FwdHook] = [(start, in_this_thread(lambda live, *, hook: x))]
             hooks += [(name, in_this_thread(partial(add, name=name))) for name in self.points if name != start]

@@ -298,7 +298,7 @@ class Replay:
 
     def _gradients(self, share: float) -> Float[Tensor, "destination batch pos d"]:
         recorded = _WholeStream()
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.enable_grad():
             x = torch.lerp(self.corrupted.resid_pre(0), self.frozen.resid_pre(0), share).clone().requires_grad_(True)
             number = self._run(x[None], recorded).sum()
             gradients = torch.autograd.grad(number, list(recorded.streams.values()))

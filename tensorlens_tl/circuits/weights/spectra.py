@@ -84,7 +84,7 @@ def svd_tokens(
         k: how many directions, at least; a group is never cut.
         top: tokens per list.
         offset: for ``"qk"`` of rotary models.
-        fold_norms: see the module.
+        fold_norms: as in `tensorlens_tl.circuits.weights.ov_qk`.
         gap: the smallest relative distance at which neighbours count as separate.
 
     Returns:
