@@ -14,7 +14,7 @@ from test_graphs import entering, scale, written
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.circuits.graph import graph as graph_module
+from tensorlens_tl.circuits.graph import nodes as graph_nodes
 
 CASES = [
     ("hooked/ln", "jumprelu", "layer_norm"),
@@ -195,7 +195,7 @@ def test_features_go_in_pieces(model_named, monkeypatch):
     assert list(again.nodes["name"]) == list(whole.nodes["name"])
     pairs = [made.edges.set_index(["source", "target"])["weight"] for made in (whole, again)]
     assert float(pairs[0].sub(pairs[1], fill_value=0).abs().max()) < 1e-12
-    monkeypatch.setattr(graph_module, "MOST_NODES", 60)
+    monkeypatch.setattr(graph_nodes, "MOST_NODES", 60)
     with pytest.raises(tlens.SizeError, match="features="):
         circuits.contribution_graph(one, 5, dictionaries=found)
 

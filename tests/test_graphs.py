@@ -19,7 +19,7 @@ from test_circuits import token_logit
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.circuits.graph import graph as graph_module
+from tensorlens_tl.circuits.graph import nodes as graph_nodes
 from tensorlens_tl.results import graph as result_module
 from tensorlens_tl.testing import model_names, tiny_model
 
@@ -209,7 +209,7 @@ def test_a_number_of_parts_that_is_none_is_refused(model_named, value):
 
 def test_too_many_nodes_are_refused(model_named, monkeypatch):
     one = tlens.freeze(model_named("bridge/gpt2"), some_tokens(batch=1))
-    monkeypatch.setattr(graph_module, "MOST_NODES", 50)
+    monkeypatch.setattr(graph_nodes, "MOST_NODES", 50)
     with pytest.raises(tlens.SizeError, match="fewer neurons="):
         circuits.contribution_graph(one, 5, neurons=40)
     with pytest.raises(tlens.SizeError, match="neurons=, sources= or features="):

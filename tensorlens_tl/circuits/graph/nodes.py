@@ -20,6 +20,9 @@ from tensorlens_tl.errors import SizeError
 ROW_BYTES = 256 * 2**20
 """Bytes of hidden vectors that hold one neuron each and are worked on at once."""
 
+MOST_NODES = 200_000
+"""Nodes a graph may have."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -49,7 +52,7 @@ class Choice:
         if chosen.numel() > self.room:
             raise SizeError(
                 f"contribution_graph: more than {self.room:,} nodes. Ask for fewer {self.name}=, shorten the prompt, "
-                "or raise tensorlens_tl.circuits.graph.graph.MOST_NODES."
+                "or raise tensorlens_tl.circuits.graph.nodes.MOST_NODES."
             )
         return chosen
 
