@@ -96,7 +96,7 @@ def test_terms_by_position(name):
     assert close(change.keys.sum(-1), plain.scores)
     if "bert" not in name:
         assert not bool(change.keys[:, 0, :, 3:].any())  # nothing acts after the query
-    assert len(change.to_dataframe(keys=True)) == change.keys.numel()
+    assert len(change.to_dataframe()) == change.keys.numel()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -335,7 +335,7 @@ def test_batches_of_other_lengths_join_at_every_query(query):
         assert not bool(many.keys[row, :, :, len(prompt) :].any())
         assert close(many.base[row, :queries], alone.base[0])
     assert float(many.gap.max()) < 1e-9
-    assert len(many.to_dataframe()) == sum(map(len, MANY) if query == "all" else [2] * 6) * len(many)
+    assert len(many.to_dataframe(keys=False)) == sum(map(len, MANY) if query == "all" else [2] * 6) * len(many)
     assert close(many.mean().scores.sum(-1), many.mean().total)
 
 

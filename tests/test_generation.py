@@ -336,6 +336,37 @@ def test_targets_of_many_prompts_in_batches(demo_model):
     assert split.options["minus"] == whole.options["minus"]
 
 
+def test_a_span_of_each_prompt(demo_model, tmp_path):
+    """One list, with a span for each prompt, is what each prompt gives alone, in one batch and in several."""
+    spans = [(0, 2), -1, " the"]
+    question = {"continuation": [" the value", " is not", " to the"], "minus": "runner-up"}
+    together = tlens.attribute_generation(demo_model, PROMPTS, span=spans, **question)
+    split = tlens.attribute_generation(demo_model, PROMPTS, span=spans, memory="150KB", **question)
+    assert close(split.total, together.total)
+    assert split.options["asked"] == together.options["asked"]
+    for row, span in enumerate(spans):
+        alone = tlens.attribute_generation(
+            demo_model, PROMPTS[row], continuation=question["continuation"][row], minus="runner-up", span=span
+        )
+        assert close(together.total[row], alone.total[0])
+        assert len(together.options["asked"][row]) == len(alone.options["asked"][0])
+    again = tlens.Attribution.load(together.save(tmp_path / "spans.safetensors"))
+    assert again.target == together.target
+    with pytest.raises(tlens.InvalidInputError, match=r"span: 2 .*3 prompts"):
+        tlens.attribute_generation(demo_model, PROMPTS, span=spans[:2], **question)
+    with pytest.raises(tlens.InvalidInputError, match="span: 3 for 1 prompts"):
+        freeze_generation(demo_model, PROMPT, max_new_tokens=3).attribute(span=["all", -1, 0])
+
+
+def test_methods_are_tested_on_a_span_of_each_prompt(demo_model):
+    prompts, written, spans = PROMPTS[:2], [" the value", " is not"], [(0, 2), -1]
+    settings = {"fractions": (0, 0.5), "replacement": " the", "metrics": ["logit"]}
+    together = tlens.evaluate.perturbation(demo_model, prompts, ["relp"], continuation=written, span=spans, **settings)
+    for row, (prompt, text, span) in enumerate(zip(prompts, written, spans, strict=True)):
+        alone = tlens.evaluate.perturbation(demo_model, prompt, ["relp"], continuation=text, span=span, **settings)
+        assert close(together.values[0, 0, row], alone.values[0, 0, 0])
+
+
 # ------------------------------------------------------------------ texts and spans
 
 

@@ -539,18 +539,19 @@ def test_a_suffix_in_capitals_is_the_same(tmp_path):
 
 
 def test_shares_by_token_are_named_where_they_are(capsys):
-    """A list of parts does not show them, and a table has them when it is told to."""
+    """A list of parts does not show them; a table has them unless it is told not to."""
     change = tlens.compare_models(model(), tiny_model(NAME, seed=1), some_tokens()[:1], 5, positions=True)
-    assert "to_dataframe(keys=True)" in change.to_html()
+    assert "share: to_dataframe()" in change.to_html()
     change.show()
-    assert "to_dataframe(keys=True)" in capsys.readouterr().out
-    table = change.to_dataframe(keys=True)
+    assert "each token's share: to_dataframe()" in capsys.readouterr().out
+    table = change.to_dataframe()
     summed = table.groupby("term", sort=False)["score"].sum()
-    plain = change.to_dataframe().set_index("term")["score"]
+    plain = change.to_dataframe(keys=False).set_index("term")["score"]
     assert np.allclose(summed[plain.index], plain, atol=1e-9)
     assert {"key", "key_token"} <= set(table.columns)
     without = tlens.compare_models(model(), tiny_model(NAME, seed=1), some_tokens()[:1], 5)
-    assert "keys=True" not in without.to_html()
+    assert "share: to_dataframe()" not in without.to_html()
+    assert "key" not in without.to_dataframe()
     with pytest.raises(tlens.InvalidInputError, match="positions=True"):
         without.to_dataframe(keys=True)
 

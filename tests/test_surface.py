@@ -372,10 +372,10 @@ def test_terms_graphs_and_scores_can_be_kept(frozen, tmp_path):
 
 def test_frames_are_long(frozen):
     terms = circuits.logit_attribution(frozen, " the", by="head_token", query=[2, -1])
-    frame = terms.to_dataframe()
+    frame = terms.to_dataframe(keys=False)
     assert list(frame) == ["batch", "query", "query_token", "term", "target", "score"]
     assert len(frame) == 2 * len(terms)
-    keys = terms.to_dataframe(keys=True)
+    keys = terms.to_dataframe()
     assert len(keys) == 2 * len(terms) * 17
     assert keys.groupby(["query", "term"])["score"].sum().sum() == pytest.approx(frame["score"].sum())
     with pytest.raises(tlens.InvalidInputError, match="head_token"):

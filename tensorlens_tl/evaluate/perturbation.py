@@ -79,8 +79,9 @@ def perturbation(
             `MEAN_TOLERANCE`).
         max_new_tokens, continuation, span: test methods on text that the model wrote after each prompt, or that is
             given: on the sum of the targets of a span of its tokens, as `tlens.attribute_generation` explains it (None
-            is ``"all"`` of them). What stands before the span is replaced, the span itself stays; `logit` is the fall
-            of the sum of its tokens' logits, other metrics are means over its tokens. All prompts are frozen at once.
+            is ``"all"`` of them; a list has one for each prompt). What stands before the span is replaced, the span
+            itself stays; `logit` is the fall of the sum of its tokens' logits, other metrics are means over its tokens.
+            All prompts are frozen at once.
         fractions: shares of a prompt's tokens to replace, ascending, the first 0.
         replacement: ``"mask"`` or ``"pad"`` (the tokenizer's), a token (string or id), ``"mean"`` (the token
             embedding's mean over all prompts) or ``"zero"`` (no token embedding; positions stay). None is the mask

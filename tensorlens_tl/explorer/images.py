@@ -47,7 +47,7 @@ class Images:
         given: the names of the images that Python gave.
     """
 
-    def __init__(self, model: Any, given: Tensor | None = None, processor: Callable[..., Any] | None = None) -> None:
+    def __init__(self, model: Any, given: Any = None, processor: Callable[..., Any] | None = None) -> None:
         self._config = getattr(getattr(model, "original_model", None), "config", None)
         self._processor = processor or getattr(model, "processor", None)
         self._uploads: OrderedDict[str, Tensor] = OrderedDict()

@@ -73,7 +73,7 @@ class Session:
         dictionaries: Any = None,
         labels: Any = None,
         passes: int = 16,
-        images: Tensor | None = None,
+        images: Any = None,
         processor: Callable[..., Any] | None = None,
     ) -> None:
         self.model = model

@@ -9,7 +9,7 @@ from tensorlens_tl.errors import InvalidInputError, PromptNumber
 from tensorlens_tl.generation.hops import SIGNED, Hops, Shares, check_hops, check_shares
 from tensorlens_tl.generation.methods import METHOD, check_method
 from tensorlens_tl.generation.writing import Continuation, Count, texts_of
-from tensorlens_tl.generation.written import Span, frozen_texts
+from tensorlens_tl.generation.written import Span, frozen_texts, span_of_each
 from tensorlens_tl.models import ModelLike, ModelView, TokenLike, check_rule
 from tensorlens_tl.passes.inputs import InputLike, Store, Verify, memory_batches, one_per_prompt, taken
 from tensorlens_tl.results import Attribution, joined
@@ -56,7 +56,8 @@ def attribute_generation(
             ends before.
         continuation: or take this continuation: the new text only, one for each prompt, as text or token ids.
         span: a stretch of the generated text, attributed as a whole: the sum of its tokens' targets. ``"all"``, a
-            text (its last occurrence), ``(start, stop)`` or a slice of the generated tokens, or the number of one.
+            text (its last occurrence), ``(start, stop)`` or a slice of the generated tokens, or the number of one; or a
+            list with one for each prompt.
         hops: send what reached generated tokens on to what made those: so many times, or ``"all"``, after which only
             the prompt and the bias have scores. See `tensorlens_tl.generation.hops`; weights are those of each token's
             own logit, whatever `minus` says.
@@ -102,9 +103,12 @@ def attribute_generation(
     if len(batches) == 1:
         return frozen_texts(model, texts, padding_side, store, verify).attribute(minus=minus, **settings)
     others = None if isinstance(minus, str) else one_per_prompt("minus", minus, len(texts))
+    spans = span_of_each(span, len(texts))
     parts = []
     for batch in batches:
         batch_minus: Any = minus if others is None else taken(others, batch)
+        if spans is not None:
+            settings["span"] = taken(spans, batch)
         try:
             frozen = frozen_texts(model, [texts[number] for number in batch], padding_side, store, verify)
             frozen = replace(frozen, _of_batch=True)
@@ -114,6 +118,8 @@ def attribute_generation(
     explained: dict[str, Any] = {name: _by_prompt(parts, batches, name) for name in ("generated", "asked")}
     if others is not None:
         explained["minus"] = minus
+    if spans is not None:
+        explained["span"] = span
     return joined(parts, batches, explained)
 
 

@@ -22,10 +22,13 @@ from tensorlens_tl.passes.operator import EACH_NEXT, RANKED, Collapse
 from tensorlens_tl.results import EACH_GENERATED, EACH_MINUS, EACH_SPAN, Attribution, span_text
 
 if TYPE_CHECKING:
-    Span = str | int | slice | tuple[int, int] | Sequence[int] | None
-    """A stretch of generated text: ``"all"``, a text, a number, a slice, ``(start, stop)``; None for every token."""
+    Stretch = str | int | slice | tuple[int, int] | Sequence[int]
+    """A stretch of one generated text: ``"all"``, a text, a number, a slice, ``(start, stop)``."""
+
+    Span = Stretch | list[Stretch] | None
+    """The same of every text, or a list with one for each; None for every token."""
 else:
-    Span = Any  # `_bounds` says what is wrong with it
+    Span = Stretch = Any  # `_bounds` says what is wrong with it
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,7 +309,9 @@ class FrozenGeneration:
 
     def _span(self, span: Span) -> Int[Tensor, "batch token"]:
         """The positions of a span's tokens; padding where prompts have different numbers of them."""
-        rows = [self._stretch(span, row) for row in range(len(self.positions))]
+        texts = len(self.positions)
+        spans: list[Any] = span_of_each(span, texts) or [span] * texts
+        rows = [self._stretch(each, row) for row, each in enumerate(spans)]
         most = max(map(len, rows))
         padding = (~self.frozen.mask).long()
         if any(len(row) < most for row in rows) and not bool(padding.any(1).all()):
@@ -319,7 +324,7 @@ class FrozenGeneration:
         filled = [row + [position] * (most - len(row)) for row, position in zip(rows, spare, strict=True)]
         return torch.tensor(filled, device=self.positions.device)
 
-    def _stretch(self, span: Span, row: int) -> list[int]:
+    def _stretch(self, span: Stretch, row: int) -> list[int]:
         """The same of one prompt; `span` counts its generated tokens."""
         first, stop = self.generated_ranges()[row]
         positions = list(range(first, stop))
@@ -342,6 +347,18 @@ class FrozenGeneration:
                 f", 0 to {len(positions) - 1}.",
             )
         return within
+
+
+def span_of_each(span: Span, prompts: int) -> list[Stretch] | None:
+    """The spans of a list that has one for each prompt, numbers as slices; None of a span that serves all prompts.
+
+    Two whole numbers are the ends of one span.
+    """
+    if not isinstance(span, list) or [type(each) for each in span] == [int, int]:
+        return None
+    if len(span) != prompts:
+        raise InvalidInputError(f"span: {len(span)} for {prompts} prompts; pass one, or one for each prompt.")
+    return [slice(each, each + 1 or None) if type(each) is int else each for each in span]
 
 
 def _unit(minus: TokenLike) -> tuple[str, str]:
@@ -368,7 +385,7 @@ def _scores_and_bias(collapse: Collapse) -> tuple[Float[Tensor, "batch query key
     return collapse.scores, collapse.bias
 
 
-def _bounds(span: Span, count: int) -> slice:
+def _bounds(span: Stretch, count: int) -> slice:
     """A span by numbers as a slice of the generated tokens."""
     if isinstance(span, slice):
         return whole_slice("span", span, why="a slice of the generated tokens")

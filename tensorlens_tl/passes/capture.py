@@ -153,10 +153,17 @@ class Capture:
         )
 
     def provenance(self) -> dict[str, str]:
-        """What results depend on besides the prompt: the model's provenance, and any user-installed hooks."""
-        if not self.other_hooks:
-            return self.view.provenance()
-        return self.view.provenance() | {"hooks": ", ".join(self.other_hooks)}
+        """What results depend on besides the prompt: the model's provenance, a digest of its weights, and any
+        user-installed hooks.
+
+        Of weights that lie on disk no numbers are stored, and there is no digest.
+        """
+        facts = dict(self.view.provenance())
+        if self.weights.digest:
+            facts["weights"] = self.weights.digest
+        if self.other_hooks:
+            facts["hooks"] = ", ".join(self.other_hooks)
+        return facts
 
     def hooks_in(self, block: str = "") -> list[str]:
         """Where user-installed hooks were: in one block, by all names of their hook points; without one all of them."""

@@ -106,7 +106,10 @@ def _one_prompt(model: ModelLike | FrozenPass, input: Any) -> FrozenPass:
             raise InvalidInputError("explain: `input` is missing; pass a string or token ids.")
         model = freeze(model, input)
     elif input is not None:
-        raise InvalidInputError("explain: a frozen pass has its input already; leave `input` out.")
+        raise InvalidInputError(
+            "explain: a frozen pass has its input already; leave `input` out. A target is passed by name, "
+            "as in explain(frozen, target=' Paris')."
+        )
     if len(model.tokens) != 1:
         raise InvalidInputError(f"explain: the pass has {len(model.tokens)} prompts; freeze one.")
     return model

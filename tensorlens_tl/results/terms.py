@@ -199,13 +199,15 @@ class Terms(Result):
         row = self.scores[batch, self.query_row(query, batch)]
         return largest(row[indices], [self.names[i] for i in indices], k, labels=self.labels)
 
-    def to_dataframe(self, *, keys: bool = False) -> "pd.DataFrame":
+    def to_dataframe(self, *, keys: bool | None = None) -> "pd.DataFrame":
         """One line per score: batch, query, query_token, term, target, score; with `keys`, one per source's share.
+
+        Shares are there where ``by="head_token"`` or ``positions=True`` asked for them, and then tables and table files
+        have them; ``keys=False`` has a line per part.
 
         Of a `mean`, ``n``, the number of prompts that have the query, ``low`` and ``high`` stand before the score.
 
-        Parts that belong to no source token then have one line, without `key` and `key_token`. Shares are held where
-        ``by="head_token"`` or ``positions=True`` asked for them; files hold the table without them.
+        Parts that belong to no source token then have one line, without `key` and `key_token`.
 
         Raises:
             InvalidInputError: shares were not asked for when these were made.
@@ -217,6 +219,8 @@ class Terms(Result):
         """
         import pandas as pd
 
+        if keys is None:
+            keys = self.keys is not None
         values = self.scores
         if keys:
             values = self.keys
@@ -246,7 +250,7 @@ class Terms(Result):
         frame["score"] = values.detach().double().cpu().reshape(-1).numpy()
         frame = frame.loc[real]
         if keys:  # parts that belong to no source token: a line of their own, so that the lines still sum
-            whole = self.to_dataframe()
+            whole = self.to_dataframe(keys=False)
             keyless = frame.loc[frame["score"].isna(), "term"].unique()
             frame = pd.concat([frame.dropna(subset="score"), whole.loc[whole["term"].isin(keyless)]])
         return frame.reset_index(drop=True)
@@ -281,7 +285,7 @@ class Terms(Result):
         """Where each part's shares by token are, which no list of parts shows."""
         if self.keys is None:
             return ""
-        return "each token's share: to_dataframe(keys=True)"
+        return "each token's share: to_dataframe()"
 
     def _of_query(self, query: int | str) -> "Terms":
         """One query of each prompt."""

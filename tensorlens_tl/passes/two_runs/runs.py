@@ -158,16 +158,12 @@ class Difference(Linearisation):
     def provenance(self) -> dict[str, str]:
         """What results depend on besides the prompts; what the second run adds is called ``"second …"``.
 
-        Of one model these are facts that differ. Of two models they are all of them, with a digest of the weights of
-        either (`WeightState.digest`), which tells a model from its perturbed copy.
+        Of one model these are facts that differ; of two models they are all of them.
         """
         first = self.a.provenance()
         second = self.b.provenance()
         if self.of_one_model:
             second = {name: value for name, value in second.items() if first.get(name) != value}
-        else:
-            first |= _weights(self.a)
-            second |= _weights(self.b)
         return first | {f"second {name}": value for name, value in second.items()}
 
     # ------------------------------------------------------------------ maps
@@ -267,14 +263,6 @@ class Difference(Linearisation):
             raise NumericalError(message)
         warnings.warn(message, GapWarning, stacklevel=3)
         return result
-
-
-def _weights(run: FrozenPass) -> dict[str, str]:
-    """A digest of a model's weights; nothing where they lie on disk, of which no numbers are stored."""
-    digest = run.capture.weights.digest
-    if not digest:
-        return {}
-    return {"weights": digest}
 
 
 def _of_both(first: str, second: str) -> str:
