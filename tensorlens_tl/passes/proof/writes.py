@@ -7,12 +7,13 @@ what each head gathers, what each neuron computes and what each sublayer writes,
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import UnionType
 from typing import NamedTuple, TypeGuard
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Diagonal, Tap
@@ -131,7 +132,8 @@ class _Comparison:
         self.block = maps.view.blocks[layer]
         self.points = maps.points.blocks[layer]
         self.side = slice(*maps.capture.side(layer))
-        self.mask = maps.mask[:, self.side]
+        mask = maps.mask[:, self.side]
+        self.real = None if bool(mask.all()) else mask.flatten()
         self.stream = maps.capture.resid_pre(layer)[:, self.side]
         self.rounding = torch.finfo(self.stream.dtype).eps
 
@@ -159,15 +161,23 @@ class _Comparison:
     def _is_shown(self, point: str | None) -> TypeGuard[str]:
         return point in self.seen
 
-    def _real(self, x: Float[Tensor, "batch pos *d"]) -> Float[Tensor, "token *d"]:
-        """The vectors of real tokens, in float32 at least."""
-        x = x.to(self.stream.device)
-        return upcast(x.flatten(0, 1) if bool(self.mask.all()) else x[self.mask])
+    def _by_token(self, x: Float[Tensor, "batch pos *d"]) -> Float[Tensor, "token *d"]:
+        """The vectors of all tokens, in float32 at least; errors of padding are left out once they are numbers."""
+        return upcast(x.to(self.stream.device).flatten(0, 1))
+
+    def _at_real(self, numbers: Float[Tensor, "token *unit"]) -> Float[Tensor, "real *unit"]:
+        """Those of real tokens."""
+        return numbers if self.real is None else numbers[self.real]
+
+    @cached_property
+    def _stream_size(self) -> Float[Tensor, "token d"]:
+        """The size of every number of the stream that the block reads."""
+        return self._by_token(self.stream).abs()
 
     def _heads(self, point: str, ours: Tensor, heads: int) -> WriteError:
-        expected = self._real(self.seen[point]).unflatten(-1, (heads, -1))
-        difference = self._real(ours).unflatten(-1, (heads, -1)) - expected
-        return _furthest(point, "head", difference.norm(dim=-1), expected.norm(dim=-1))
+        expected = self._by_token(self.seen[point]).unflatten(-1, (heads, -1))
+        difference = self._by_token(ours).unflatten(-1, (heads, -1)) - expected
+        return _furthest(point, "head", self._at_real(difference.norm(dim=-1)), self._at_real(expected.norm(dim=-1)))
 
     def _head_writes(self) -> Float[Tensor, "batch pos width"]:
         weights = self.block.attention
@@ -181,26 +191,27 @@ class _Comparison:
         Rounding of a pre-activation is that of an average one, and reaches a neuron by its ratio. What lies below the
         smallest normal number does not count: a processor may flush it to zero.
         """
-        expected = self._real(self.seen[post])
-        hidden = self._real(self.noted["hidden"])
+        expected = self._by_token(self.seen[post])
+        hidden = self._by_token(self.noted["hidden"])
         held = self.maps.mlp_coefficients(self.layer)
         assert held is not None  # it has neurons
-        linear = self._real(self.maps.capture.activation(self.points.pre_linear or self.points.pre or ""))
+        linear = self._by_token(self.maps.capture.activation(self.points.pre_linear or self.points.pre or ""))
         typical = torch.linalg.vector_norm(linear, dim=-1, keepdim=True) / linear.shape[-1] ** 0.5
         lost = torch.clamp(self.rounding * typical, min=torch.finfo(typical.dtype).tiny) / self.maps.tolerance
-        sizes = torch.addcmul(lost, self._real(held.through).abs(), typical).add_(expected.abs())
-        return _worst(post, "neuron", (hidden - expected).abs_().div_(sizes))
+        sizes = (self._by_token(held.through).abs() * typical).add_(lost).add_(expected.abs())
+        errors = (hidden - expected).abs_().div_(sizes)
+        return _worst(post, "neuron", errors, self.real)
 
     def _write(self, point: str, ours: Tensor, place: Place) -> WriteError:
         """What a sublayer writes, relative to its size; what is lost in the stream's own rounding does not count."""
         if ours.shape != self.seen[point].shape:
             return WriteError(point, float("inf"))
-        expected = self._real(self.seen[point])
+        expected = self._by_token(self.seen[point])
         added = self.maps.capture.additions.shown_at(point)
         if added is not None:
-            expected = expected - self._real(added)
-        rounding = self.rounding * self._real(self.stream).abs()
-        writes = [self._real(write) for write in self._as_shown(ours, place)]
+            expected = expected - self._by_token(added)
+        rounding = self.rounding * self._stream_size
+        writes = [self._by_token(write) for write in self._as_shown(ours, place)]
         errors = [self._beyond(write - expected, rounding, expected) for write in writes]
         best = min(errors, key=lambda error: float(error.nan_to_num(torch.inf).sum()))
         return WriteError(point, _largest(best))
@@ -210,21 +221,25 @@ class _Comparison:
 
         It may differ from what hook points show, where something stands between them and the stream.
         """
-        before = self._real(self.stream)
-        after = self._real(self.maps.capture.resid_pre(self.layer + 1)[:, self.side])
-        composed = self._real(output[:, self.side])
-        rounding = self.rounding * (before.abs() + after.abs())
+        before = self._by_token(self.stream)
+        after = self._by_token(self.maps.capture.resid_pre(self.layer + 1)[:, self.side])
+        composed = self._by_token(output[:, self.side])
+        rounding = (self._stream_size + after.abs()).mul_(self.rounding)
         errors = self._beyond(composed - after, rounding, after - before)
         return WriteError(f"what blocks.{self.layer} adds to the stream", _largest(errors))
 
     def _beyond(
         self, difference: Float[Tensor, "token d"], rounding: Float[Tensor, "token d"], write: Float[Tensor, "token d"]
-    ) -> Float[Tensor, "token"]:
-        """How much of a difference is not rounding, relative to the size of each token's write."""
-        sizes = write.norm(dim=-1)
+    ) -> Float[Tensor, "real"]:
+        """How much of a difference is not rounding, relative to the size of each token's write.
+
+        The difference is overwritten.
+        """
+        beyond = self._at_real(difference.abs_().sub_(rounding).clamp_min_(0).norm(dim=-1))
+        sizes = self._at_real(write.norm(dim=-1))
         if self.block.mixer is not None and len(sizes):
             sizes = sizes + sizes.median()  # the terms of a scan may cancel at a token; their rounding does not
-        return difference.abs().sub_(rounding).clamp_min_(0).norm(dim=-1) / _positive(sizes)
+        return beyond / _positive(sizes)
 
     def _as_shown(self, write: Tensor, place: Place) -> Iterator[Tensor]:
         """A write in each form that some class shows: plain, before the block's factor, after its norm or the sum's."""
@@ -247,12 +262,17 @@ def _furthest(point: str, what: str, differences: Float[Tensor, "token unit"], s
     return _worst(point, what, differences.div_(sizes.add_(_positive(typical))))
 
 
-def _worst(point: str, what: str, errors: Float[Tensor, "token unit"]) -> WriteError:
-    if not errors.numel():
+def _worst(
+    point: str, what: str, errors: Float[Tensor, "token unit"], real: Bool[Tensor, "token"] | None = None
+) -> WriteError:
+    """The unit of largest error; of real tokens, where some are padding."""
+    by_token = errors.amax(-1) if errors.numel() else errors.new_zeros(0)
+    if real is not None:
+        by_token = by_token.where(real, 0.0)
+    if not len(by_token):
         return WriteError(point, 0.0)
-    by_unit = errors.amax(0)
-    unit = int(by_unit.argmax())
-    return WriteError(point, float(by_unit[unit]), f"{what} {unit}")
+    token = int(by_token.argmax())
+    return WriteError(point, float(by_token[token]), f"{what} {int(errors[token].argmax())}")
 
 
 def _positive(sizes: Tensor) -> Tensor:
