@@ -35,6 +35,7 @@ from tensorlens_tl.models.parameters import InverseScale, NormWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.blocks import BlockParts, Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
+from tensorlens_tl.passes.kernels import in_one_kernel
 from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coefficients, mlp_chain
 
 Options = ParamSpec("Options")
@@ -267,7 +268,8 @@ class BlockMaps(Blocks):
         else:
             assert points.pre is not None
             linear = None if points.pre_linear is None else self.capture.activation(points.pre_linear)
-            held = coefficients(weights.activation, self.capture.activation(points.pre), linear, activation)
+            pre = self.capture.activation(points.pre)
+            held = coefficients(in_one_kernel(weights.activation, pre.dtype), pre, linear, activation)
         if activation == "ratio":
             self.cache.ratios[layer] = held
         return held

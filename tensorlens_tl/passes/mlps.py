@@ -11,6 +11,7 @@ from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models import Coefficients, coefficients
 from tensorlens_tl.models.parameters import MLPWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
+from tensorlens_tl.passes.kernels import in_one_kernel
 
 EXPERTS = "experts"
 SHARED = "shared"
@@ -32,10 +33,11 @@ class Routes:
 def held_coefficients(weights: MLPWeights, x: Float[Tensor, "batch pos d_model"], activation: str) -> Coefficients:
     """The coefficients of an MLP's activation under a rule, at what it reads."""
     pre_in = Linear(weights.W_in, weights.b_in)(x)
+    phi = in_one_kernel(weights.activation, pre_in.dtype)
     if weights.W_gate is None:
-        return coefficients(weights.activation, pre_in, None, activation)
+        return coefficients(phi, pre_in, None, activation)
     gate = Linear(weights.W_gate, weights.b_gate)(x)
-    return coefficients(weights.activation, gate, pre_in, activation, weights.linear_activation)
+    return coefficients(phi, gate, pre_in, activation, weights.linear_activation)
 
 
 def mlp_chain(weights: MLPWeights, held: Coefficients, post: Tensor | None = None) -> Chain:

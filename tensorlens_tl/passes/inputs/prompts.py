@@ -447,13 +447,18 @@ def readable_tokens(view: ModelView, tokens: Tensor) -> tuple[list[list[str]], l
     known = len(tokenizer)
     texts: list[list[str]] = []
     starts: list[list[bool]] = []
-    for row in tokens.tolist():
-        pieces = [piece or "" for piece in tokenizer.convert_ids_to_tokens(row)]
-        decoded = tokenizer.batch_decode([[token] for token in row], clean_up_tokenization_spaces=False)
+    rows = tokens.tolist()
+    different = list(dict.fromkeys(token for row in rows for token in row))
+    pieces = dict(zip(different, tokenizer.convert_ids_to_tokens(different), strict=True))
+    decoded = tokenizer.batch_decode([[token] for token in different], clean_up_tokenization_spaces=False)
+    text_of = dict(zip(different, decoded, strict=True))
+    for row in rows:
         texts.append([])
         starts.append([])
         after_gap = True
-        for token, piece, text in zip(row, pieces, decoded, strict=True):
+        for token in row:
+            piece = pieces[token] or ""
+            text = text_of[token]
             if token >= known:
                 text = f" {token}"
             elif piece.startswith("▁") and text[:1] != " ":

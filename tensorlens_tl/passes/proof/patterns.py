@@ -37,9 +37,17 @@ def check_pattern(
             "padding or outside its window (left padding on several bridges, short prompts beside ones longer than "
             "a sliding window). Pad on the right, or freeze the prompts one by one."
         )
+    padded = ~keys
+    columns = padded.any(0).nonzero()[:, 0]
+    if not len(columns):
+        return
+    # the keys between the first padding and the last: with prompts of similar length these are few
+    within = slice(int(columns[0]), int(columns[-1]) + 1)
+    reads = pattern[..., within]
+    padded = padded[:, within]
     if any(
-        bool(((pattern[:, :, at] != 0) & queries[:, None, at, None] & ~keys[:, None, None, :]).any())
-        for at, _ in _some_queries(pattern)
+        bool(((reads[:, :, at] != 0) & queries[:, None, at, None] & padded[:, None, None, :]).any())
+        for at, _ in _some_queries(reads)
     ):
         raise UnsupportedModelError(
             f"{name} puts weight on padded tokens: this model ignores the attention mask (a bidirectional "
