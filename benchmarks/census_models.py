@@ -235,7 +235,11 @@ OVERRIDES: dict[str, Overrides] = {
     "MixtralForCausalLM": {"sliding_window": None},
     # state space models and hybrids
     "BambaForCausalLM": {"attn_layer_indices": [1]},
-    "FalconH1ForCausalLM": {"mamba_d_ssm": 64},
+    "FalconH1ForCausalLM": {
+        "mamba_d_ssm": 64, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "attention_in_multiplier": 0.8,
+        "attention_out_multiplier": 1.3, "key_multiplier": 0.6, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7,
+        "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "mlp_multipliers": [0.9, 1.4],
+    },
     "GraniteMoeHybridForCausalLM": {
         "layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": "rope", "residual_multiplier": 0.3,
     },

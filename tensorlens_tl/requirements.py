@@ -99,16 +99,16 @@ def sequential_mlp(frozen: FrozenPass, method: str) -> None:
 
 @Requirement
 def patterns(frozen: FrozenPass, method: str) -> None:
-    """Every block mixes tokens by softmax attention."""
+    """Every block mixes tokens by softmax attention, and by nothing else."""
     for block in frozen.view.blocks:
-        block.require_attention()
+        block.require_attention_alone()
 
 
 @Requirement
 def head_vectors(frozen: FrozenPass, method: str) -> None:
     """What a source token gives through a head is the pattern times a vector: no gate and no norm before W_O."""
     for number, block in enumerate(frozen.view.blocks):
-        if block.require_attention().output_factor is not None:
+        if block.require_attention_alone().output_factor is not None:
             raise UnsupportedModelError(
                 f"{method}: blocks.{number} of this {frozen.view.description} has a gate or a norm inside its "
                 "attention, so that what a source token gives is not its pattern times a value. Methods over the "

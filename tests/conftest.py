@@ -36,9 +36,9 @@ FEW = 12
 """A list of models that a test names itself runs as it stands, up to so many."""
 
 
-MIXED = ("mamba", "mamba2", "jamba", "lfm2", "qwen3-next")
-"""Families with layers that have no attention: what heads do, and what compresses them, is asked of others; these have
-`test_mixers`."""
+MIXED = ("mamba", "mamba2", "jamba", "falcon-h1", "lfm2", "qwen3-next")
+"""Families with layers that have no attention, or a mixer beside it: what heads do, and what compresses them, is asked
+of others; these have `test_mixers`."""
 
 
 def pytest_addoption(parser):
@@ -137,7 +137,7 @@ def some_tokens(batch=2, pos=6, seed=0):
 
 FLOAT32_INSIDE = (
     "llama", "mistral", "qwen", "gemma", "phi3", "olmo2", "native-rms", "mixtral", "gpt-oss", "deepseek", "granite",
-    "afmoe", "bitnet", "mamba", "jamba", "lfm2", "t5",
+    "afmoe", "bitnet", "mamba", "jamba", "falcon-h1", "lfm2", "t5",
 )  # fmt: skip
 """Families whose own norms compute in float32 whatever the dtype."""
 

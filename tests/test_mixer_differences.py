@@ -158,7 +158,7 @@ def test_routes_sum_to_the_change_at_every_layer(name, models):
     assert float(by.gap.max()) < TOLERANCE
     for layer, block in enumerate(change.view.blocks):
         used = {route for route in ROUTES if bool(by[route][..., layer].any())}
-        assert ("mixer" in used) == (block.mixer is not None)
+        assert ("mixer" in used) == (block.mixer is not None or block.beside is not None)
         assert ("values" in used) == (block.mixer is None)
         gated = block.mixer is None and block.attention.output_factor is not None
         assert ("gates" in used) == gated

@@ -243,7 +243,7 @@ def compression_effect(frozen: PassLike, plan: Plan | Any) -> CompressionEffect:
     if plan.model is not frozen.model:
         raise InvalidInputError(f"plan: it was made for {plan.description}, and this pass is of another model.")
     for block in frozen.view.blocks:
-        block.require_attention()  # before any work: patterns of every layer are settled
+        block.require_attention_alone()  # before any work: patterns of every layer are settled
     frozen.check_fresh()
     refuse_dropout(frozen.view.model)
     if other_hooks(frozen.model) != frozen.other_hooks:

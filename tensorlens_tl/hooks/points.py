@@ -82,6 +82,7 @@ class BlockPoints:
         scales: of each norm, the point of its scale; of a norm in `norms`, of what it reads.
         pre, pre_linear, post: of an MLP held from inside, the second if it is gated.
         attention, mlp: where they begin and end, if they are held as a whole; any other mixer always is.
+        beside: the same of a mixer that stands beside attention.
         shared: the same of a shared expert that stands beside the experts.
         per_layer: the same of what an input of each token at this layer adds; `per_layer_input` names that input in
             `ModelPoints.calls`.
@@ -105,6 +106,7 @@ class BlockPoints:
     post: str | None = None
     attention: Ends | None = None
     mlp: Ends | None = None
+    beside: Ends | None = None
     shared: Ends | None = None
     per_layer: Ends | None = None
     per_layer_input: str | None = None
@@ -137,7 +139,7 @@ class BlockPoints:
         """What a pass stores of this block."""
         names = [self.resid_pre, self.whitened, self.pattern, *self.scales.values(), self.pre, self.pre_linear]
         names.append(self.cross and self.cross.pattern)
-        names += [ends and ends.into for ends in (self.attention, self.mlp, self.shared, self.per_layer)]
+        names += [ends and ends.into for ends in (self.attention, self.beside, self.mlp, self.shared, self.per_layer)]
         names += [self.index, self.weight, self.per_layer_input]
         return _given(names)
 
@@ -290,6 +292,8 @@ def _mixer_points(block: BlockView) -> dict[str, Any]:
     points: dict[str, Any] = {"heads": _attention_points(name)}
     if not block.attention.hooked:
         points["attention"] = _ends(name)
+    if block.beside is not None:
+        points["beside"] = _ends(f"{block.name}.{block.beside_name}")
     if block.cross_attention is not None:
         points["cross"] = _attention_points(f"{block.name}.cross_attn")
     return points

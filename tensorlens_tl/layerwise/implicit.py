@@ -54,6 +54,11 @@ def implicit_attention(
     """
     check_pass(frozen)
     layer = whole_number("layer", layer, 0, frozen.n_layers - 1, why="a layer of this model")
+    if frozen.view.blocks[layer].beside is not None:
+        raise InvalidInputError(
+            f"implicit_attention: layer {layer} has attention and a mixer beside it, and no one matrix of both. Take "
+            "frozen.pattern(layer), and scan_of(frozen.maps.beside(layer)).implicit_attention()."
+        )
     attention, by_channel = _of_heads(frozen.maps.mixer(layer), channels, memory)
     if channels and not by_channel:
         raise InvalidInputError(

@@ -144,6 +144,8 @@ class BlockView:
         """Numbers that a pass stores of the block, for each token and for each pair of tokens; read once."""
         with self.loaded():
             by_token = 3 * self.model.cfg.d_model + self.mlp_hidden
+            if self.beside is not None:
+                by_token += self.width
             if self.mixer is None:
                 return by_token, 2 * self.attention.heads
             return by_token + self.width, 0
@@ -166,12 +168,30 @@ class BlockView:
     def mixer(self) -> Mixer | None:
         """What mixes positions in place of attention, from what it reads to its map; None where attention does.
 
-        Refuses both beside each other, and a mixer that is not read.
+        Refuses two of them beside each other, and a mixer that is not read.
         """
-        parts = [name for name in (*ATTENTION, *MIXERS) if name in self.module._modules]
+        return None if self._has_attention else self._read_mixer()
+
+    @weights_read
+    def beside(self) -> Mixer | None:
+        """What mixes positions beside attention, reading the same norm (Falcon-H1); None where nothing does."""
+        return self._read_mixer() if self._has_attention else None
+
+    @property
+    def _has_attention(self) -> bool:
+        return any(name in self.module._modules for name in ATTENTION)
+
+    @property
+    def beside_name(self) -> str:
+        """What the block calls the mixer that stands beside its attention."""
+        return self._first_of(MIXERS, MIXERS[0])
+
+    def _read_mixer(self) -> Mixer | None:
+        """The one mixer of the block, or None."""
+        parts = [name for name in MIXERS if name in self.module._modules]
         if len(parts) > 1:
             raise self._refuse(f"{' and '.join(parts)} beside each other, which is not read.")
-        if not parts or parts[0] in ATTENTION:
+        if not parts:
             return None
         inner = innermost(self.module._modules[parts[0]])
         if hasattr(inner, "q_proj") and hasattr(inner, "o_proj") and not hasattr(inner, "A_log"):
@@ -183,13 +203,28 @@ class BlockView:
         except UnsupportedModelError as error:
             raise self._refuse(f"{parts[0]}: {error}") from None
 
+    def require_attention_alone(self) -> AttentionWeights:
+        """The attention weights, of a block in which nothing else mixes positions.
+
+        Raises:
+            UnsupportedModelError: nothing that mixes positions is attention, or a mixer stands beside it.
+        """
+        if self.beside is not None:
+            raise self._refuse(
+                f"{self.beside_name} stands beside its attention, so that its patterns do not say what tokens take "
+                "from each other. The operator and what is made from it work (tensorlens, gradients, "
+                "logit_attribution, with terms for each head and for the mixer)."
+            )
+        return self.attention
+
     @property
     def width(self) -> int:
-        """Numbers that a vector takes inside attention, or inside what the block has instead, at most."""
-        if self.mixer is None:
-            return 3 * self.attention.W_O.shape[0]
-        parameters = innermost(self.module._modules[self.mixer_name]).parameters()
-        return 3 * max(max(parameter.shape) for parameter in parameters)
+        """Numbers that a vector takes inside attention, or inside a mixer instead of it or beside it, at most."""
+        heads = 0 if self.mixer is not None else 3 * self.attention.W_O.shape[0]
+        if self.mixer is None and self.beside is None:
+            return heads
+        parameters = innermost(self.module._modules[self.beside_name]).parameters()
+        return max(heads, 3 * max(max(parameter.shape) for parameter in parameters))
 
     def _refuse(self, what: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self.name} of this {self.model.description}: {what}")
@@ -255,7 +290,8 @@ class BlockView:
         attention: Any = getattr(self.module, self.mixer_name, None)
         if attention is None:
             raise self._refuse(self._missing_mixer())
-        return read_attention(attention, self.model.cfg, self._refuse).scaled(self.branch_factor)
+        read = read_attention(attention, self.model.cfg, self._refuse)
+        return read.scaled(self.attention_factor, self._attention_in)
 
     def require_attention(self) -> AttentionWeights:
         """The attention weights, for a caller that needs only their refusal."""
@@ -321,6 +357,30 @@ class BlockView:
         """What the block multiplies both branches by before it adds them to the stream (Granite)."""
         return float(getattr(innermost(self.module), "residual_multiplier", 1.0))
 
+    @property
+    def attention_factor(self) -> float:
+        """What the block multiplies by what attention writes; other than `branch_factor` in Falcon-H1."""
+        return self.branch_factor * float(getattr(innermost(self.module), "attn_out_multiplier", 1.0))
+
+    @property
+    def _attention_in(self) -> float:
+        """What the block multiplies by what attention reads (Falcon-H1)."""
+        return float(getattr(innermost(self.module), "attention_in_multiplier", 1.0))
+
+    @property
+    def beside_factor(self) -> float:
+        """What the block multiplies by what a mixer beside attention writes."""
+        return self.branch_factor * float(getattr(innermost(self.module), "ssm_out_multiplier", 1.0))
+
+    @property
+    def _is_multiplied(self) -> bool:
+        """Whether constants stand beside the block's matrices (Granite, Falcon-H1)."""
+        attn = self.module._modules.get(self.mixer_name)
+        modules = [vars(innermost(part)) for part in (self.module, attn, self._mlp_module) if part is not None]
+        return any(
+            name.endswith("_multiplier") and value != 1 for attributes in modules for name, value in attributes.items()
+        )
+
     def require_cross_attention(self) -> AttentionWeights:
         """The weights of cross-attention; refuses a block without it.
 
@@ -360,11 +420,14 @@ class BlockView:
         if isinstance(for_both, nn.Module):
             q_norm = k_norm = for_both
             read_norm = partial(tried_norm, cfg=self.model.cfg, width=W_Q.shape[2])
+        keys = float(getattr(innermost(attn), "key_multiplier", 1.0))  # of Falcon-H1
+        W_Q = _multiplied(self._floating(W_Q, "attn.W_Q"), self._attention_in)
+        W_K = _multiplied(self._floating(W_K, "attn.W_K"), self._attention_in * keys)
         return QueryKeyWeights(
-            W_Q=rearrange(self._floating(W_Q, "attn.W_Q"), "head d_model d_head -> d_model (head d_head)"),
+            W_Q=rearrange(W_Q, "head d_model d_head -> d_model (head d_head)"),
             b_Q=maybe(flattened, b_Q),
-            W_K=rearrange(self._floating(W_K, "attn.W_K"), "kv d_model d_head -> d_model (kv d_head)"),
-            b_K=maybe(flattened, b_K),
+            W_K=rearrange(W_K, "kv d_model d_head -> d_model (kv d_head)"),
+            b_K=maybe(partial(_multiplied, factor=keys), maybe(flattened, b_K)),
             q_norm=maybe(read_norm, q_norm),
             k_norm=maybe(read_norm, k_norm),
             epsilon=norm_epsilon(q_norm, self.model.cfg),
@@ -398,7 +461,7 @@ class BlockView:
                 return weight.reshape(-1)
             return rearrange(weight, "h m d -> m (h d)")
 
-        if self.branch_factor != 1:
+        if self._is_multiplied:
             raise self._refuse("its branches are multiplied by a constant; other weights for it are not read.")
         other = copy(self)  # what has been read of it, too
         if self.offloaded:
@@ -477,3 +540,8 @@ class BlockView:
 
     def _floating(self, weight: Tensor, name: str) -> Tensor:
         return floating(weight, name, self._refuse)
+
+
+def _multiplied(weight: Tensor, factor: float) -> Tensor:
+    """A weight and a constant that stands beside it; no copy where that is 1."""
+    return weight if factor == 1 else weight * factor

@@ -116,25 +116,28 @@ def compose(
     norms: Mapping[str, AffineMap],
     whitening: Chain | None = None,
     within: Within | None = None,
+    beside: AffineMap | None = None,
     middle: Sequence[AffineMap] = (),
     late: Sequence[AffineMap] = (),
 ) -> AffineMap:
     """The block's map from its parts; a sublayer that is None is left out with its branch.
 
+    A mixer `beside` attention reads and writes in the same place.
     The outer norm of a left-out sublayer stays: it is part of the stream, not of the branch. A block of an
     encoder–decoder becomes a map of both sides' positions. The stream goes through `middle` after attention's sum, and
     through `late` after the MLP's; in a parallel block through both after the one sum.
     """
-    halves = [(layout.attn, attention, middle), (layout.mlp, mlp, late)]
+    halves = [(layout.attn, (attention, beside), middle), (layout.mlp, (mlp,), late)]
     stages: list[AffineMap] = [] if whitening is None else [*whitening.stages]
     if layout.parallel:
-        both = Sum((Identity(), *(_branch(place, sub, norms) for place, sub, _ in halves if sub is not None)))
+        both = Sum((Identity(), *(branch for place, parts, _ in halves for branch in _branches(place, parts, norms))))
         return _chained([*stages, _placed(both, within), *middle, *late])
-    for number, (place, sub, after) in enumerate(halves):
+    for number, (place, parts, after) in enumerate(halves):
         if number and layout.cross is not None and within is not None:
             stages += _crossing(layout.cross, norms, within)
-        if sub is not None:
-            stages.append(_placed(Sum((Identity(), _branch(place, sub, norms))), within))
+        branches = _branches(place, parts, norms)
+        if branches:
+            stages.append(_placed(Sum((Identity(), *branches)), within))
         stages += after
         if place.outer is not None and place.outer in norms:
             stages.append(_placed(norms[place.outer], within))
@@ -143,6 +146,11 @@ def compose(
 
 def _chained(stages: list[AffineMap]) -> AffineMap:
     return stages[0] if len(stages) == 1 else Chain(tuple(stages) or (Identity(),))
+
+
+def _branches(place: Place, parts: Sequence[AffineMap | None], norms: Mapping[str, AffineMap]) -> list[AffineMap]:
+    """The branches of the sublayers that are there."""
+    return [_branch(place, part, norms) for part in parts if part is not None]
 
 
 def _branch(place: Place, sublayer: AffineMap, norms: Mapping[str, AffineMap]) -> AffineMap:

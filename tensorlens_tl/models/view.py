@@ -420,11 +420,12 @@ class ModelView:
 
     @cached_property
     def logit_factor(self) -> float:
-        """What the model multiplies its logits by before any soft cap (Granite, Cohere, MuseGlimmer); most often 1."""
+        """What the model multiplies its logits by before any soft cap (Granite, Cohere, Falcon-H1, …); most often 1."""
         config = self.config
         if hasattr(config, "get_text_config"):
             config = config.get_text_config()
         factor = getattr(config, "logit_scale", None) or getattr(config, "output_multiplier", None) or 1.0
+        factor = float(factor) * float(getattr(config, "lm_head_multiplier", None) or 1.0)
         if self.scales_decoder_output:
             factor = float(factor) * float(config.d_model) ** -0.5
         return float(factor) / float(getattr(config, "logits_scaling", None) or 1.0)

@@ -99,9 +99,10 @@ def product_points(frozen: FrozenPass) -> tuple[list[AttentionPoints], list[str]
     """
     sites: list[AttentionPoints] = []
     for block, points in zip(frozen.view.blocks, frozen.points.blocks, strict=True):
-        if points.attention is not None or points.heads is None:
+        if points.attention is not None or points.heads is None or points.beside is not None:
+            name = block.mixer_name if points.beside is None else block.beside_name
             raise UnsupportedModelError(
-                f"{block.name} of this {frozen.view.description}: its {block.mixer_name} is held as a whole, without "
+                f"{block.name} of this {frozen.view.description}: its {name} is held as a whole, without "
                 "hook points at the factors of its products, so this rule cannot be applied there. tensorlens, cp-lrp "
                 "and relp with attention='frozen' are exact for it."
             )

@@ -33,7 +33,7 @@ from tensorlens_tl.hooks import ModelPoints, StreamPlace, StreamPoint
 from tensorlens_tl.models import Coefficients, Layout, Place, Within, coefficients
 from tensorlens_tl.models.parameters import InverseScale, NormWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.passes.blocks import BlockParts, Blocks, reads_weights
+from tensorlens_tl.passes.blocks import Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.kernels import in_one_kernel
 from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coefficients, mlp_chain
@@ -213,7 +213,26 @@ class BlockMaps(Blocks):
         if heads is not None:
             self.view.blocks[layer].require_attention()
         mixing = read(self.capture.activation(ends.into), self._recursion_mask)
-        factor = self.view.blocks[layer].branch_factor
+        return self._multiplied(layer, mixing, self.view.blocks[layer].branch_factor)
+
+    @reads_weights
+    def beside(self, layer: int) -> Chain | None:
+        """What mixes positions beside attention, likewise; None where nothing does."""
+        mixing = self.beside_alone(layer)
+        if mixing is None:
+            return None
+        return self._multiplied(layer, mixing, self.view.blocks[layer].beside_factor)
+
+    @reads_weights
+    def beside_alone(self, layer: int) -> Chain | None:
+        """The same as its own module computes it, without what the block multiplies it by."""
+        read = self.view.blocks[layer].beside
+        ends = self.points.blocks[layer].beside
+        if read is None or ends is None:
+            return None
+        return read(self.capture.activation(ends.into), self._recursion_mask)
+
+    def _multiplied(self, layer: int, mixing: Chain, factor: float) -> Chain:
         if factor == 1:
             return mixing
         return Chain((*mixing.stages, Diagonal(self.capture.resid_pre(layer).new_full((1, 1, 1), factor))))
@@ -224,18 +243,22 @@ class BlockMaps(Blocks):
 
         What hooks add to its output is part of it: what is put in the place of that output comes after them.
         """
-        return self._divided(layer, self._with_added(layer, self.mixer(layer), "attention"))
+        factor = self.view.blocks[layer].attention_factor
+        return self._divided(self._with_added(layer, self.mixer(layer), "attention"), factor)
 
     @reads_weights
     def mlp_alone(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """The MLP likewise."""
         mlp = self.mlp(layer, activation)
-        return None if mlp is None else self._divided(layer, self._with_added(layer, mlp, "mlp"))
+        if mlp is None:
+            return None
+        return self._divided(self._with_added(layer, mlp, "mlp"), self.view.blocks[layer].branch_factor)
 
     @reads_weights
     def experts_alone(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
         """The parts of a mixture of experts likewise."""
-        return {name: self._divided(layer, part) for name, part in self.experts(layer, activation).items()}
+        factor = self.view.blocks[layer].branch_factor
+        return {name: self._divided(part, factor) for name, part in self.experts(layer, activation).items()}
 
     def _with_added(self, layer: int, branch: AffineMap, place: StreamPlace) -> AffineMap:
         """A branch, and what hooks add to the output of its module."""
@@ -243,9 +266,8 @@ class BlockMaps(Blocks):
         offsets = [offset for point, offset in added if point.inside and point.place == place]
         return Chain((*stages_of(branch), *offsets)) if offsets else branch
 
-    def _divided(self, layer: int, branch: AffineMap) -> AffineMap:
-        """A branch of a block without what the block multiplies it by."""
-        factor = self.view.blocks[layer].branch_factor
+    def _divided(self, branch: AffineMap, factor: float) -> AffineMap:
+        """A branch of a block without the factor that the block multiplies it by."""
         if factor == 1:
             return branch
         return Chain((branch, Diagonal(torch.full((1, 1, 1), 1 / factor, device=self.capture.tokens.device))))
@@ -330,7 +352,7 @@ class BlockMaps(Blocks):
             x = self.capture.resid_read(layer)
         else:
             before = replace(layout, mlp=Place())
-            parts = BlockParts(self.mixer(layer), None, norms, self.whitening(layer), self.within(layer))
+            parts = self.parts(layer, mlp=False)
             x = self.sublayers(layer, before, parts)(self.capture.resid_pre(layer))
         x = x[:, start:stop]
         if layout.mlp.before is None:
@@ -383,9 +405,10 @@ class BlockMaps(Blocks):
                 "place of what the model computes (a patch), so that this pass by itself has no map there. Compare it "
                 "with a run without the hook, tlens.difference(patched, plain): its constant is what the patch changed."
             )
-        factor = self.view.blocks[layer].branch_factor
+        block = self.view.blocks[layer]
         offsets: dict[StreamPoint, Offset] = {}
         for point, vectors in self.capture.additions.of(layer).items():
+            factor = block.attention_factor if point.place == "attention" else block.branch_factor
             offsets[point] = Offset(vectors * factor if point.inside else vectors, point.name)
         return offsets
 

@@ -47,6 +47,7 @@ class BlockParts(NamedTuple):
         norms: by name.
         whitening: of a whitened model.
         within: where an encoder–decoder's block acts.
+        beside: what mixes positions beside attention.
     """
 
     attention: AffineMap
@@ -54,6 +55,7 @@ class BlockParts(NamedTuple):
     norms: Mapping[str, AffineMap]
     whitening: Chain | None = None
     within: Within | None = None
+    beside: AffineMap | None = None
 
 
 class Blocks(ABC):
@@ -108,6 +110,10 @@ class Blocks(ABC):
         """Attention, or what mixes positions in its place; `heads` keeps only those."""
 
     @abstractmethod
+    def beside(self, layer: int, /) -> Chain | None:
+        """What mixes positions beside attention; None where nothing does."""
+
+    @abstractmethod
     def mlp(self, layer: int, /, activation: str = "ratio") -> AffineMap | None:
         """One MLP, or mixture of experts, or None without one."""
 
@@ -144,7 +150,8 @@ class Blocks(ABC):
         """What a block is composed of."""
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
         branch = self.mlp(layer, activation) if mlp else None
-        return BlockParts(self.mixer(layer, heads), branch, norms, self.whitening(layer), self.within(layer))
+        within = self.within(layer)
+        return BlockParts(self.mixer(layer, heads), branch, norms, self.whitening(layer), within, self.beside(layer))
 
     @reads_weights
     def block_map(

@@ -200,6 +200,7 @@ def spectral_norm_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
 
 
 def _attention_norm(frozen: FrozenPass, layer: int) -> float:
+    frozen.view.blocks[layer].require_attention_alone()
     weights = frozen.view.blocks[layer].plain_attention
     length = int(frozen.mask.sum())
     values = upcast(weights.W_V).unflatten(1, (weights.kv_heads, -1)).movedim(1, 0)

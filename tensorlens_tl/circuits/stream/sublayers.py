@@ -189,13 +189,15 @@ class Step:
 def block_steps(frozen: PassOrDifference, layer: int, rule: str) -> list[Step]:
     """One block's steps, by its proven layout."""
     layout = frozen.layouts[layer]
-    *inside, output = frozen.maps.mixer(layer).stages
+    mixing = frozen.maps.mixer(layer)
+    beside = frozen.maps.beside(layer)
     if frozen.view.blocks[layer].mixer is not None:
-        attention = [
-            _sublayer(frozen, layer, layout.attn, tuple(inside), output, (f"L{layer}.mixer",), "mixer.b_out", "mixer")
-        ]
+        attention = [_mixer(frozen, layer, layout.attn, mixing)]
     else:
+        *inside, output = mixing.stages
         attention = _heads(frozen, layer, layout.attn, tuple(inside), output)
+    if beside is not None:
+        attention.append(_mixer(frozen, layer, layout.attn, beside))
     mlp: list[Sublayer] = []
     if frozen.view.blocks[layer].has_mlp:
         hidden, output, names = _mlp_nodes(frozen, layer, rule)
@@ -228,6 +230,12 @@ def block_steps(frozen: PassOrDifference, layer: int, rule: str) -> list[Step]:
 def _offset_steps(layer: int, offsets: Sequence[Offset]) -> list[Step]:
     """What hooks add to the stream, each as a step whose bias has the name of the hook point."""
     return [Step(layer, (), offset, offset.name) for offset in offsets]
+
+
+def _mixer(frozen: PassOrDifference, layer: int, at: Place, mixing: Chain) -> Sublayer:
+    """A mixer in place of attention, or beside it, as one node."""
+    *inside, output = mixing.stages
+    return _sublayer(frozen, layer, at, tuple(inside), output, (f"L{layer}.mixer",), "mixer.b_out", "mixer")
 
 
 def _heads(

@@ -30,6 +30,7 @@ from tensorlens_tl.passes import Difference, DifferenceLike
 from tensorlens_tl.results import HEAD_ROUTES, ROUTES, ChangeRoutes
 
 ATTENTION = "attention"
+BESIDE = "beside"
 MLP = "mlp"
 KINDS = ("values", "queries", "keys", "gates")
 """What a head reads, in the order of the secant of attention; most have no gate."""
@@ -205,6 +206,8 @@ def _block(difference: Difference, layer: int, g: Float[Tensor, "query batch pos
     cut = _Cut(difference.resid_pre(layer))
     cut.heads = upcast(g).new_zeros(*g.shape[:2], 0, len(HEAD_ROUTES))
     sublayers = {ATTENTION: parts.attention}
+    if parts.beside is not None:
+        sublayers[BESIDE] = parts.beside
     if parts.mlp is not None:
         sublayers[MLP] = parts.mlp
     tapped = {name: cut.tapped(name, part) for name, part in sublayers.items()}
@@ -213,7 +216,7 @@ def _block(difference: Difference, layer: int, g: Float[Tensor, "query batch pos
     absent = {name: cut.absent(name) for name in sublayers}
     held = {name: cut.held_norm(name, norm) for name, norm in parts.norms.items()}
     cut.add_stream(maps.composed(layer, layout, parts._replace(**absent, norms=held)), parts.norms, g)
-    for name, place in ((ATTENTION, layout.attn), (MLP, layout.mlp)):
+    for name, place in ((ATTENTION, layout.attn), (BESIDE, layout.attn), (MLP, layout.mlp)):
         if name in sublayers:
             _add_sublayer(cut, name, sublayers[name], maybe(parts.norms.get, place.before), place.before or name, heads)
     return cut
@@ -232,7 +235,7 @@ def _add_sublayer(cut: _Cut, name: str, sublayer: AffineMap, before: AffineMap |
         changes = {"": after.push(held.push(x)), SCALE: after.push(response.push(x))}
         stages = [before, sublayer]
     cut.add_constants(Chain(tuple(stages)), g)
-    if name == MLP or not heads:
+    if name != ATTENTION or not heads:
         route = "MLP" if name == MLP else "mixer"
         for how, change in changes.items():
             cut.add(f"{route}{how}", _dot(g, sublayer.push(change)))

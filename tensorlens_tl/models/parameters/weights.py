@@ -137,11 +137,14 @@ class AttentionWeights:
         """Whether holding the pattern holds it; else it is held as a whole, by what it reads."""
         return self.inner_values is None and self.output_factor is None
 
-    def scaled(self, factor: float) -> "AttentionWeights":
-        """The same, with what it writes multiplied by a factor."""
-        if factor == 1:
-            return self
-        return replace(self, W_O=self.W_O * factor, b_O=maybe(partial(torch.mul, other=factor), self.b_O))
+    def scaled(self, factor: float, reads: float = 1.0) -> "AttentionWeights":
+        """The same, with what it writes multiplied by a factor, and what it reads by another."""
+        scaled = self
+        if factor != 1:
+            scaled = replace(self, W_O=self.W_O * factor, b_O=maybe(partial(torch.mul, other=factor), self.b_O))
+        if reads == 1:
+            return scaled
+        return replace(scaled, value_matrix=maybe(partial(torch.mul, other=reads), self.value_matrix))
 
     @property
     def W_V(self) -> Float[Tensor, "d_model kv_width"]:

@@ -78,7 +78,16 @@ def read_mlp(mlp: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
         activation=phi,
         hooked=not fused,
     )
-    return _with_inner_norm(read, innermost(mlp), cfg, refuse)
+    return _with_inner_norm(_multiplied(read, innermost(mlp)), innermost(mlp), cfg, refuse)
+
+
+def _multiplied(read: MLPWeights, inner: Any) -> MLPWeights:
+    """The same, with the constants by which some multiply their gate and what they write (Falcon-H1)."""
+    gate = float(getattr(inner, "gate_multiplier", 1.0))
+    phi = read.activation
+    if gate != 1:
+        read = replace(read, activation=lambda z: phi(z * gate))
+    return read.scaled(float(getattr(inner, "down_multiplier", 1.0)))
 
 
 def _projection(mlp: Any, part: str, refuse: Refuse) -> tuple[Any, Tensor | None]:

@@ -124,6 +124,9 @@ def _pattern_hooks(maps: BlockMaps, layer: int, effective: frozenset[str]) -> li
         hooks += whole_hooks(points.attention, maps.attention_alone(layer), _shape(maps, layer))
     elif points.heads is not None:
         hooks += attention_hooks(points.heads, _held_pattern(maps, layer), points.pattern in effective)
+    beside = maps.beside_alone(layer)
+    if beside is not None and points.beside is not None:
+        hooks += whole_hooks(points.beside, beside, _shape(maps, layer))
     if points.cross is not None:
         pattern = maps.capture.activation(points.cross.pattern)
         hooks += attention_hooks(points.cross, pattern, points.cross.pattern in effective)

@@ -146,7 +146,8 @@ class _Comparison:
             if self._is_shown(points.head_writes):
                 yield self._heads(points.head_writes, self._head_writes(), self.block.attention.heads)
         if self._is_shown(points.attention_write):
-            yield self._write(points.attention_write, noted["attention"], self.layout.attn)
+            factor = self.block.attention_factor
+            yield self._write(points.attention_write, noted["attention"], self.layout.attn, factor)
         cross = self.block.cross_attention
         crossing = points.cross
         if cross is not None and crossing is not None and self._is_shown(crossing.z):
@@ -154,7 +155,7 @@ class _Comparison:
         if self._is_shown(points.post) and "hidden" in noted:
             yield self._neurons(points.post)
         if self._is_shown(points.mlp_write) and "mlp" in noted:
-            yield self._write(points.mlp_write, noted["mlp"], self.layout.mlp)
+            yield self._write(points.mlp_write, noted["mlp"], self.layout.mlp, self.block.branch_factor)
         if self.layout.attn.outer is None and self.layout.mlp.outer is None:
             yield self._added(noted["output"])
 
@@ -202,7 +203,7 @@ class _Comparison:
         errors = (hidden - expected).abs_().div_(sizes)
         return _worst(post, "neuron", errors, self.real)
 
-    def _write(self, point: str, ours: Tensor, place: Place) -> WriteError:
+    def _write(self, point: str, ours: Tensor, place: Place, factor: float) -> WriteError:
         """What a sublayer writes, relative to its size; what is lost in the stream's own rounding does not count."""
         if ours.shape != self.seen[point].shape:
             return WriteError(point, float("inf"))
@@ -211,7 +212,7 @@ class _Comparison:
         if added is not None:
             expected = expected - self._by_token(added)
         rounding = self.rounding * self._stream_size
-        writes = [self._by_token(write) for write in self._as_shown(ours, place)]
+        writes = [self._by_token(write) for write in self._as_shown(ours, place, factor)]
         errors = [self._beyond(write - expected, rounding, expected) for write in writes]
         best = min(errors, key=lambda error: float(error.nan_to_num(torch.inf).sum()))
         return WriteError(point, _largest(best))
@@ -237,15 +238,16 @@ class _Comparison:
         """
         beyond = self._at_real(difference.abs_().sub_(rounding).clamp_min_(0).norm(dim=-1))
         sizes = self._at_real(write.norm(dim=-1))
-        if self.block.mixer is not None and len(sizes):
+        scanned = self.block.mixer is not None or self.block.beside is not None
+        if scanned and len(sizes):
             sizes = sizes + sizes.median()  # the terms of a scan may cancel at a token; their rounding does not
         return beyond / _positive(sizes)
 
-    def _as_shown(self, write: Tensor, place: Place) -> Iterator[Tensor]:
+    def _as_shown(self, write: Tensor, place: Place, factor: float) -> Iterator[Tensor]:
         """A write in each form that some class shows: plain, before the block's factor, after its norm or the sum's."""
         yield write
-        if self.block.branch_factor != 1:
-            yield write / self.block.branch_factor
+        if factor != 1:
+            yield write / factor
         if place.after is not None:
             yield self.maps.norm(self.layer, place.after)(write)
         if place.outer is not None:

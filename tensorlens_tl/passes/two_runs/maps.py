@@ -1,6 +1,6 @@
 """The parts of every block as secants of two runs: linear in the difference of what enters."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,7 +12,7 @@ from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, Norm
 from tensorlens_tl.algebra.secants import WORKING_ARRAYS, Change, Offset, norm_secant
 from tensorlens_tl.hooks import StreamPoint
 from tensorlens_tl.models import BlockView, Layout, Within
-from tensorlens_tl.models.sublayers import DeltaWeights, Mamba2Weights, MambaWeights
+from tensorlens_tl.models.sublayers import DeltaWeights, Mamba2Weights, MambaWeights, Mixer
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.blocks import Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
@@ -38,6 +38,7 @@ class _Parts:
     of_a: BlockValues
     of_b: BlockValues
     attention: Chain | None = None
+    beside: Chain | None = None
     mlp: AffineMap | None = None
     experts: dict[str, AffineMap] | None = None
     cross: CrossSecant | None = None
@@ -153,21 +154,38 @@ class SecantMaps(Blocks):
         if heads is not None:
             blocks[0].require_attention()
         parts = self._parts(layer)
-        if parts.attention is not None:
-            return parts.attention
-        with blocks[1].loaded():
-            mixers = [block.mixer for block in blocks]
-            assert mixers[0] is not None
-            assert mixers[1] is not None
-            read = Change(parts.of_a.attention, parts.of_b.attention)
-            keep = None if bool(self.mask.all()) else self.mask[..., None].to(read.a)
-            secant = mixer_secant(mixers[0].weights, mixers[1].weights, read, keep, f"L{layer}")
-        factor = blocks[0].branch_factor
-        if factor != 1:
-            *inside, out = secant.stages
-            secant = Chain((*inside, Chain((out, Diagonal(read.a.new_full((1, 1, 1), factor))))))
-        parts.attention = secant
-        return secant
+        if parts.attention is None:
+            with blocks[1].loaded():
+                mixers = [block.mixer for block in blocks]
+                parts.attention = self._mixer_secant(layer, mixers, blocks[0].branch_factor)
+        return parts.attention
+
+    @reads_weights
+    def beside(self, layer: int) -> Chain | None:
+        """The secant of a mixer beside attention, which reads what attention reads; None where nothing does."""
+        blocks = [maps.view.blocks[layer] for maps in (self.a, self.b)]
+        if blocks[0].beside is None:
+            return None
+        parts = self._parts(layer)
+        if parts.beside is None:
+            with blocks[1].loaded():
+                mixers = [block.beside for block in blocks]
+                parts.beside = self._mixer_secant(layer, mixers, blocks[0].beside_factor)
+        return parts.beside
+
+    def _mixer_secant(self, layer: int, mixers: Sequence[Mixer | None], factor: float) -> Chain:
+        """The secant of the two runs' mixers, multiplied by a factor."""
+        parts = self._parts(layer)
+        of_a, of_b = mixers
+        assert of_a is not None
+        assert of_b is not None
+        read = Change(parts.of_a.attention, parts.of_b.attention)
+        keep = None if bool(self.mask.all()) else self.mask[..., None].to(read.a)
+        secant = mixer_secant(of_a.weights, of_b.weights, read, keep, f"L{layer}")
+        if factor == 1:
+            return secant
+        *inside, out = secant.stages
+        return Chain((*inside, Chain((out, Diagonal(read.a.new_full((1, 1, 1), factor))))))
 
     @property
     def mask(self) -> Bool[Tensor, "batch pos"]:
@@ -286,11 +304,13 @@ class SecantMaps(Blocks):
 def _numbers(block: BlockView, pos: int) -> int:
     """How many numbers a vector takes for each position where a block mixes them."""
     with block.loaded():
-        if block.mixer is None:
-            return 3 * block.attention.heads * pos
-        weights = block.mixer.weights
+        heads = 0 if block.mixer is not None else 3 * block.attention.heads * pos
+        mixer = block.mixer or block.beside
+        if mixer is None:
+            return heads
+        weights = mixer.weights
     if isinstance(weights, Mamba2Weights | DeltaWeights):
-        return 3 * weights.heads * pos
+        return max(heads, 3 * weights.heads * pos)
     if isinstance(weights, MambaWeights):  # of a channel at least; of more, `CHUNK_BYTES` in all
-        return WORKING_ARRAYS * weights.A.shape[-1]
-    return 0
+        return max(heads, WORKING_ARRAYS * weights.A.shape[-1])
+    return heads

@@ -337,8 +337,9 @@ def refuse_without_secant(view: ModelView) -> None:
         with block.loaded():
             if block.mixer is None:
                 block.require_scores()
-            else:
-                block.mixer.require_response()
+            mixer = block.mixer or block.beside
+            if mixer is not None:
+                mixer.require_response()
 
 
 SIZES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp")
@@ -379,8 +380,10 @@ def _parts(block: BlockView) -> str:
     if block.has_mlp:
         names.append(block.mlp_name)
     with block.loaded():
-        mixes = "attention" if block.mixer is None else block.mixer.form
-    return "+".join([mixes, *names])
+        mixes = ["attention"] if block.mixer is None else [block.mixer.form]
+        if block.beside is not None:
+            mixes.append(block.beside.form)
+    return "+".join([*mixes, *names])
 
 
 def _act_otherwise(block: BlockView, other: BlockView) -> bool:
