@@ -25,9 +25,14 @@ def circuit():
     return circuits.edge_scores(clean, corrupted, 5, method="difference").circuit(60)
 
 
+def facts(circuit):
+    """What a file says of the whole circuit: what is explained, by which method, and of which model."""
+    return {"target": "logit of '5'", "method": "difference", **circuit.provenance}
+
+
 def expected(circuit):
     """Score and reading of every edge, by the node that it leads from and the place that it leads to."""
-    rows = circuit.to_dataframe().itertuples(index=False, name=None)
+    rows = circuit.to_dataframe()[["source", "destination", "score"]].itertuples(index=False, name=None)
     readings = {}
     for source, destination, score in rows:
         head = re.fullmatch(r"(L\d+H\d+)\.([qkvg])", destination)
@@ -49,11 +54,14 @@ def test_networkx_has_every_edge_with_what_reads_it(circuit):
     assert kinds == {"embedding", "head", "mlp", "target"}
     assert network.nodes["L1H0"] == {"name": "L1H0", "kind": "head", "layer": 1}
     assert networkx.is_directed_acyclic_graph(network)
+    assert {"model", "dtype"} < facts(circuit).keys()
+    assert network.graph == {**facts(circuit), "edges": len(circuit), "edges_of_model": int(circuit.exists.sum())}
 
 
 def test_graphml_is_read_back(circuit, tmp_path):
     network = networkx.read_graphml(circuit.export(tmp_path / "circuit.graphml"))
     assert of_network(network) == pytest.approx(expected(circuit))
+    assert facts(circuit).items() <= network.graph.items()
     text = (tmp_path / "circuit.graphml").read_text(encoding="utf-8")
     ids = [part.split('"')[0] for part in text.split(' id="')[1:]]
     assert len(set(ids)) == len(ids)
@@ -64,12 +72,35 @@ def test_node_link_json_is_read_back(circuit, tmp_path):
     content = json.loads(circuit.export(tmp_path / "circuit.json").read_text(encoding="utf-8"))
     network = networkx.node_link_graph(content, edges="links")
     assert network.is_multigraph()
+    assert facts(circuit).items() <= network.graph.items()
     assert of_network(network) == pytest.approx(expected(circuit))
 
 
 def test_the_table_is_read_back(circuit, tmp_path):
     frame = pd.read_csv(circuit.export(tmp_path / "circuit.csv"))
     pd.testing.assert_frame_equal(frame, circuit.to_dataframe())
+    assert list(frame.columns) == ["source", "destination", "method", "target", "score"]
+    assert {*frame["method"], *frame["target"]} == {"difference", "logit of '5'"}
+
+
+def test_a_saved_circuit_says_its_method(circuit, tmp_path):
+    assert circuits.Circuit.load(circuit.save(tmp_path / "circuit")).method == "difference"
+
+
+@pytest.mark.parametrize(
+    ("name", "format_", "what"),
+    [
+        ("a.json", None, r"networkx' node-link form, which export\(\) writes for other tools"),
+        ("a.json", "circuit-tracer", r"circuit-tracer's JSON, which export\(\) writes for other tools"),
+        ("a.graphml", None, "GraphML, which networkx.read_graphml reads"),
+        ("a.html", None, "an HTML page"),
+        ("a.csv", None, "a CSV table"),
+    ],
+)
+def test_loading_an_export_says_what_the_file_is(circuit, tmp_path, name, format_, what):
+    path = circuit.export(tmp_path / name, format_)
+    with pytest.raises(tlens.FileFormatError, match=rf"{re.escape(name)}: {what}.*\.json, or in nothing"):
+        circuits.Circuit.load(path)
 
 
 def test_circuit_tracers_file_is_read_back(circuit, tmp_path):
@@ -79,6 +110,7 @@ def test_circuit_tracers_file_is_read_back(circuit, tmp_path):
         for row in data[part] if isinstance(data[part], list) else [data[part]]:
             assert {name for name in fields if type(row[name]) not in fields[name]} == set()
     assert (data["metadata"]["slug"], data["metadata"]["scan"]) == ("mine", "tiny")
+    assert facts(circuit).items() <= data["metadata"]["generation_settings"].items()
     names = {node["node_id"]: node["clerp"] for node in data["nodes"]}
     assert len(names) == len(data["nodes"])
     assert len({(node["layer"], node["feature"]) for node in data["nodes"]}) == len(names)

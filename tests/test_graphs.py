@@ -356,6 +356,10 @@ def test_networks_tables_and_files_hold_the_same(made, tmp_path):
     assert graphml.nodes[0]["weight"] == made.nodes["weight"][0]
     assert "↵" in {node["token"] for _, node in graphml.nodes(data=True)}  # XML knows no control characters
     assert graphml.graph["total"] == made.total
+    assert {"model", "dtype"} < set(made.provenance)
+    assert made.provenance.items() <= graphml.graph.items()
+    assert made.provenance.items() <= linked["graph"].items()
+    assert set(table["target"]) == {made.target}
     assert networkx.node_link_graph(linked, edges="links").number_of_edges() == len(weights)
     assert {(link["source"], link["target"]): link["weight"] for link in linked["links"]} == dict(
         zip(ends, weights, strict=True)

@@ -605,7 +605,7 @@ def test_many_circuits_are_pruned_at_once(scores):
 def test_the_benchmarks_json_round_trips(scores, tmp_path):
     made = scores.circuit(20)
     content = json.loads(made.save(tmp_path / "circuit.json").read_text())
-    assert set(content) == {"cfg", "nodes", "edges", "target", "provenance"}
+    assert set(content) == {"cfg", "nodes", "edges", "target", "method", "provenance"}
     assert content["cfg"] == {"n_layers": 2, "n_heads": 4, "d_model": 64, "parallel_attn_mlp": False}
     assert list(content["nodes"])[:3] == ["input", "a0.h0", "a0.h1"]
     assert {"input->a0.h0<q>", "a0.h3->m0", "m0->a1.h2<v>", "m1->logits"} <= set(content["edges"])

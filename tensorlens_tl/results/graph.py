@@ -211,7 +211,7 @@ class ContributionGraph(Result):
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per edge, largest first: name, position and token of its source and its destination, its weight,
-        and what it is read by (`reads`).
+        what it is read by (`reads`), and the graph's `target`.
 
         `edges` and other tools' formats call the destination ``target``, as networkx does.
 
@@ -229,13 +229,18 @@ class ContributionGraph(Result):
             columns |= {name: rows["name"].tolist(), f"{name}_pos": rows["pos"].tolist()}
             columns[f"{name}_token"] = rows["token"].tolist()
         columns |= {"weight": weight[order], "reads": np.array(self.reads, dtype=object)[order]}
+        columns["target"] = self.target
         return pd.DataFrame(columns)
 
     def to_networkx(self) -> "networkx.DiGraph":
-        """The graph with every column of `nodes` and `edges`, and `reads`, as attributes; networkx comes with torch."""
+        """The graph with every column of `nodes` and `edges`, and `reads`, as attributes; networkx comes with torch.
+
+        The graph's own attributes are `target`, `total`, `constant`, `gap` and every fact of `provenance`.
+        """
         import networkx
 
         graph = networkx.DiGraph(target=self.target, total=self.total, constant=self.constant, gap=self.gap)
+        graph.graph.update(self.provenance)
         graph.add_nodes_from((number, dict(row)) for number, row in self.nodes.iterrows())
         edges = self.edges[["source", "target", "weight"]].itertuples(index=False, name=None)
         for (source, target, weight), reads in zip(edges, self.reads, strict=True):

@@ -141,7 +141,7 @@ def read(
 
     with open(path, "rb"):  # a missing file, a folder or a forbidden one is the system's own error
         pass
-    other = _other_kind(Path(path))
+    other = other_kind(Path(path))
     if other:
         raise FileFormatError(
             f"{path}: {other}, not a readable {kind}. Load what save() wrote with a name that ends in .safetensors, "
@@ -175,6 +175,8 @@ def read(
     return tensors, facts
 
 
+JSON_FILE = "a JSON file"
+
 BEGINNINGS = {
     b"%PDF": "a PDF figure",
     b"\x89PNG": "a PNG figure",
@@ -183,7 +185,7 @@ BEGINNINGS = {
     b"<!doctype": "an HTML page",
     b"PAR1": "a Parquet table, which pandas.read_parquet reads",
     b"PK\x03\x04": "a ZIP archive, perhaps one of torch.save",
-    b"{": "a JSON file",
+    b"{": JSON_FILE,
     b"[": "a JSON file, which pandas.read_json reads if it is a table",
 }
 """What a file is that begins like this; a file of tensors begins with a length, as eight bytes."""
@@ -192,7 +194,7 @@ TABLES = {".csv": "a CSV table, which pandas.read_csv reads"}
 """What a file is whose name ends like this."""
 
 
-def _other_kind(path: Path) -> str:
+def other_kind(path: Path) -> str:
     """What kind of file it is, where it is none that holds tensors; an empty text otherwise."""
     with path.open("rb") as file:
         beginning = file.read(16)

@@ -16,9 +16,19 @@ import torch
 
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 from tensorlens_tl.results.edges.names import ARROW, TARGET, place
+from tensorlens_tl.results.storage import JSON_FILE, other_kind
 
 Circuit = Any
 """A `Circuit`, whose module imports this one."""
+
+EXPORTED = {
+    frozenset(["graph", "nodes", "links"]): "networkx' node-link form, which export() writes for other tools",
+    frozenset(["metadata", "nodes", "links"]): "circuit-tracer's JSON, which export() writes for other tools",
+}
+"""What a JSON file is that has these names."""
+
+OF_ENDING = {".graphml": "GraphML, which networkx.read_graphml reads"}
+"""What kind of XML it is."""
 
 BENCHMARK_NAMES = {"embed": "input", TARGET: "logits"}
 
@@ -51,8 +61,8 @@ def benchmark_json(circuit: Circuit) -> str:
         if isnan(edge["score"]):
             edge["score"] = None
     content = {"cfg": circuit.config, "nodes": nodes | {"logits": {"in_graph": True}}, "edges": edges}
-    facts = {"target": circuit.target, "provenance": circuit.provenance}  # the benchmark reads past them
-    content |= {name: fact for name, fact in facts.items() if fact}
+    facts = {"target": circuit.target, "method": circuit.method, "provenance": circuit.provenance}
+    content |= {name: fact for name, fact in facts.items() if fact}  # the benchmark reads past them
     return json.dumps(content, allow_nan=False)
 
 
@@ -63,12 +73,12 @@ def benchmark_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileFormatError: no such JSON, or one without all edges of its nodes, those outside the circuit as well.
         OSError: there is no such file.
     """
-    encoded = Path(path).read_bytes()
+    content = _content(Path(path))
     try:
-        content = json.loads(encoded.decode("utf-8"))
         config = dict(content["cfg"])
         edges = dict(content["edges"])
         target = _text(content.get("target", ""), "target")
+        method = _text(content.get("method", ""), "method")
         provenance = {name: _text(fact, name) for name, fact in content.get("provenance", {}).items()}
         sources = ["embed", *(_library_name(n) for n in content["nodes"] if n not in ("input", "logits"))]
         pairs = [tuple(map(_library_name, name.split("->"))) for name in edges]
@@ -84,10 +94,7 @@ def benchmark_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
             scores[pair] = _score(edge["score"])
         parallel = "parallel_attn_mlp" in config and _truth(config["parallel_attn_mlp"], "parallel_attn_mlp")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise FileFormatError(
-            f"{path}: not a circuit in the benchmark's JSON ({type(error).__name__}: {error}). Circuit.load reads what "
-            "Circuit.save wrote, and the benchmark's own files."
-        ) from error
+        raise FileFormatError(_unreadable(path, error)) from error
     _check_all_edges(path, sources, pairs, parallel)
     return {
         "sources": sources,
@@ -98,7 +105,42 @@ def benchmark_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
         "config": config,
         "target": target,
         "provenance": provenance,
+        "method": method,
     }
+
+
+def _content(path: Path) -> Any:
+    """The JSON in a file that is not plainly of another kind, such as what `export` writes for other tools.
+
+    Raises:
+        FileFormatError: it is of another kind, or no JSON.
+        OSError: there is no such file.
+    """
+    kind = other_kind(path)
+    if kind not in ("", JSON_FILE):
+        raise FileFormatError(_of_another_kind(path, OF_ENDING.get(path.suffix.lower(), kind)))
+    try:
+        content = json.loads(path.read_bytes().decode("utf-8"))
+    except ValueError as error:
+        raise FileFormatError(_unreadable(path, error)) from error
+    for names, exported in EXPORTED.items():
+        if isinstance(content, dict) and names <= set(content):
+            raise FileFormatError(_of_another_kind(path, exported))
+    return content
+
+
+def _of_another_kind(path: Path, kind: str) -> str:
+    return (
+        f"{path}: {kind}, not a circuit in the benchmark's JSON. Load what save() wrote with a name that ends in "
+        ".json, or in nothing."
+    )
+
+
+def _unreadable(path: str | os.PathLike[str], error: Exception) -> str:
+    return (
+        f"{path}: not a circuit in the benchmark's JSON ({type(error).__name__}: {error}). Circuit.load reads what "
+        "Circuit.save wrote, and the benchmark's own files."
+    )
 
 
 def _text(value: Any, name: str) -> str:

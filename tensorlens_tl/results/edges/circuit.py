@@ -45,6 +45,7 @@ class Circuit(Result):
         config: `n_layers`, `n_heads`, `d_model` and `parallel_attn_mlp`.
         target: what the scores explain, in words.
         provenance: what they depend on besides the prompts, as of `Attribution`.
+        method: how the scores were computed.
     """
 
     sources: list[str]
@@ -55,6 +56,7 @@ class Circuit(Result):
     config: dict[str, Any] = field(default_factory=dict)
     target: str = ""
     provenance: dict[str, str] = field(default_factory=dict[str, str])
+    method: str = ""
 
     def __post_init__(self) -> None:
         check_shape(self.sources, self.destinations, self.exists, self.scores, self.selection)
@@ -89,7 +91,7 @@ class Circuit(Result):
         return title
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per edge of it, largest first: source, destination, score."""
+        """One line per edge of it, largest first: source, destination, method, target, score."""
         import pandas as pd
 
         source, destination = self.selection.nonzero(as_tuple=True)
@@ -99,6 +101,8 @@ class Circuit(Result):
             {
                 "source": [self.sources[int(source[edge])] for edge in order],
                 "destination": [self.destinations[int(destination[edge])] for edge in order],
+                "method": self.method,
+                "target": self.target,
                 "score": scores[order].tolist(),
             }
         )
@@ -166,6 +170,7 @@ class Circuit(Result):
         Returns:
             Nodes by name, with `name`, `kind` (embedding, head, mlp, target) and `layer` (−1 for none). Edges by name
             as well, with `name`, `weight` (the score) and `reads`: queries, keys or values of a head, or an empty text.
+            The graph's attributes are `target`, `method`, `edges`, `edges_of_model` and every fact of `provenance`.
 
         >>> corrupted = tlens.freeze(model, "Return the name. Return the")
         >>> circuit = tlens.circuits.edge_scores(frozen, corrupted, " value", " name").circuit(20)
@@ -223,7 +228,8 @@ class Circuit(Result):
         """
         if page.display_in_notebook(self.to_html):
             return
-        lines = self.to_dataframe().head(k).itertuples(index=False, name=None)
+        columns = ["source", "destination", "score"]
+        lines = self.to_dataframe()[columns].head(k).itertuples(index=False, name=None)
         rows = [(source + ARROW + destination, number(score)) for source, destination, score in lines]
         terminal.show_table(repr(self), ("edge", "score"), rows, [], left=("edge",))
 
@@ -269,8 +275,11 @@ class Circuit(Result):
     def load(cls, path: str | os.PathLike[str]) -> "Circuit":
         """Read the JSON that `save` wrote, or the benchmark's. Scores and edges of neurons are not read; null is NaN.
 
+        What `export` writes is for other tools, and is not read back.
+
         Raises:
-            FileFormatError: no such JSON, or one without all edges of its nodes, those outside the circuit as well.
+            FileFormatError: another kind of file, or one that lacks edges of its nodes: those outside the circuit are
+                needed as well.
             OSError: there is no such file.
         """
         return cls(**benchmark_fields(path))

@@ -123,8 +123,9 @@ class EdgeScores(Result):
         selection.view(-1)[order[:edges]] = True
         selection = pruned(selection, self.sources, self.destinations)
         return Circuit(
-            self.sources, self.destinations, scores, self.exists, selection, self.config, self.target, self.provenance
-        )
+            self.sources, self.destinations, scores, self.exists, selection, self.config, self.target, self.provenance,
+            self.method,
+        )  # fmt: skip
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per prompt and edge: batch, source, destination, method, target, score."""

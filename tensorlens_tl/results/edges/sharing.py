@@ -62,12 +62,18 @@ def networkx_graph(circuit: Circuit) -> "networkx.MultiDiGraph":
     import networkx
 
     graph = networkx.MultiDiGraph(edges=len(circuit), edges_of_model=int(circuit.exists.sum()))
+    graph.graph.update(_facts(circuit))
     for name in nodes_of(circuit):
         graph.add_node(name, name=name, kind=kind_of(name), layer=layer_of(name))
     for source, destination, score in edges_of(circuit):
         name = source + ARROW + destination
         graph.add_edge(source, node_read_at(destination), name, name=name, weight=score, reads=reading(destination))
     return graph
+
+
+def _facts(circuit: Circuit) -> dict[str, str]:
+    """What files say of the whole circuit."""
+    return {**circuit.provenance, "target": circuit.target, "method": circuit.method}
 
 
 def picture(circuit: Circuit, most: int) -> graphs.GraphPicture:
@@ -120,7 +126,8 @@ def circuit_tracer(circuit: Circuit, slug: str, scan: str, threshold: float) -> 
             head = ids[node_read_at(reader)]
             links.append({"source": ids[reader], "target": head, "weight": into, "reads": reading(reader)})
     description = f"a circuit of {len(edges)} of {int(circuit.exists.sum())} edges; weights are the scores of edges"
-    facts = exchange.metadata(slug, scan, [EVERYWHERE], threshold, description, circuit.config)
+    settings = {**_facts(circuit), **circuit.config}
+    facts = exchange.metadata(slug, scan, [EVERYWHERE], threshold, description, settings)
     return {"metadata": facts, "qParams": exchange.page_state(ids[TARGET]), "nodes": nodes, "links": links}
 
 
