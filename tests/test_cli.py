@@ -13,7 +13,7 @@ import pytest
 import tensorlens_tl as tlens
 from tensorlens_tl import commands
 from tensorlens_tl.commands import evaluate, main
-from tensorlens_tl.commands.parsing import command_first
+from tensorlens_tl.commands.parsing import command_first, with_options
 from tensorlens_tl.commands.prompts import read_prompts
 
 
@@ -33,6 +33,32 @@ def test_demo_escapes_its_text(tmp_path):
     page = tmp_path / "demo.html"
     assert main(["demo", "<img src=x onerror=alert(1)> is not found", "-o", str(page)]) == 0
     assert "<img src=x" not in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["Return the value", "--target", " a b"], "--target ' a b' is 2 tokens [' a', ' b']"),
+        (["graph", "Return the", "--target", " a b"], "--target ' a b' is 2 tokens"),
+        (["dataset", "ROWS", "-o", "RUN", "--target", " a"], "Say which one holds the prompts, such as --text 'txt'."),
+        (["dataset", "ROWS", "--text", "txt", "-o", "RUN", "--memory", "1X"], "--memory '1X': pass bytes"),
+        (["dataset", "ROWS", "--text", "txt", "-o", "RUN", "--query", "9", "--target", " a"], "--query 9 is out"),
+    ],
+)
+def test_errors_speak_of_options(words, message, tmp_path, capsys):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("txt\nReturn the value\n", encoding="utf-8")
+    places = {"ROWS": str(rows), "RUN": str(tmp_path / "run")}
+    assert main([places.get(word, word) for word in words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_calls_and_quotations_are_not_options():
+    parser = commands.parser().commands["dataset"]
+    for text in ("call freeze(model, query=-1)", "the text ' target=5'", "columns={'target': 1}", "collapse='target'"):
+        assert with_options(text, parser) == text
+    assert with_options("pass truncate=True, or another query=.", parser) == "pass --truncate, or another --query."
+    assert with_options("leave truncate=False", parser) == "leave truncate=False"
 
 
 def test_module_and_console_script_are_the_same():
@@ -247,12 +273,12 @@ def test_graph_is_written(tmp_path, capsys, name, format_, first):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-o", "a.html", "--format", "dot"], "format='dot'; use one of 'html'"),
+        (["-o", "a.html", "--format", "dot"], "--format 'dot'; use one of 'html'"),
         (["-o", "a.txt"], "ends in '.txt', which is no kind of file that a result is saved as. Use one of"),
-        (["-o", "a.txt", "--format", "dot"], "format='dot'; use one of 'html'"),
+        (["-o", "a.txt", "--format", "dot"], "--format 'dot'; use one of 'html'"),
         (["-o", "no/such/folder/a.html"], "there is no folder"),
-        (["-o", "a.html", "--threshold", "2"], "threshold=2.0: a share of the largest edge"),
-        (["-o", "a.html", "--neurons", "1.5"], "neurons=1.5: a whole number"),
+        (["-o", "a.html", "--threshold", "2"], "--threshold 2.0: a share of the largest edge"),
+        (["-o", "a.html", "--neurons", "1.5"], "--neurons 1.5: a whole number"),
     ],
 )
 def test_a_graph_that_cannot_be_written_is_refused_before_the_model_is_loaded(capsys, arguments, message):

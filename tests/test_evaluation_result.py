@@ -1,6 +1,7 @@
 """The result of an evaluation: statistics, tables, files, plots, the methods it names, and the command line."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import some_tokens
@@ -40,6 +41,21 @@ def test_tables_and_comparisons(result):
     for call in (lambda: result.table("other"), lambda: result.compare("a", "z"), lambda: result.table(level=1)):
         with pytest.raises(tlens.InvalidInputError):
             call()
+
+
+def test_a_printed_table_has_every_column(monkeypatch):
+    values = torch.rand(3, 2, 8, dtype=torch.float64)
+    metrics = dict.fromkeys(["mrr", "precision", "mass"], True)
+    table = evaluate.Evaluation("test", values, metrics, ["relp", "random"], list("abcdefgh")).table()
+    for width in (80, 40):
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = repr(table).splitlines()
+        assert max(map(len, lines)) <= width
+        words = " ".join(lines).split()
+        assert words.count("low") == words.count("mean") == words.count("high") == 3
+        assert "..." not in words
+        assert [f"{number:.3g}" in words for number in table.to_numpy().flatten()] == [True] * 18
+    assert type(table.head()) is pd.DataFrame
 
 
 def test_bootstrap_covers():

@@ -374,6 +374,18 @@ MISTAKES = {
         "decorates a function",
     ),
     # ------------------------------------------------------------------ targets and queries
+    "a text for a model without a tokenizer": (
+        lambda c: tlens.testing.check_method("relp", ["bridge/gpt2"], target=" raised"),
+        "' raised'",
+        "no tokenizer",
+        "pass a token id or 'first-choice'",
+    ),
+    "the same, to compare with": (
+        lambda c: tlens.testing.check_method("relp", ["bridge/gpt2"], target=5, minus=" a"),
+        "' a'",
+        "no tokenizer",
+        "pass a token id or 'first-choice' or 'runner-up'",
+    ),
     "a target of several tokens": (
         lambda c: tlens.attribute(c.frozen, " valuezzz"),
         "' valuezzz'",

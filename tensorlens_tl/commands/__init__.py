@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from tensorlens_tl import __version__
-from tensorlens_tl.commands.parsing import Parser, command_first, nearest
+from tensorlens_tl.commands.parsing import Parser, command_first, nearest, of_command, with_options
 
 COMMANDS = (
     "attribute", "dataset", "report", "generate-report", "graph", "methods", "evaluate", "reproduce", "compress",
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args.run(args)
     except TensorLensError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {with_options(str(error), of_command(words, whole))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:  # Ctrl-C; a run over a data set says how to go on
         print(str(interrupt) or "Interrupted.", file=sys.stderr)

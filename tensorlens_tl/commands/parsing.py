@@ -11,6 +11,13 @@ CHOICE = re.compile(
 )
 """What argparse says of a word that is none of the choices."""
 
+ARGUMENT = re.compile(
+    r"\w+\([^()]*\)"  # a call
+    r"|(?<!\w)(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"  # a quotation
+    r"|(?<![\w.{-])(?P<name>[a-z]\w*)=(?P<true>True\b)?(?P<value>(?=[^\s,.;:)]))?"
+)
+"""An argument as Python writes it, ``target=``; calls and quotations are passed over."""
+
 FEW = 5
 """Choices that an error lists; of more it names the nearest."""
 
@@ -86,6 +93,37 @@ def command_first(words: list[str], parser: Parser) -> list[str]:
         return words
     name = words[place]
     return [name, *command_first([*words[:place], *words[place + 1 :]], commands[name])]
+
+
+def of_command(words: Sequence[str], parser: Parser) -> Parser:
+    """The parser of the command that the words begin with, such as that of ``evaluate stability``."""
+    while words and words[0] in parser.commands:
+        parser = parser.commands[words[0]]
+        words = words[1:]
+    return parser
+
+
+def with_options(message: str, parser: Parser) -> str:
+    """A message of the library in which arguments are the command's options, where it has them.
+
+    >>> parser = Parser()
+    >>> _ = parser.add_argument("--target"), parser.add_argument("--truncate", action="store_true")
+    >>> with_options("target=' a b' is two tokens; direction= takes a vector, and truncate=True cuts.", parser)
+    "--target ' a b' is two tokens; direction= takes a vector, and --truncate cuts."
+    """
+
+    def option(match: re.Match[str]) -> str:
+        flag = "--" + (match["name"] or "").replace("_", "-")
+        action = parser._option_string_actions.get(flag)
+        if action is None:
+            return match[0]
+        if action.nargs == 0:
+            return flag if match["true"] else match[0]
+        after = "True" if match["true"] else ""
+        separated = after or match["value"] is not None
+        return flag + (" " if separated else "") + after
+
+    return ARGUMENT.sub(option, message)
 
 
 def _leading(words: Sequence[str], parser: Parser) -> int:

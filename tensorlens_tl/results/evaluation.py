@@ -136,7 +136,7 @@ class Evaluation(Result):
     def table(self, metric: str | None = None, *, level: Any = 0.95) -> "pd.DataFrame":
         """Means with bootstrap intervals, one row per method, best first by one metric (the first unless named).
 
-        A single unit has no interval: its ends are NaN.
+        A single unit has no interval: its ends are NaN. Printed, it has every column, with three digits of a number.
 
         Columns are ``(metric, "mean" | "low" | "high")``.
 
@@ -148,6 +148,8 @@ class Evaluation(Result):
         ['ifr', 'random']
         """
         import pandas as pd
+
+        from tensorlens_tl.results.printed import PrintedFrame
 
         if not 0 < level < 1:
             raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
@@ -161,7 +163,8 @@ class Evaluation(Result):
             columns[name, "low"] = low[number].tolist()
             columns[name, "high"] = high[number].tolist()
         frame = pd.DataFrame(columns, index=pd.Index(self.methods, name="method"))
-        return frame.sort_values((by, "mean"), ascending=self.metrics[by] is False, kind="stable")
+        ordered = frame.sort_values((by, "mean"), ascending=self.metrics[by] is False, kind="stable")
+        return PrintedFrame(ordered)
 
     def compare(self, first: str, second: str, metric: str | None = None, *, level: Any = 0.95) -> Comparison:
         """First minus second over the same units, by one metric (the first unless named).

@@ -137,7 +137,8 @@ def _id_of_text(view: ModelView, text: str, name: str) -> int:
     """The id of a text that is one token."""
     tokenizer = view.tokenizer
     if tokenizer is None:
-        raise InvalidInputError(f"{name}={text!r}: this model has no tokenizer; pass a token id.")
+        others = " or ".join(["a token id", *map(repr, RANKED_IDS.get(name, {}))])
+        raise InvalidInputError(f"{name}={text!r}: this model has no tokenizer; pass {others}.")
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
         pieces = [tokenizer.decode([piece]) for piece in ids]
