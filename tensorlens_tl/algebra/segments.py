@@ -58,6 +58,36 @@ class Segment(AffineMap):
         return self.inner.mixes
 
     @property
+    def components(self) -> int:
+        if not self.only:  # the other positions pass every component
+            return 1
+        return self.inner.components
+
+    def component(self, number: int) -> "Segment":
+        if not self.only:
+            return self
+        return replace(self, inner=self.inner.component(number))
+
+    def group_read_by(self, number: int) -> tuple[int, int]:
+        if not self.only:
+            return 0, 1
+        return self.inner.group_read_by(number)
+
+    def of_group(self, group: int, groups: int) -> AffineMap:
+        if not self.only:
+            return super().of_group(group, groups)
+        return replace(self, inner=self.inner.of_group(group, groups))
+
+    @property
+    def is_channelwise(self) -> bool:
+        return self.inner.is_channelwise
+
+    def push_groups(self, x: Tensor, groups: int) -> Tensor:
+        if not self.only:
+            return super().push_groups(x, groups)
+        return self._beside_others(x, self.inner.push_groups(x[..., self.start : self.stop, :], groups))
+
+    @property
     def needs_positions(self) -> bool:
         return True  # it cuts positions out
 
@@ -195,10 +225,11 @@ class CrossAttention(AffineMap):
         return CrossAttention(pattern, self.kv_heads, *segments, last - first)
 
     def norm_bound(self) -> float:
-        return self._square.norm_bound()
+        return self.square.norm_bound()
 
     @property
-    def _square(self) -> Attention:
+    def square(self) -> Attention:
+        """The same among all positions, by a pattern that is zero but from keys to queries."""
         first, last = self.keys
         pad = (first, self.length - last, self.queries[0], self.length - self.queries[1])
         return Attention(torch.nn.functional.pad(self.pattern, pad), self.kv_heads)

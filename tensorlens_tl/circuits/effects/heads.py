@@ -1,13 +1,13 @@
 """One head of a frozen pass, by itself: what it moves from token to token, and what becomes of that."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Linear, Norm
+from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Linear, Norm, Segment
 from tensorlens_tl.algebra.memory import check_size
 from tensorlens_tl.circuits.arguments import Direction, Whole
 from tensorlens_tl.circuits.stream import Stream, stream_target, token_pairs
@@ -24,8 +24,9 @@ class HeadMap:
 
     Attributes:
         layer, head: which one.
+        cross: whether it is one of cross-attention.
         map: stream before the head -> what it writes (b_V inside, b_O not), an `AffineMap`.
-        pattern: `[batch, query, key]`.
+        pattern: `[batch, query, key]`; of an encoder–decoder's between all positions, the encoder's first.
         vectors: what each source token offers, v_j W_O, through the linear part of a norm after the sublayer but its
             denominator, `[batch, key, d_model]`.
     """
@@ -39,10 +40,12 @@ class HeadMap:
     _scale: Float[Tensor, "batch query 1"]
     _stream: Stream
     _activation: str
+    cross: bool = False
 
     def __repr__(self) -> str:
         batch, query, _ = self.pattern.shape
-        return f"HeadMap(L{self.layer}H{self.head} of {self.frozen.view.description}, batch={batch}, pos={query})"
+        _, sublayer = self._stream.at(self.layer, cross=self.cross)
+        return f"HeadMap({sublayer.nodes[self.head]} of {self.frozen.view.description}, batch={batch}, pos={query})"
 
     def contributions(self, query: Query = "all") -> Float[Tensor, "batch query key d_model"]:
         """``A_ij v_j W_O``: what source token j puts into position i through this head.
@@ -74,7 +77,7 @@ class HeadMap:
     @property
     def output(self) -> Float[Tensor, "batch pos d_model"]:
         """What the head writes to the residual stream, zero at padding."""
-        number, _ = self._stream.at(self.layer)
+        number, _ = self._stream.at(self.layer, cross=self.cross)
         return self.map(self._stream.x[number]) * self.frozen.mask[..., None]
 
     @cached_property
@@ -84,7 +87,7 @@ class HeadMap:
         Of a range of layers, to where the range ends.
         """
         self.frozen.check_fresh()
-        number, _ = self._stream.at(self.layer)
+        number, _ = self._stream.at(self.layer, cross=self.cross)
         x = self._stream.steps[number].outer.push(self.output)
         for step in self._stream.steps[number + 1 :]:
             x = step.map.push(x)
@@ -117,7 +120,7 @@ class HeadMap:
         norm = self._stream.final_norm
         readout = stream_target(self.frozen, target, minus, direction, query, self._activation, layers, norm)
         pulled = readout.stream.pull(readout.seed, sublayers=not direct)
-        number, sublayer = readout.stream.at(self.layer)
+        number, sublayer = readout.stream.at(self.layer, cross=self.cross)
         cotangent = sublayer.write.pull(pulled.sums[number][0])
         return token_pairs(sublayer, readout.stream.x[number], cotangent)[:, self.head]
 
@@ -127,6 +130,7 @@ def head_map(
     layer: Whole,
     head: Whole,
     *,
+    cross: bool = False,
     layers: LayerRange = None,
     final_norm: bool = True,
     activation: str = "ratio",
@@ -136,6 +140,7 @@ def head_map(
     Args:
         frozen: the pass.
         layer, head: which one; with grouped-query attention the head is a query head.
+        cross: a head of an encoder–decoder's cross-attention, ``"L2.cross.H0"``, instead of self-attention.
         layers: consecutive layers that its effect goes through, the head's layer among them; None for all.
         final_norm: whether its effect goes through the norm after the last layer.
         activation: the rule for the MLPs that its effect goes through.
@@ -147,12 +152,14 @@ def head_map(
     torch.Size([1, 7, 7])
     """
     check_pass(frozen)
-    layer, head = chosen_head(frozen.view, layer, head)
+    layer, head = chosen_head(frozen.view, layer, head, cross=cross)
     to_tokens = final_norm and frozen.view.unembedding is not None
     stream = Stream.of(frozen, activation, layers=layers, final_norm=final_norm, to_tokens=to_tokens)
-    number, sublayer = stream.at(layer)
+    number, sublayer = stream.at(layer, cross=cross)
     read = sublayer.read_of(head)
     output, *after = sublayer.write.stages
+    if isinstance(output, Segment):  # its weights are the same at every position
+        output = output.inner
     if not isinstance(output, Linear):
         raise UnsupportedModelError(
             f"blocks.{layer} of this {frozen.view.description}: a gate or a norm scales what its heads give, by what "
@@ -162,8 +169,7 @@ def head_map(
     linear: list[AffineMap] = [Linear(output.weight[head * width : (head + 1) * width])]
     scale = torch.ones_like(stream.x[0][..., :1])
     unscaled = list(linear)
-    for norm in after:
-        assert isinstance(norm, Norm)
+    for norm in map(_at_all_positions, after):
         linear.append(Norm(norm.scale, norm.gain, None, norm.centre))
         unscaled.append(Norm(torch.ones_like(norm.scale[:1, :1]), norm.gain, None, norm.centre))
         scale = scale * norm.scale.to(scale)
@@ -171,4 +177,14 @@ def head_map(
     assert isinstance(mix, AnyAttention)
     vectors = Chain((*before, *unscaled))(stream.x[number])
     alone = Chain((*read.stages, *linear))
-    return HeadMap(frozen, layer, head, alone, mix.pattern[:, 0], vectors, scale, stream, activation)
+    return HeadMap(frozen, layer, head, alone, mix.pattern[:, 0], vectors, scale, stream, activation, cross)
+
+
+def _at_all_positions(norm: AffineMap) -> Norm:
+    """A norm after the sublayer; of one side of an encoder–decoder with scale 1 at the other's positions."""
+    if not isinstance(norm, Segment):
+        assert isinstance(norm, Norm)
+        return norm
+    assert isinstance(norm.inner, Norm)
+    around = (0, 0, norm.start, norm.length - norm.stop)
+    return replace(norm.inner, scale=torch.nn.functional.pad(norm.inner.scale, around, value=1.0))

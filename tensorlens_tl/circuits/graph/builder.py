@@ -14,7 +14,7 @@ from tensorlens_tl.circuits.graph import nodes as graph_nodes
 from tensorlens_tl.circuits.graph.edges import Carried, Edges
 from tensorlens_tl.circuits.graph.features import FeatureSplit
 from tensorlens_tl.circuits.graph.nodes import Choice, Node
-from tensorlens_tl.circuits.stream import Pulled, StreamTarget, Sublayer
+from tensorlens_tl.circuits.stream import Pulled, Step, StreamTarget, Sublayer
 from tensorlens_tl.errors import SizeError
 from tensorlens_tl.results import ContributionGraph
 
@@ -28,7 +28,10 @@ def kind_of_split(sublayer: Sublayer) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Row:
-    """One node at every position, or one part of a node; `numbers` are the parts', −1 where there is none."""
+    """One node at every position, or one part of a node; `numbers` are the parts', −1 where there is none.
+
+    `side` are the only positions that it can be at, of an encoder–decoder those of one side.
+    """
 
     name: str
     kind: str
@@ -36,6 +39,7 @@ class _Row:
     weights: Float[Tensor, "pos"]
     biases: Float[Tensor, "pos"]
     numbers: Int[Tensor, "pos"] | None = None
+    side: tuple[int, int] | None = None
 
     @property
     def parts(self) -> Int[Tensor, "pos"]:
@@ -49,7 +53,13 @@ class _Row:
         """Where there is a node."""
         if self.numbers is not None:
             return self.numbers >= 0
-        return torch.ones_like(self.weights, dtype=torch.bool)
+        exists = torch.ones_like(self.weights, dtype=torch.bool)
+        if self.side is None:
+            return exists
+        start, stop = self.side
+        exists[:start] = False
+        exists[stop:] = False
+        return exists
 
     @property
     def names(self) -> list[str]:
@@ -97,16 +107,16 @@ class GraphBuilder:
             before = len(self.rows)
             x = upcast(stream.x[number])
             for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
-                written += self._sublayer(sublayer, x, upcast(hidden), self.pulled.sums[number], outputs)
+                written += self._sublayer(step, sublayer, x, upcast(hidden), self.pulled.sums[number], outputs)
             for name, bias in [(name, bias) for name, bias, within in step.biases if within]:
-                written.append(self._bias(name, step.layer, bias, self.pulled.sums[number]))
+                written.append(self._bias(name, step, bias, self.pulled.sums[number]))
             if self.edges.reads_sources:
                 outputs = torch.cat([outputs, *written])
             outputs = step.outer.push(outputs[:, None])[:, 0]
             for name, bias, within in step.biases:
                 if not within:
                     cotangent = self.pulled.stream[number + 1]
-                    outputs = torch.cat([outputs, self._bias(name, step.layer, bias, cotangent)])
+                    outputs = torch.cat([outputs, self._bias(name, step, bias, cotangent)])
             self.carried += range(before, len(self.rows))
         if len(stream.steps) in self.splits:
             outputs = self._features(self.splits[len(stream.steps)], outputs)
@@ -190,22 +200,24 @@ class GraphBuilder:
         weights: Float[Tensor, "pos"],
         biases: Float[Tensor, "pos"] | None = None,
         numbers: Int[Tensor, "pos"] | None = None,
+        side: tuple[int, int] | None = None,
     ) -> int:
         if biases is None:
             biases = torch.zeros_like(weights)
-        self.rows.append(_Row(name, kind, layer, weights, biases, numbers))
+        self.rows.append(_Row(name, kind, layer, weights, biases, numbers, side))
         return len(self.rows) - 1
 
     def _carried(self, outputs: Float[Tensor, "source pos d_model"]) -> Carried:
         return Carried(outputs, torch.tensor(self.carried, device=outputs.device))
 
-    def _bias(self, name: str, layer: int, bias: Tensor, cotangent: Tensor) -> Float[Tensor, "1 pos d_model"]:
+    def _bias(self, name: str, step: Step, bias: Tensor, cotangent: Tensor) -> Float[Tensor, "1 pos d_model"]:
         bias = bias.expand_as(cotangent[0])
-        self._add(name, "bias", layer, (bias * cotangent[0])[0].sum(-1))
+        self._add(name, "bias", step.layer, (bias * cotangent[0])[0].sum(-1), side=step.side)
         return bias
 
     def _sublayer(
         self,
+        step: Step,
         sublayer: Sublayer,
         x: Float[Tensor, "1 pos d_model"],
         hidden: Float[Tensor, "1 pos width"],
@@ -220,7 +232,7 @@ class GraphBuilder:
         nodes = self.prepared[first]
         for node in nodes:
             for (name, kind, numbers), weights, biases in zip(node.rows, node.weights, node.biases, strict=True):
-                self._add(name, kind, sublayer.layer, weights, biases, numbers)
+                self._add(name, kind, sublayer.layer, weights, biases, numbers, step.side)
         self._check_count(x.shape[1], sublayer.layer)
         carried = self._carried(outputs)
         if sublayer.is_attention:

@@ -114,10 +114,11 @@ def _hooks(
     for copy, change in changes:
         for point in change.points:
             by_point[point].append((copy, change))
-    batch, pos = frozen.tokens.shape
+    batch, length = frozen.tokens.shape
     hooks: list[FwdHook] = []
     for point, point_changes in by_point.items():
         parts = point_changes[0][1].parts
+        pos = len(range(length)[frozen.capture.span(point)])
         marked = torch.zeros(copies, batch, pos, parts, 1, dtype=torch.bool, device=frozen.tokens.device)
         for copy, change in point_changes:
             marked[copy, :, change.position, change.part] = True
@@ -182,6 +183,8 @@ def _hidden_point(frozen: FrozenPass, sublayer: Sublayer) -> str | None:
     points = frozen.points.blocks[sublayer.layer]
     if sublayer.is_mlp:
         return points.post
+    if sublayer.is_cross:
+        return points.cross and points.cross.z
     if sublayer.is_attention and points.attention is None:
         return points.z
     return None

@@ -34,7 +34,8 @@ class LiveTarget:
         self.question = question
         self.earlier = EarlierLayers(self.frozen.capture)
         self._model = self.frozen.live(question)
-        activations = torch.take_along_dim(self.frozen.activation(readout.read_at), readout.positions[..., None], dim=1)
+        read = readout.read_of(self.frozen.activation)
+        activations = torch.take_along_dim(read, readout.positions[..., None], dim=1)
         sizes = activations.norm(dim=-1).to(readout.vectors) * readout.vectors.norm(dim=-1)
         # a difference of two logits may be small beside the rounding of the logits themselves
         rounding = 32 * torch.finfo(activations.dtype).eps / activations.shape[-1] ** 0.5
@@ -53,17 +54,19 @@ class LiveTarget:
             hooks: what changes them.
             inside: what the run takes place in, for changes where there is no hook point.
         """
-        read_at = self.readout.read_at
+        names = self.readout.points
         inputs = repeated(self.frozen.inputs, copies)
         with inside or nullcontext():
-            activations, _ = capture(self.frozen.model, inputs, [read_at], hooks=hooks, last=read_at)
-        return self.number(activations[read_at], copies)
+            activations, _ = capture(self.frozen.model, inputs, names, hooks=hooks, last=names[-1])
+        return self.readout.number(self.readout.read_of(lambda name: self._by_copy(activations[name], copies)))
 
     def number(self, activations: Float[Tensor, "..."], copies: int = 1) -> Float[Tensor, "copy batch query"]:
-        """The number of what copies of some prompts have where the target reads it."""
-        # a classifier's head is given one vector for each prompt
-        vectors = activations.reshape(copies, len(self.frozen.tokens), -1, activations.shape[-1])
-        return self.readout.number(vectors)
+        """The number of what copies of some prompts have where the target reads it, of a model with one stack."""
+        return self.readout.number(self._by_copy(activations, copies))
+
+    def _by_copy(self, activations: Float[Tensor, "..."], copies: int) -> Float[Tensor, "copy batch some d_model"]:
+        """Activations of copies of the prompts; a classifier's head is given one vector for each prompt."""
+        return activations.reshape(copies, len(self.frozen.tokens), -1, activations.shape[-1])
 
     def changed(
         self,

@@ -40,6 +40,8 @@ PARTS: tuple[tuple[dict[str, str], str | None], ...] = (
 def embedding_parts(frozen: PassOrDifference) -> dict[str, Float[Tensor, "batch pos d_model"]]:
     """The summands of ``blocks.0`` input by name; one entry ``"embed"`` where no known way adds up to it.
 
+    Those of an encoder–decoder are one: each side has its own.
+
     An embedding norm is frozen as any other: its linear part is applied to each summand and its shift is one more. Of a
     difference of two runs they are the differences of the two runs' summands.
     """
@@ -50,6 +52,8 @@ def embedding_parts(frozen: PassOrDifference) -> dict[str, Float[Tensor, "batch 
         return {name: first[name] - second[name] for name in first}
     points = frozen.points.blocks[0]
     x = frozen.resid_pre(0)
+    if frozen.sides is not None:
+        return {"embed": x}
     known = frozen.model.hook_dict
     scales = {norm: f"{norm}.hook_scale" for _, norm in PARTS if norm is not None}
     candidates = {name for names, _ in PARTS for name in names.values()} | set(scales.values())

@@ -15,7 +15,7 @@ what it writes is linear in its part of the hidden vector, so its share of anyth
 part of the pulled-back vector. What `write` and `outer` add besides are *biases*, which are sources too.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -100,20 +100,19 @@ class Stream:
         Raises:
             InvalidInputError: no such activation rule or layers.
             FrozenModelError: the weights were changed since the pass.
-            UnsupportedModelError: an encoder–decoder.
         """
         rule = check_rule(activation)
         chosen = chosen_layers(frozen.n_layers, layers)
         frozen.check_fresh()
-        frozen.view.refuse_encoder_decoder("circuits")
         steps = [step for layer in chosen for step in block_steps(frozen, layer, rule)]
         if chosen.stop == frozen.n_layers:
             ends = dict[str, AffineMap | None]()
             if final_norm:
-                ends["ln_final.b"] = frozen.maps.final_norm()
+                ends["ln_final.b"] = frozen.maps.final_map()
             if to_tokens:
                 ends["prediction head b"] = frozen.prediction_head(rule)
-            steps += [Step(-1, (), end, name) for name, end in ends.items() if end is not None]
+            last = frozen.maps.capture.side(frozen.n_layers - 1)
+            steps += [Step(-1, (), end, name, last) for name, end in ends.items() if end is not None]
         stream = cls(frozen, chosen, final_norm, tuple(steps))
         x = frozen.resid_pre(chosen.start)
         for step in steps:
@@ -139,18 +138,18 @@ class Stream:
     def sources(self) -> dict[str, Float[Tensor, "batch pos d_model"]]:
         """What the stream begins with: token and position embeddings, or the stream before the first layer."""
         if self.layers.start:
-            return {f"blocks.{self.layers.start} input": self.x[0]}
+            return {f"{self.frozen.view.blocks[self.layers.start].name} input": self.x[0]}
         return embedding_parts(self.frozen)
 
-    def at(self, layer: int) -> tuple[int, Sublayer]:
-        """The step and the attention sublayer of one layer.
+    def at(self, layer: int, *, cross: bool = False) -> tuple[int, Sublayer]:
+        """The step and the attention sublayer of one layer; with `cross` that of cross-attention.
 
         Raises:
             InvalidInputError: the layer is not among these.
         """
         for number, step in enumerate(self.steps):
             for sublayer in step.sublayers:
-                if sublayer.layer == layer and sublayer.is_attention:
+                if sublayer.layer == layer and sublayer.is_attention and sublayer.is_cross == cross:
                     return number, sublayer
         raise InvalidInputError(f"layers: layer {layer} is not among {list(self.layers)}.")
 
@@ -203,7 +202,7 @@ class StreamTarget:
 
     Attributes:
         stream: up to where the target reads it.
-        read_at: the hook point that holds what the target reads.
+        read_at: the hook point that holds what the target reads; of an encoder–decoder its decoder's part (`points`).
         vectors: the target's vector for each query, `[batch, query, d_model]`.
         seed: the same at its place, a row per query, `[query, batch, pos, d_model]`.
         constant: what the answer adds besides (b_U), `[batch, query]`.
@@ -242,6 +241,17 @@ class StreamTarget:
         seed = place(vectors.transpose(0, 1), positions.T, stream.x[-1])
         return cls(stream, read_at, vectors, seed, constant, total, positions, soft_cap, label, constant_name)
 
+    @property
+    def points(self) -> tuple[str, ...]:
+        """The hook points that together hold what the target reads; see `points_read`."""
+        return points_read(self.stream.frozen, self.read_at, self.stream.layers.stop)
+
+    def read_of(
+        self, activation: Callable[[str], Float[Tensor, "*rows batch some d_model"]]
+    ) -> Float[Tensor, "*rows batch pos d_model"]:
+        """What the target reads, of the activations at `points`."""
+        return torch.cat([activation(name) for name in self.points], dim=-2)
+
     def number(self, read: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch query"]:
         """The number that the target names, of another stream at `read_at`, before any final soft cap."""
         positions = self.positions[..., None].expand(*read.shape[:-2], -1, 1)
@@ -254,7 +264,7 @@ class StreamTarget:
         frozen = self.stream.frozen
         if not isinstance(frozen, Difference):
             return torch.zeros_like(self.total)
-        lengths = [upcast(run.activation(self.read_at)).norm(dim=-1) for run in frozen.runs]
+        lengths = [upcast(self.read_of(run.activation)).norm(dim=-1) for run in frozen.runs]
         at_queries = torch.stack(lengths).sum(0).gather(1, self.positions)
         return frozen.rounding * at_queries * self.vectors.norm(dim=-1)
 
@@ -324,7 +334,8 @@ def stream_target(
         soft_cap = None
     if isinstance(frozen, Difference):
         label = f"change of the {label}"
-    activations = upcast(torch.take_along_dim(frozen.activation(read_at), positions[..., None], dim=1))
+    read = torch.cat([frozen.activation(name) for name in points_read(frozen, read_at, chosen.stop)], dim=1)
+    activations = upcast(torch.take_along_dim(read, positions[..., None], dim=1))
     real = torch.take_along_dim(frozen.mask, positions, dim=1)  # padding has no target
     vectors = resolved.vectors * real[..., None]
     constant = resolved.constant.to(activations) * real
@@ -338,6 +349,22 @@ def stream_target(
         label,
         soft_cap=soft_cap,
     )
+
+
+def points_read(frozen: PassOrDifference, read_at: str, stop: int) -> tuple[str, ...]:
+    """The hook points that together hold what a target reads: one, of an encoder–decoder one for each side.
+
+    Args:
+        frozen: the pass, or the difference of two.
+        read_at: the hook point where the target reads; of an encoder–decoder in its decoder.
+        stop: the layer before which the stream ends.
+    """
+    if frozen.sides is None:
+        return (read_at,)
+    if read_at not in (frozen.points.unembed_in, frozen.points.output):
+        return tuple(frozen.maps.capture.stream_names(stop))
+    assert frozen.points.encoder_output is not None
+    return frozen.points.encoder_output, read_at
 
 
 def token_pairs(

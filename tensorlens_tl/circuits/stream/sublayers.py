@@ -12,17 +12,20 @@ from tensorlens_tl.algebra import (
     ZERO,
     AffineMap,
     AnyAttention,
+    Attention,
     Beside,
     Chain,
+    CrossAttention,
     GroupSum,
     Identity,
     Routed,
+    Segment,
     Sum,
     stages_of,
 )
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import Offset, without_offsets
-from tensorlens_tl.models import Place
+from tensorlens_tl.models import Place, Within
 from tensorlens_tl.models.names import PER_LAYER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import PassOrDifference
@@ -48,6 +51,7 @@ class Sublayer:
             that is chosen and ``"L0.shared"``. In a difference of two runs a head has several sublayers.
         kind: what its nodes are.
         in_parts: whether the heads have other sublayers beside it, by queries, keys, values and gates.
+        is_cross: whether its heads are those of cross-attention, ``"L2.cross.H0"``.
     """
 
     layer: int
@@ -57,10 +61,13 @@ class Sublayer:
     bias_name: str
     kind: Kind
     in_parts: bool = False
+    is_cross: bool = False
 
     @property
     def name(self) -> str:
-        """All nodes together: ``"L0.attn"``, ``"MLP0"``, or ``"L0.mixer"``."""
+        """All nodes together: ``"L0.attn"``, ``"L2.cross"``, ``"MLP0"``, or ``"L0.mixer"``."""
+        if self.is_cross:
+            return f"L{self.layer}.cross"
         if self.letter:
             return f"L{self.layer}.attn"
         if self.is_mlp:
@@ -145,15 +152,28 @@ class Sublayer:
             return self.read.of_group(node, len(self.nodes))
         return self.read.component(node)
 
+    def among(self, within: Within) -> "Sublayer":
+        """The same among all positions of an encoder–decoder, zero at those of the other side."""
+        return replace(self, read=_among(self.read, within), write=_among(self.write, within))
+
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Sublayers of one layer that read the same stream, and what the stream goes through after them."""
+    """Sublayers of one layer that read the same stream, and what the stream goes through after them.
+
+    Attributes:
+        layer: its block; -1 after the last.
+        sublayers: what reads the stream and writes to it.
+        outer: what the stream goes through then.
+        outer_name: the name of the bias of `outer`.
+        side: the positions that it changes, from the first to the one after the last; None for all.
+    """
 
     layer: int
     sublayers: tuple[Sublayer, ...]
     outer: AffineMap
     outer_name: str
+    side: tuple[int, int] | None = None
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -185,6 +205,13 @@ class Step:
         terms.append((self.outer_name, self.outer.bias, False))
         return [term for term in terms if term[1] is not ZERO]
 
+    def among(self, within: Within | None) -> "Step":
+        """The same among all positions, of a block of an encoder–decoder; without sides, as it is."""
+        if within is None:
+            return self
+        sublayers = tuple(sublayer.among(within) for sublayer in self.sublayers)
+        return replace(self, sublayers=sublayers, outer=within(self.outer), side=(within.start, within.stop))
+
 
 def block_steps(frozen: PassOrDifference, layer: int, rule: str) -> list[Step]:
     """One block's steps, by its proven layout."""
@@ -202,29 +229,99 @@ def block_steps(frozen: PassOrDifference, layer: int, rule: str) -> list[Step]:
     if frozen.view.blocks[layer].has_mlp:
         hidden, output, names = _mlp_nodes(frozen, layer, rule)
         mlp.append(_sublayer(frozen, layer, layout.mlp, (hidden,), output, names, "b_out", "mlp"))
+    middle, late = frozen.maps.stream_offsets(layer)
+    within = frozen.maps.within(layer)
     steps: list[Step] = []
     whitening = frozen.maps.whitening(layer)
     if whitening is not None:
         steps.append(Step(layer, (), whitening, f"L{layer}.whitening"))
-    ends: list[Step] = []
+    if layout.parallel:
+        both = Step(layer, (*attention, *mlp), Identity(), f"L{layer}").among(within)
+        return [*steps, both, *_offset_steps(layer, middle + late), *_end_steps(frozen, layer, rule)]
+    steps += _half(frozen, layer, layout.attn, attention, middle, within)
+    if layout.cross is not None and within is not None:
+        steps.append(_crossing(frozen, layer, layout.cross, within))
+    steps += _half(frozen, layer, layout.mlp, mlp, late, within)
+    return steps + _end_steps(frozen, layer, rule)
+
+
+def _half(
+    frozen: PassOrDifference,
+    layer: int,
+    at: Place,
+    sublayers: Sequence[Sublayer],
+    offsets: Sequence[Offset],
+    within: Within | None,
+) -> list[Step]:
+    """Attention or the MLP of a block whose sublayers follow each other, and the norm around the sum."""
+    outer = _outer(frozen, layer, at)
+    outer_name = f"L{layer}.{at.outer}.b"
+    if not offsets:
+        return [Step(layer, tuple(sublayers), outer, outer_name).among(within)] if sublayers else []
+    # they are added between the sublayers and the norm around the sum
+    steps = [Step(layer, tuple(sublayers), Identity(), "").among(within), *_offset_steps(layer, offsets)]
+    if at.outer is not None:
+        steps.append(Step(layer, (), outer, outer_name).among(within))
+    return steps
+
+
+def _outer(frozen: PassOrDifference, layer: int, at: Place) -> AffineMap:
+    """The norm around a sum, or the identity."""
+    if at.outer is None:
+        return Identity()
+    return frozen.maps.norm(layer, at.outer)
+
+
+def _crossing(frozen: PassOrDifference, layer: int, at: Place, within: Within) -> Step:
+    """Cross-attention: its heads read the encoder's output and write at the decoder's positions.
+
+    What its queries go through first is part of the pattern, or, in a difference of two runs, of what reads them.
+    """
+    assert within.read is not None
+    assert within.out is not None
+    heads = frozen.view.blocks[layer].require_cross_attention().heads
+    names = tuple(f"L{layer}.cross.H{head}" for head in range(heads))
+    sublayers = _of_heads(frozen, layer, Place(after=at.after), within.read, within.out, names, "cross.b_O")
+    placed = [
+        replace(sublayer, read=_squared(sublayer.read), write=_among(sublayer.write, within), is_cross=True)
+        for sublayer in sublayers
+    ]
+    outer = within(_outer(frozen, layer, at))
+    return Step(layer, tuple(placed), outer, f"L{layer}.{at.outer}.b", (within.start, within.stop))
+
+
+def _squared(read: Chain) -> Chain:
+    """What heads of cross-attention read, their pattern one of all positions."""
+    *before, mixing = read.stages
+    return Chain((*before, mixing.square)) if isinstance(mixing, CrossAttention) else read
+
+
+def _among(m: Chain, within: Within) -> Chain:
+    """A chain of one side's positions as one of all positions, zero at the others after every stage."""
+    sides = (within.start, within.stop)
+    stages: list[AffineMap] = []
+    for stage in m.stages:
+        if isinstance(stage, Attention):  # remains one, so that its pattern can be read
+            stages.append(CrossAttention(stage.pattern, stage.kv_heads, sides, sides, within.length).square)
+        else:
+            stages.append(within(stage, only=True))
+    return Chain(tuple(stages))
+
+
+def _end_steps(frozen: PassOrDifference, layer: int, rule: str) -> list[Step]:
+    """What the stream goes through after a block's sublayers."""
+    steps: list[Step] = []
     per_layer = frozen.maps.per_layer(layer, rule)
     if per_layer is not None:
-        ends.append(Step(layer, (_per_layer_node(frozen, layer, per_layer),), Identity(), ""))
+        steps.append(Step(layer, (_per_layer_node(frozen, layer, per_layer),), Identity(), ""))
     for end in frozen.maps.ends(layer):
-        ends += _offset_steps(layer, [end]) if isinstance(end, Offset) else [Step(layer, (), end, f"L{layer}.end")]
-    middle, late = frozen.maps.stream_offsets(layer)
-    if layout.parallel:
-        both = Step(layer, (*attention, *mlp), Identity(), f"L{layer}")
-        return [*steps, both, *_offset_steps(layer, middle + late), *ends]
-    for at, sublayers, offsets in ((layout.attn, attention, middle), (layout.mlp, mlp, late)):
-        outer = Identity() if at.outer is None else frozen.maps.norm(layer, at.outer)
-        outer_name = f"L{layer}.{at.outer}.b"
-        if offsets:  # they are added between the sublayers and the norm around the sum
-            steps += [Step(layer, tuple(sublayers), Identity(), ""), *_offset_steps(layer, offsets)]
-            sublayers = []
-        if sublayers or (offsets and at.outer is not None):
-            steps.append(Step(layer, tuple(sublayers), outer, outer_name))
-    return steps + ends
+        if isinstance(end, Offset):
+            steps += _offset_steps(layer, [end])
+        elif isinstance(end, Segment):
+            steps.append(Step(layer, (), end, "encoder_ln_final.b", (end.start, end.stop)))
+        else:
+            steps.append(Step(layer, (), end, f"L{layer}.end"))
+    return steps
 
 
 def _offset_steps(layer: int, offsets: Sequence[Offset]) -> list[Step]:
@@ -246,9 +343,25 @@ def _heads(
     A gate after the heads is held in these, and one more. What the output adds by itself is the bias of the last.
     """
     names = tuple(f"L{layer}H{head}" for head in range(frozen.view.blocks[layer].attention.heads))
-    routes = inside[0].summands if len(inside) == 1 else (Chain(inside),)
+    read = inside[0]
+    if len(inside) > 1:
+        read = Chain(inside)
+    return _of_heads(frozen, layer, at, read, output, names, "b_O")
+
+
+def _of_heads(
+    frozen: PassOrDifference,
+    layer: int,
+    at: Place,
+    read: AffineMap,
+    output: AffineMap,
+    names: tuple[str, ...],
+    bias_name: str,
+) -> list[Sublayer]:
+    """Heads as sublayers, by the routes that what they read is the sum of."""
+    routes = read.summands
     if len(routes) == 1:
-        return [_sublayer(frozen, layer, at, (Chain(inside),), output, names, "b_O", "head")]
+        return [_sublayer(frozen, layer, at, routes, output, names, bias_name, "head")]
     by_value, by_query, by_key, *by_gate = routes
     alone = without_offsets(output)  # what two models' outputs differ by is added once
     kinds: list[tuple[AffineMap, AffineMap, Kind]] = [
@@ -259,7 +372,7 @@ def _heads(
     if by_gate:  # each of the others ends with it
         kinds = [(Chain(read.parts[:-1]), Chain((read.parts[-1], *stages_of(out))), kind) for read, out, kind in kinds]
         kinds.insert(0, (by_gate[0], alone, "gate"))
-    sublayers = [_sublayer(frozen, layer, at, (read,), out, names, "b_O", kind) for read, out, kind in kinds]
+    sublayers = [_sublayer(frozen, layer, at, (read,), out, names, bias_name, kind) for read, out, kind in kinds]
     return [replace(sublayer, in_parts=True) for sublayer in sublayers]
 
 

@@ -59,16 +59,31 @@ def chosen_heads(frozen: Linearisation, layer: int, chosen: range, ids: object) 
     return [whole_number(f"heads[{layer}]", head, 0, count - 1, why=f"heads of layer {layer}") for head in ids]
 
 
-def chosen_head(view: ModelView, layer: object, head: object) -> tuple[int, int]:
-    """One head, as a layer and a query head of it."""
+def chosen_head(view: ModelView, layer: object, head: object, *, cross: bool = False) -> tuple[int, int]:
+    """One head, as a layer and a query head of it; with `cross` one of an encoder–decoder's cross-attention."""
     layer = whole_number("layer", layer, 0, view.n_layers - 1, why="a layer of this model")
     weights = view.blocks[layer].attention
+    if cross:
+        check_crossing(view, layer)
+        weights = view.blocks[layer].require_cross_attention()
     heads = weights.heads
     kv_heads = weights.kv_heads
     which = f"a head of layer {layer}"
+    if cross:
+        which += "'s cross-attention"
     if kv_heads != heads:
         which += f" (query heads; each of {kv_heads} key-value heads serves {heads // kv_heads})"
     return layer, whole_number("head", head, 0, heads - 1, why=which)
+
+
+def check_crossing(view: ModelView, layer: int) -> None:
+    """Raise `InvalidInputError` for a layer without cross-attention."""
+    if view.blocks[layer].cross_attention is not None:
+        return
+    layers = "no layer has"
+    if view.is_encoder_decoder:
+        layers = f"layers {view.encoder_layers} to {view.n_layers - 1} have"
+    raise InvalidInputError(f"layer={layer} has no cross-attention; of this model {layers}.")
 
 
 def chosen_mlps(layers: object, chosen: range) -> set[int]:
