@@ -27,10 +27,18 @@ def head_grid(cells: Mapping[tuple[int, str], float], label: str) -> str:
 
 def head_cells(cells: Mapping[tuple[int, str], float]) -> tuple[list[int], list[str], np.ndarray]:
     """Layers, columns and values `[layer, column]` of such a grid; zero where a layer lacks a column."""
-    columns = sorted({column for _, column in cells}, key=lambda name: (name == "MLP", int(name.strip("HMLP") or 0)))
+    columns = sorted({column for _, column in cells}, key=_column_order)
     layers = sorted({layer for layer, _ in cells})
     values = np.array([[cells.get((layer, column), 0.0) for column in columns] for layer in layers])
     return layers, columns, values
+
+
+def _column_order(name: str) -> tuple[bool, bool, int]:
+    """Heads by number, then those of cross-attention, then MLPs: ``"H3"``, ``"cross.H3"``, ``"MLP"``."""
+    cross, _, head = name.rpartition("H")
+    if name == "MLP":
+        return True, False, 0
+    return False, bool(cross), int(head)
 
 
 def matrix(

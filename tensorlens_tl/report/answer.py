@@ -13,7 +13,7 @@ from tensorlens_tl.results import Attribution, Terms, array
 NAMED = 5
 """How many tokens and components are named."""
 
-COMPONENT = re.compile(r"(encoder\.|decoder\.)?(L\d+(H\d+|E\d+|\.mixer|\.shared)|MLP\d+)")
+COMPONENT = re.compile(r"(encoder\.|decoder\.)?(L\d+(H\d+|\.cross\.H\d+|E\d+|\.mixer|\.shared)|MLP\d+)")
 """The names of heads, experts, mixers and MLPs."""
 
 Lines = list[tuple[str, float]]

@@ -402,8 +402,8 @@ def _exchanged(format: str, graph: ContributionGraph) -> bytes:
 
 
 def _read_by(head: str) -> str:
-    """What the node of a head reads: ``"keys"`` of ``"L1H3.k"``."""
-    match = re.match(r"L\d+H\d+\.([vqkg])(?!\w)", head)
+    """What the node of a head reads: ``"keys"`` of ``"L1H3.k"`` and of ``"L2.cross.H3.k"``."""
+    match = re.match(r"L\d+(?:\.cross\.)?H\d+\.([vqkg])(?!\w)", head)
     if match is None:
         return READS["v"]
     return READS[match[1]]

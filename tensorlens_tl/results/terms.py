@@ -438,12 +438,13 @@ def _at_rows(values: Shaped[Tensor, "batch query *term"], rows: Int[Tensor, "bat
 
 
 def _cell(name: str) -> tuple[int, str] | None:
-    """Layer and column of a head's or MLP's name: ``"L3H1"`` is (3, "H1"), ``"MLP2"`` (2, "MLP"); else None."""
-    match = re.fullmatch(r"L(\d+)(H\d+)|MLP(\d+)", name)
+    """Layer and column of a head's or MLP's name: ``"L3H1"`` is (3, "H1"), ``"L3.cross.H1"`` (3, "cross.H1"), ``"MLP2"``
+    (2, "MLP"); else None."""
+    match = re.fullmatch(r"L(\d+)(H\d+|\.cross\.H\d+)|MLP(\d+)", name)
     if match is None:
         return None
     layer, head, mlp = match.groups()
-    return int(layer or mlp), head or "MLP"
+    return int(layer or mlp), (head or "MLP").removeprefix(".")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

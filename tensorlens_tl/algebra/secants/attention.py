@@ -283,6 +283,16 @@ class CrossKeyResponse(AffineMap):
     def mixes(self) -> bool:
         return True
 
+    @property
+    def components(self) -> int:
+        return self.secant.heads
+
+    def component(self, number: int) -> "CrossKeyResponse":
+        return replace(self, secant=self.secant.of_head(number))
+
+    def group_read_by(self, number: int) -> tuple[int, int]:
+        return number * self.secant.kv_heads // self.secant.heads, self.secant.kv_heads
+
     def at(self, where: Where) -> "CrossKeyResponse":
         first, last, _ = shared_slice(where).indices(self.length)
         q0, q1, k0, k1 = (min(max(bound, first), last) for bound in (*self.queries, *self.keys))
