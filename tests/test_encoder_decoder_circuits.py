@@ -379,6 +379,133 @@ def test_two_models_that_differ_in_their_cross_attention():
     assert float(circuits.paths(change, **TARGET).gap.max()) < 1e-9
 
 
+# ------------------------------------------------------------------ weights
+
+
+def test_an_ov_circuit_of_cross_attention_is_what_the_head_writes(frozen, name):
+    """Its pattern times the encoder's output times the circuit, and the biases, are the head's output."""
+    start = frozen.sides[0]
+    encoder = frozen.resid_pre(2)[:, :start]
+    for layer, head in ((2, 1), (3, 0)):
+        circuit = circuits.ov(frozen, layer, head, cross=True)
+        alone = circuits.head_map(frozen, layer, head, cross=True)
+        bias = frozen.view.blocks[layer].cross_attention.b_V
+        offset = 0.0 if bias is None else bias.unflatten(-1, (4, -1))[head] @ circuit.B
+        written = frozen.cross_pattern(layer)[:, head] @ (encoder @ circuit.A @ circuit.B + offset)
+        place = frozen.layouts[layer].cross
+        if place.after is not None:
+            norm = frozen.maps.norm(layer, place.after)
+            written = norm.push(written)
+        assert close(written, alone.output[:, start:], atol=tolerance(name))
+        assert torch.equal(circuits.ov(frozen.model, layer, head, cross=True).A, circuit.A)
+    inner = circuits.ov(frozen, 0, 2)
+    assert inner.shape == (16, 16)
+
+
+def test_a_qk_circuit_of_cross_attention_gives_its_pattern(frozen, name):
+    """The softmax of scores by weights, biases inside, from what the held model reads there."""
+    for layer in (2, 3):
+        stream = Stream.of(frozen)
+        number, _ = stream.at(layer, cross=True)
+        start = frozen.sides[0]
+        queries, keys = stream.x[number][:, start:], frozen.resid_pre(2)[:, :start]
+        place = frozen.layouts[layer].cross
+        if place.before is not None:
+            queries = frozen.maps.norm(layer, place.before)(queries)
+        reading = circuits.scores.score_reading(frozen, layer, cross=True)
+        weights = frozen.view.blocks[layer].cross_query_key
+        for head in range(4):
+            circuit = circuits.qk(frozen, layer, head, cross=True)
+            b_Q, b_K = (
+                torch.zeros(circuit.A.shape[-1], dtype=torch.float64) if bias is None else bias.unflatten(0, (4, -1))[head]
+                for bias in (weights.b_Q, weights.b_K)
+            )
+            scores = queries @ circuit.A @ circuit.B @ keys.mT + (queries @ circuit.A + b_Q) @ b_K[:, None]
+            scores = scores + (b_Q @ circuit.B @ keys.mT)[:, None]
+            pattern = reading.capped(reading.scale * scores).softmax(-1)
+            assert close(pattern, frozen.cross_pattern(layer)[:, head].to(pattern), atol=max(tolerance(name), 1e-7))
+
+
+def test_norms_are_folded_into_what_reads_after_them(model_named):
+    """Pegasus has norms before its sublayers, and one after its encoder's last block, which cross-attention reads."""
+    frozen = frozen_of(model_named("bridge/pegasus"))
+    norm = frozen.view.encoder_norm
+    plain, folded = (circuits.ov(frozen, 2, 1, cross=True, fold_norms=fold) for fold in (False, True))
+    expected = norm.gain[:, None] * plain.A
+    assert close(folded.A, expected - expected.mean(0))
+    assert torch.equal(folded.B, plain.B)
+    plain, folded = (circuits.qk(frozen.model, 2, 1, cross=True, fold_norms=fold) for fold in (False, True))
+    gains = frozen.view.blocks[2].norms["ln2"].gain, norm.gain
+    for ours, weights, gain in zip((folded.A, folded.B.T), (plain.A, plain.B.T), gains, strict=True):
+        expected = gain[:, None] * weights
+        assert close(ours, expected - expected.mean(0))
+
+
+@pytest.mark.parametrize("name", ["bridge/bart", "bridge/pegasus"])
+def test_composition_of_heads_across_the_stacks(name, model_named):
+    model = model_named(name)
+    into_values = circuits.composition_scores(model, "V", to_cross=True)
+    into_keys = circuits.composition_scores(model, "K", to_cross=True)
+    into_queries = circuits.composition_scores(model, "Q", to_cross=True)
+    from_cross = circuits.composition_scores(model, "V", from_cross=True)
+    both = circuits.composition_scores(model, "Q", from_cross=True, to_cross=True)
+    inside = circuits.composition_scores(model, "V")
+
+    def pairs(scores):
+        assert scores.shape == (4, 4, 4, 4)
+        return {(layer, later) for layer in range(4) for later in range(4) if scores[layer, :, later].any()}
+
+    assert pairs(into_values) == pairs(into_keys) == {(0, 2), (0, 3), (1, 2), (1, 3)}
+    assert pairs(into_queries) == {(2, 2), (2, 3), (3, 3)}
+    assert pairs(from_cross) == pairs(both) == {(2, 3)}
+    assert pairs(inside) == {(0, 1), (2, 3)}
+
+    def ratio(A, B):
+        return (A @ B).norm() / (A.norm() * B.norm())
+
+    first, cross, decoder = (
+        circuit.A @ circuit.B
+        for circuit in (
+            circuits.ov(model, 1, 3), circuits.ov(model, 2, 0, cross=True), circuits.ov(model, 2, 1)
+        )
+    )  # fmt: skip
+    scores = circuits.qk(model, 3, 2, cross=True)
+    scores = scores.A @ scores.B
+    assert close(into_values[1, 3, 2, 0], ratio(first, cross))
+    assert close(into_keys[1, 3, 3, 2], ratio(first, scores.T))
+    assert close(into_queries[2, 1, 3, 2], ratio(decoder, scores))
+    assert close(both[2, 0, 3, 2], ratio(cross, scores))
+    last = circuits.ov(model, 3, 1)
+    assert close(from_cross[2, 0, 3, 1], ratio(cross, last.A @ last.B))
+    random = circuits.composition_scores(model, "V", to_cross=True, baseline="random")
+    assert close(random[1, 3, 2, 0], ratio(first, cross) - 16**-0.5)
+    with pytest.raises(tlens.InvalidInputError, match="kind='V': keys and values of cross-attention"):
+        circuits.composition_scores(model, "V", from_cross=True, to_cross=True)
+    with pytest.raises(tlens.InvalidInputError, match="no layer has"):
+        circuits.composition_scores(model_named("bridge/gpt2"), "V", to_cross=True)
+
+
+def test_virtual_heads_go_by_cross_attention(model_named):
+    model = model_named(BART)
+    through = circuits.virtual_head(model, ["L0H1", "L2.cross.H3", "L3H0"])
+    parts = [circuits.ov(model, 0, 1), circuits.ov(model, 2, 3, cross=True), circuits.ov(model, 3, 0)]
+    expected = torch.eye(16, dtype=torch.float64)
+    for part in parts:
+        expected = expected @ part.A @ part.B
+    assert close(through.A @ through.B, expected)
+    assert close(circuits.virtual_head(model, [(0, 1)]).A, parts[0].A)
+    for heads, message in (
+        (["L2H0", "L3.cross.H1"], "L3.cross.H1 reads the encoder's output"),
+        (["L2.cross.H0", "L3.cross.H1"], "only a head of the encoder"),
+        (["L1H0", "L2H1"], "between encoder and decoder"),
+        (["L1H0", "L0H1"], "later layer"),
+        (["MLP0"], "or their names"),
+        ("L0H1", "or their names"),
+    ):
+        with pytest.raises(tlens.InvalidInputError, match=message):
+            circuits.virtual_head(model, heads)
+
+
 # ------------------------------------------------------------------ shown
 
 

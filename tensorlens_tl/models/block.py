@@ -323,9 +323,9 @@ class BlockView:
             f"({', '.join(MIXERS)})."
         )
 
-    def adapters(self, letters: str) -> tuple[str, ...]:
-        """The names of the adapters in effect in some of attention's projections, ``"VO"``."""
-        attn = getattr(self.module, self.mixer_name, None)
+    def adapters(self, letters: str, *, cross: bool = False) -> tuple[str, ...]:
+        """The names of the adapters in effect in some of attention's projections, ``"VO"``, or cross-attention's."""
+        attn = getattr(self.module, self.cross_name if cross else self.mixer_name, None)
         parts = [getattr(attn, "_modules", {}).get(letter.lower()) for letter in letters]
         return tuple(sorted({name for part in parts if part is not None for name in adapter_names(part)}))
 

@@ -10,23 +10,35 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.passes import FrozenPass, PassLike, attention_scores, check_pass
-from tensorlens_tl.passes.attention_scores import ScoreReading
+from tensorlens_tl.passes.attention_scores import CrossStreams, ScoreReading
 
 __all__ = ["ScoreReading", "rotation_at", "score_of", "score_reading"]
 
 
-def score_reading(frozen: PassLike, layer: int) -> ScoreReading:
-    """The reading of one layer's scores that reproduces its pattern.
+def score_reading(frozen: PassLike, layer: int, *, cross: bool = False) -> ScoreReading:
+    """The reading of one layer's scores that reproduces its pattern; with `cross`, of its cross-attention's.
+
+    Of an encoder–decoder its maps are of the positions of one side.
 
     Raises:
-        UnsupportedModelError: no known reading does; says how near the best came. An encoder–decoder.
+        UnsupportedModelError: no known reading does; says how near the best came.
     """
     check_pass(frozen)
-    frozen.view.refuse_encoder_decoder("attention scores")
-    return attention_scores.score_reading(frozen.maps, layer)
+    if not cross:
+        return attention_scores.score_reading(frozen.maps, layer)
+    stream = Stream.of(frozen, layers=[layer], final_norm=False, to_tokens=False)
+    number, _ = stream.at(layer, cross=True)
+    start, stop = frozen.capture.side(layer)
+    streams = CrossStreams(stream.x[number][:, start:stop], stream.x[number][:, :start])
+    place = frozen.layouts[layer].cross
+    assert place is not None
+    queries, keys = attention_scores.score_projections(frozen.maps, layer, place.before, crossing=True)
+    vectors = queries.held(streams.queries)(streams.queries), keys.held(streams.keys)(streams.keys)
+    return attention_scores.score_reading(frozen.maps, layer, vectors, streams)
 
 
 def score_of(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from einops import rearrange
@@ -43,40 +43,67 @@ class LayerWeights:
     adapters: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, source: ModelView | FrozenPass, layer: int, fold_norms: bool) -> "LayerWeights":
-        """Values and outputs; folding needs a pass, which knows how the block is put together."""
-        block = as_view(source).blocks[layer]
-        weights = block.plain_attention
+    def of(cls, source: ModelView | FrozenPass, layer: int, fold_norms: bool, *, cross: bool = False) -> "LayerWeights":
+        """Values and outputs; folding needs a pass, which knows how the block is put together.
+
+        Args:
+            source: what is read.
+            layer: which one.
+            fold_norms: whether norms around the sublayer are inside.
+            cross: those of cross-attention.
+        """
+        block = readable_view(source).blocks[layer]
+        weights = block.require_cross_attention() if cross else block.plain_attention
         group = weights.heads // weights.kv_heads
         V = rearrange(weights.W_V, "m (kv d) -> kv m d", kv=weights.kv_heads).repeat_interleave(group, dim=0)
         O = rearrange(weights.W_O, "(h d) m -> h d m", h=weights.heads)  # noqa: E741
-        before, after = _norms_around(source, layer, fold_norms)
-        return cls(_reading(V, before), _writing(O, after), adapters=block.adapters("VO"))
+        norms = _Norms.of(source, layer, fold_norms, cross)
+        return cls(_reading(V, norms.values), _writing(O, norms.after), adapters=block.adapters("VO", cross=cross))
 
     @classmethod
-    def with_scores(cls, frozen: FrozenPass, layer: int, fold_norms: bool, offset: int | None) -> "LayerWeights":
+    def with_scores(
+        cls, frozen: FrozenPass, layer: int, fold_norms: bool, offset: int | None, *, cross: bool = False
+    ) -> "LayerWeights":
         """The same with queries and keys."""
-        weights = frozen.view.blocks[layer].query_key
-        reading = score_reading(frozen, layer)
+        block = frozen.view.blocks[layer]
+        weights = block.cross_query_key if cross else block.query_key
+        reading = score_reading(frozen, layer, cross=cross)
         Q = rearrange(weights.W_Q, "m (h d) -> h m d", h=reading.heads)
         K = rearrange(weights.W_K, "m (kv d) -> kv m d", kv=reading.kv_heads)
-        before, _ = _norms_around(frozen, layer, fold_norms)
+        norms = _Norms.of(frozen, layer, fold_norms, cross)
         if fold_norms:
             Q = _head_norm_gain(Q, weights.q_norm)
             K = _head_norm_gain(K, weights.k_norm)
-        K = _reading(K, before).repeat_interleave(reading.heads // reading.kv_heads, dim=0)
-        return replace(cls.of(frozen, layer, fold_norms), Q=_rotated(_reading(Q, before), reading, offset), K=K)
+        Q = _rotated(_reading(Q, norms.queries), reading, offset)
+        K = _reading(K, norms.values).repeat_interleave(reading.heads // reading.kv_heads, dim=0)
+        return replace(cls.of(frozen, layer, fold_norms, cross=cross), Q=Q, K=K)
 
 
-def _norms_around(
-    source: ModelView | FrozenPass, layer: int, fold_norms: bool
-) -> tuple[NormWeights | None, NormWeights | None]:
-    """The norms before and after attention that are to be folded."""
-    if not fold_norms or not isinstance(source, FrozenPass):
-        return None, None
-    norms = source.view.blocks[layer].norms
-    at = source.layouts[layer].attn
-    return norms.get(at.before or ""), norms.get(at.after or "")
+class _Norms(NamedTuple):
+    """The norms around attention that are to be folded; None for none.
+
+    Attributes:
+        queries: before its queries.
+        values: before its keys and values: in cross-attention the one after the encoder's last block.
+        after: of what it writes.
+    """
+
+    queries: NormWeights | None = None
+    values: NormWeights | None = None
+    after: NormWeights | None = None
+
+    @classmethod
+    def of(cls, source: ModelView | FrozenPass, layer: int, fold_norms: bool, cross: bool) -> "_Norms":
+        """Those of a layer's self- or cross-attention."""
+        if not fold_norms or not isinstance(source, FrozenPass):
+            return cls()
+        norms = source.view.blocks[layer].norms
+        at = source.layouts[layer].attn
+        if cross:
+            at = source.layouts[layer].cross or at
+        before = norms.get(at.before or "")
+        values = source.view.encoder_norm if cross else before
+        return cls(before, values, norms.get(at.after or ""))
 
 
 def _rotated(Q: HeadMatrix, reading: ScoreReading, offset: int | None) -> HeadMatrix:
@@ -156,22 +183,28 @@ def refuse_whitened(view: ModelView, what: str) -> None:
         )
 
 
-def as_view(model: WeightsLike) -> ModelView:
-    """The reading of a model, or of a pass's model."""
+def readable_view(model: WeightsLike) -> ModelView:
+    """The reading of a model, or of a pass's model, which may be an encoder–decoder."""
     if isinstance(model, FrozenPass):
         model.check_fresh()
         model = model.view
     if not isinstance(model, ModelView):
         model = ModelView(model)
-    model.refuse_encoder_decoder("the weights of heads")
     return model
+
+
+def as_view(model: WeightsLike) -> ModelView:
+    """The reading of a model, or of a pass's model, whose heads are those of one stack."""
+    view = readable_view(model)
+    view.refuse_encoder_decoder("the weights of heads")
+    return view
 
 
 def pass_if_folding(model: WeightsLike, fold_norms: bool) -> ModelView | FrozenPass:
     """What weights are read from: folding needs a pass, which knows how the blocks are put together."""
     if fold_norms:
         return as_pass(model)
-    return as_view(model)
+    return readable_view(model)
 
 
 def as_pass(model: WeightsLike, offset: Offset = None) -> FrozenPass:
@@ -181,16 +214,17 @@ def as_pass(model: WeightsLike, offset: Offset = None) -> FrozenPass:
         InvalidInputError: the offset is no integer, or does not fit into the context; or hooks on the model do not run
             on so few tokens.
     """
-    view = as_view(model)
+    view = readable_view(model)
     if offset is not None:
         most = view.n_ctx - 1
         offset = whole_number("offset", offset, -most, most, why=f"within the context of {view.n_ctx} tokens")
     length = min(1 + max(2, abs(offset or 0)), view.n_ctx)  # three settle how a layer is put together
-    if isinstance(model, FrozenPass) and model.tokens.shape[1] >= length:
+    if isinstance(model, FrozenPass) and min(model.sides or model.tokens.shape[1:]) >= length:
         return model
     tokens = torch.arange(length)[None] % view.d_vocab
+    written = tokens if view.is_encoder_decoder else None
     try:
-        return freeze(view.model, tokens)
+        return freeze(view.model, tokens, decoder_input_ids=written)
     except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         hooks = other_hooks(view.model)
         if isinstance(error, TensorLensError) or not hooks:

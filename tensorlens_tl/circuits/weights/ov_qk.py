@@ -12,11 +12,15 @@ the gains of the head's query and key norms, and a norm after the sublayer into 
 would be a bias and is left out, and so is its denominator, which depends on the input. Norms of the residual stream
 itself (post-LN) belong to no head.
 
+Of an encoder–decoder the heads of both stacks are read, and with ``cross=True`` those of cross-attention: these read the
+encoder's output, so the norm folded into what their keys and values read is the one after the encoder's last block.
+
 Adapters (peft's LoRA and the like) are in the weights; the matrices that are returned name them as `adapters`.
 """
 
+import re
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.numerics import product
@@ -28,22 +32,28 @@ from tensorlens_tl.circuits.weights.layer_weights import (
     circuit_adapters,
     factored,
     pass_if_folding,
+    readable_view,
     refuse_whitened,
     stream_unembedding,
 )
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.models import ModelView
 from tensorlens_tl.passes.operator import chosen_head
 
 if TYPE_CHECKING:
     from transformer_lens import FactoredMatrix
 
 
-def ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool = False) -> "FactoredMatrix":
+def ov(
+    model: WeightsLike, layer: Whole, head: Whole, *, cross: bool = False, fold_norms: bool = False
+) -> "FactoredMatrix":
     """``W_V W_O`` of one head, `[d_model, d_model]` of rank d_head.
 
     Args:
         model: a model or a `FrozenPass`.
         layer, head: which one.
+        cross: a head of an encoder–decoder's cross-attention instead of self-attention: it maps the encoder's output
+            to the decoder's stream.
         fold_norms: see the module.
 
     Raises:
@@ -52,19 +62,27 @@ def ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool = Fals
     >>> tlens.circuits.ov(model, 0, 0).shape
     torch.Size([128, 128])
     """
-    layer, head = chosen_head(as_view(model), layer, head)
-    weights = LayerWeights.of(as_pass(model) if fold_norms else as_view(model), layer, fold_norms)
+    layer, head = chosen_head(readable_view(model), layer, head, cross=cross)
+    weights = LayerWeights.of(pass_if_folding(model, fold_norms), layer, fold_norms, cross=cross)
     return factored(weights.V[head], weights.O[head], weights.adapters)
 
 
 def qk(
-    model: WeightsLike, layer: Whole, head: Whole, *, offset: Offset = None, fold_norms: bool = False
+    model: WeightsLike,
+    layer: Whole,
+    head: Whole,
+    *,
+    cross: bool = False,
+    offset: Offset = None,
+    fold_norms: bool = False,
 ) -> "FactoredMatrix":
     """``W_Q R(offset) W_Kᵀ`` of one head, `[d_model, d_model]` of rank d_head, rows for the query.
 
     Args:
         model: a model or a `FrozenPass`.
         layer, head: which one.
+        cross: a head of cross-attention, as in `ov`: the query is of the decoder's stream, the key of the encoder's
+            output, and nothing is rotated.
         offset: query position minus key position; needed by rotary models, of no effect in others.
         fold_norms: see the module.
 
@@ -75,11 +93,12 @@ def qk(
     >>> tlens.circuits.qk(model, 0, 0).shape
     torch.Size([128, 128])
     """
-    layer, head = chosen_head(as_view(model), layer, head)
-    weights = LayerWeights.with_scores(as_pass(model, offset), layer, fold_norms, offset)
+    layer, head = chosen_head(readable_view(model), layer, head, cross=cross)
+    weights = LayerWeights.with_scores(as_pass(model, offset), layer, fold_norms, offset, cross=cross)
     assert weights.Q is not None
     assert weights.K is not None
-    return factored(weights.Q[head], weights.K[head].T, as_view(model).blocks[layer].adapters("QK"))
+    adapters = readable_view(model).blocks[layer].adapters("QK", cross=cross)
+    return factored(weights.Q[head], weights.K[head].T, adapters)
 
 
 def full_ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool = False) -> "FactoredMatrix":
@@ -124,28 +143,73 @@ def virtual_head(model: WeightsLike, heads: Any, *, fold_norms: bool = False) ->
 
     Args:
         model: a model or a `FrozenPass`.
-        heads: ``[(layer, head), …]`` in the order of the model.
+        heads: ``[(layer, head), …]`` in the order of the model, or their names, ``["L0H1", "L2.cross.H3"]``: in an
+            encoder–decoder a head of cross-attention may follow one of the encoder.
         fold_norms: see the module.
 
     Raises:
-        InvalidInputError: fewer than one head, no such head, or layers that do not ascend.
+        InvalidInputError: fewer than one head, no such head, layers that do not ascend, or a head that does not read
+            what the one before writes.
 
     >>> tlens.circuits.virtual_head(model, [(0, 1), (1, 2)]).shape
     torch.Size([128, 128])
     """
-    try:
-        heads = [(whole_number("layer", layer), whole_number("head", head)) for layer, head in heads]
-    except (TypeError, ValueError):
-        heads = []
-    if not heads:
-        raise InvalidInputError("virtual_head: pass one or more heads as [(layer, head), …].")
-    layers = [layer for layer, _ in heads]
-    if any(later <= earlier for earlier, later in pairwise(layers)):
-        raise InvalidInputError(f"virtual_head: each head must be in a later layer than the one before, got {heads}.")
-    refuse_whitened(as_view(model), "virtual_head")
+    chosen = _chosen_heads(heads)
+    view = readable_view(model)
+    for before, after in pairwise(chosen):
+        _check_order(view, before, after)
+    refuse_whitened(view, "virtual_head")
     source = pass_if_folding(model, fold_norms)
-    circuits = [ov(source, layer, head, fold_norms=fold_norms) for layer, head in heads]
+    circuits = [ov(source, head.layer, head.number, cross=head.cross, fold_norms=fold_norms) for head in chosen]
     left = circuits[0].A
     for before, after in pairwise(circuits):
         left = product(left, product(before.B, after.A))  # [d_model, d_head] throughout
     return factored(left, circuits[-1].B, sorted({name for circuit in circuits for name in circuit_adapters(circuit)}))
+
+
+class _Head(NamedTuple):
+    """A head of a layer, of self-attention or of cross-attention."""
+
+    layer: int
+    number: int
+    cross: bool = False
+
+    def __str__(self) -> str:
+        return f"L{self.layer}.cross.H{self.number}" if self.cross else f"L{self.layer}H{self.number}"
+
+
+def _chosen_heads(heads: Any) -> list[_Head]:
+    """Heads, each as ``(layer, head)`` or by its name."""
+    chosen: list[_Head] = []
+    try:
+        for head in heads:
+            match = re.fullmatch(r"L(\d+)(\.cross\.)?H(\d+)", head) if isinstance(head, str) else None
+            if match is not None:
+                chosen.append(_Head(int(match[1]), int(match[3]), match[2] is not None))
+            else:
+                layer, number = head
+                chosen.append(_Head(whole_number("layer", layer), whole_number("head", number)))
+    except (TypeError, ValueError):
+        chosen = []
+    if not chosen or isinstance(heads, str):
+        raise InvalidInputError("virtual_head: pass one or more heads as [(layer, head), …], or their names.")
+    return chosen
+
+
+def _check_order(view: ModelView, before: _Head, after: _Head) -> None:
+    """Raise `InvalidInputError` for a head that does not read what the one before it writes."""
+    of_encoder = [head.layer < view.encoder_layers for head in (before, after)]
+    if after.cross and not of_encoder[0]:
+        raise InvalidInputError(
+            f"virtual_head: {after} reads the encoder's output, which {before} does not write to; only a head of the "
+            "encoder may come before it."
+        )
+    if not after.cross and of_encoder[0] and not of_encoder[1]:
+        raise InvalidInputError(
+            f"virtual_head: {after} does not read what {before} writes: between encoder and decoder stands a head of "
+            "cross-attention."
+        )
+    if after.layer <= before.layer:
+        raise InvalidInputError(
+            f"virtual_head: each head must be in a later layer than the one before, got {before} and {after}."
+        )
