@@ -417,7 +417,9 @@ def test_a_qk_circuit_of_cross_attention_gives_its_pattern(frozen, name):
         for head in range(4):
             circuit = circuits.qk(frozen, layer, head, cross=True)
             b_Q, b_K = (
-                torch.zeros(circuit.A.shape[-1], dtype=torch.float64) if bias is None else bias.unflatten(0, (4, -1))[head]
+                torch.zeros(circuit.A.shape[-1], dtype=torch.float64)
+                if bias is None
+                else bias.unflatten(0, (4, -1))[head]
                 for bias in (weights.b_Q, weights.b_K)
             )
             scores = queries @ circuit.A @ circuit.B @ keys.mT + (queries @ circuit.A + b_Q) @ b_K[:, None]

@@ -40,7 +40,7 @@ class FeatureEdges(Terms):
         fields["provenance"] = self.provenance
         return Terms(target=target, **fields)
 
-    def to_dataframe(self, *, keys: bool = False) -> "pd.DataFrame":
+    def to_dataframe(self, *, keys: bool | None = None) -> "pd.DataFrame":
         """One line per edge: batch, query, query_token, feature (the late one), term, target, score."""
         import pandas as pd
 

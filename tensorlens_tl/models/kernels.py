@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorlens_tl.models import Activation
+from tensorlens_tl.models.activations import Activation
 
 GELU_TANH = ("gelu_new", "NewGELUActivation")
 """GELU's tanh form as TransformerLens and transformers write it: a function and a module, by name."""
@@ -19,7 +19,7 @@ def in_one_kernel(phi: Activation, dtype: torch.dtype) -> Activation:
 
     In half precision the function stays: it rounds after each operation, and the kernel once.
 
-    >>> from tensorlens_tl.passes.kernels import in_one_kernel
+    >>> from tensorlens_tl.models.kernels import in_one_kernel
     >>> in_one_kernel(torch.relu, torch.float32) is torch.relu
     True
     """
