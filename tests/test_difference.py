@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import close, hooks_left, rerun_tolerance, rest_whole, some_tokens
+from conftest import UNREAD, close, hooks_left, rerun_tolerance, rest_whole, some_tokens
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from test_fuzz import HOOKED, bridge, build, hooked, padded, prompts
 
@@ -33,8 +33,9 @@ ROUTED = (
 """Families whose routing is held: the gradient that they have with it held is in test_difference_families."""
 
 
-WHOLE = [name for name in model_names() if name not in encoder_decoder_names()]
-"""Those that read one input; the others have test_difference_encoder_decoders."""
+OTHERS = [*encoder_decoder_names(), *(f"bridge/{family}" for family in UNREAD)]
+WHOLE = [name for name in model_names() if name not in OTHERS]
+"""Those that read one input and whose scores are read; encoder–decoders have test_difference_encoder_decoders."""
 BOTH = [name for name in ("hooked/ln", "hooked/rmspre", "bridge/gpt2", "bridge/neox") if name in model_names()]
 EXACT = [name for name in ("hooked/ln", "hooked/alibi", "bridge/gpt2", "encoder/bert") if name in model_names()]
 ONE = EXACT[0]

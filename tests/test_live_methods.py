@@ -46,13 +46,16 @@ def zeroed_one_by_one(frozen):
 
             def zero(value, hook, j=j):
                 value = value.clone()
-                value.transpose(1, 1 if value.shape[1] == pos else 2)[:, j] = 0  # DeepSeek has heads before positions
+                of_values = value[..., value.shape[-1] // 2 :] if hook.name.endswith("kv.hook_out") else value
+                of_values.transpose(1, 1 if value.shape[1] == pos else 2)[:, j] = 0  # DeepSeek has heads first
                 return value
 
             def keep(output, hook, seen=seen):
                 seen["output"] = output.detach().clone()
 
-            hooks = [(f"blocks.{layer}.attn.hook_v", zero), (frozen.capture.output_name(layer), keep)]
+            of_both = f"blocks.{layer}.attn.hook_kv"  # of JetMoe: keys and values side by side
+            point = of_both if of_both in frozen.model.hook_dict else f"blocks.{layer}.attn.hook_v"
+            hooks = [(point, zero), (frozen.capture.output_name(layer), keep)]
             frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)
             change[layer, :, :, j] = 1 - torch.cosine_similarity(seen["output"], frozen.resid_pre(layer + 1), dim=-1)
     return change / change.sum(-1, keepdim=True)

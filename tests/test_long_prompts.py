@@ -21,6 +21,7 @@ REFUSED = {
     "bridge/llama4": "its queries and keys give",  # it attends within chunks
     "bridge/qwen3-next": "gated delta rule",
     "bridge/deepseek-v3": "no readable W_Q",
+    "bridge/jetmoe": "a mixture of attention heads",
 }
 OF_EVERY_KIND = ("hooked/rotary", "hooked/alibi", "hooked/local", "hooked/sinks", "bridge/gemma2", "bridge/bert")
 SMALL = tuple(name for name in OF_EVERY_KIND if name in model_names())

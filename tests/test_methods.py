@@ -45,6 +45,7 @@ CASES = {method: (method, options_of(method)) for method in BUILT_IN} | VARIED
 
 REFUSAL = (
     r"undefined at blocks\.0|is whitened|attention sinks|a norm inside attention"
+    r"|a mixture of attention heads"
     r"|blocks\.0 .*(no softmax attention|beside its attention|a gate or a norm|held as a whole)"
 )
 """Every refusal names the block, or what the whole model has."""

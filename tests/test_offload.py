@@ -29,7 +29,7 @@ NOT_SHOWN = {"attnlrp", "gim", "value-zeroing"}
 
 REFUSED = {
     "bridge/gptj", "bridge/mamba", "bridge/mamba2", "bridge/jamba", "bridge/lfm2", "bridge/llama4", "bridge/gpt-oss",
-    "bridge/falcon-h1", "bridge/native", "bridge/whitened-native", "bridge/llama-compatibility",
+    "bridge/falcon-h1", "bridge/jetmoe", "bridge/native", "bridge/whitened-native", "bridge/llama-compatibility",
 }  # fmt: skip
 """Models whose modules use each other's weights past the modules' own calls, so that accelerate's hooks do not bring
 them in: they cannot run. Some of them do where accelerate offloads them first."""

@@ -53,7 +53,7 @@ class LocalLayer:
     @cached_property
     def pattern(self) -> Float[Tensor, "batch head query key"]:
         """Attention probabilities, in the stream's dtype."""
-        return self.frozen.pattern(self.layer).to(self.x.dtype)
+        return self.frozen.maps.pattern(self.layer).to(self.x.dtype)
 
     @cached_property
     def outputs(self) -> Float[Tensor, "batch key head d_model"]:

@@ -156,10 +156,11 @@ class _Site:
         assert self.values is not None
         if self.out is not None:  # the weights read have the factor that the block multiplies its branches by
             gradient = self.out.pull(gradient.transpose(0, 1)).transpose(0, 1) / self.factor
-        A = self.frozen.pattern(self.layer).to(upcast(gradient))
+        A = self.frozen.maps.pattern(self.layer).to(upcast(gradient))
         batch, heads = A.shape[:2]
+        shown = self.frozen.pattern(self.layer).shape[1]  # fewer where heads belong to experts: those of a token
         v = self.values.to(A).reshape(-1, A.shape[-1], self.values.shape[2:].numel())[:batch]
         by_z = rearrange(gradient.to(A).flatten(3), "b c q (h d) -> b c h q d", h=heads)
         kv_heads = v.shape[-1] // by_z.shape[-1]
         v = rearrange(v, "b k (kv d) -> b kv k d", kv=kv_heads).repeat_interleave(heads // kv_heads, dim=1)
-        return (A[:, None] * (by_z @ v[:, None].mT)).clamp_min(0).mean(2)
+        return (A[:, None] * (by_z @ v[:, None].mT)).clamp_min(0).sum(2) / shown

@@ -347,8 +347,9 @@ class BlockView:
         """The attention weights; refuses attention that is more than pattern, W_V and W_O."""
         if not self.attention.hooked:
             raise self._refuse(
-                "a gate, a norm or a latent stands inside its attention: what a head reads and writes is no product of "
-                "W_V and W_O alone. The operator and what is made from it work (tensorlens, decompx, terms, effects)."
+                "a gate, a norm, a latent or a choice of experts stands inside its attention: what a head reads and "
+                "writes is no product of W_V and W_O alone. The operator and what is made from it work (tensorlens, "
+                "decompx, terms, effects)."
             )
         return self.attention
 
@@ -411,6 +412,11 @@ class BlockView:
         return weight if gain is None else gain[:, None] * weight
 
     def _query_key(self, attn: Any) -> QueryKeyWeights:
+        if hasattr(innermost(attn), "kv_proj") and hasattr(innermost(attn), "experts"):
+            raise self._refuse(
+                "its queries are read by experts that each token is sent to (a mixture of attention heads), so "
+                "that its attention scores are not read."
+            )
         (W_Q, b_Q), (W_K, b_K) = (projection(attn, letter, self.model.cfg, self._refuse) for letter in "QK")
         if not isinstance(W_Q, Tensor) or not isinstance(W_K, Tensor) or W_Q.ndim != 3 or W_K.ndim != 3:
             raise self._refuse("no readable W_Q and W_K [head, d_model, d_head]; its attention scores cannot be read.")

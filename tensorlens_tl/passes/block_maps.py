@@ -187,6 +187,20 @@ class BlockMaps(Blocks):
         factor = weights.output_factor(reads)
         return Chain((values, mixing, Chain((Diagonal(factor), out))))
 
+    @reads_weights
+    def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
+        """What `Capture.pattern` gives; where heads belong to experts (JetMoe), that of every expert's heads.
+
+        It is multiplied by what the expert counts for the query, zero for one that the query's token is not sent to.
+        Each key-value head has one head of each expert.
+        """
+        pattern = self.capture.pattern(layer)
+        ends = self.points.blocks[layer].attention
+        if ends is None:
+            return pattern
+        routing = self.view.blocks[layer].attention.routing
+        return pattern if routing is None else routing.patterns(pattern, self.capture.activation(ends.into))
+
     def _mixing(self, layer: int, heads: Collection[int] | None = None) -> AnyAttention:
         """The pattern as a map, held or recomputed; heads that are left out are zero."""
         weights = self.view.blocks[layer].attention
@@ -198,7 +212,7 @@ class BlockMaps(Blocks):
             head_mask[list(heads)] = 1
         if name is not None and name not in self.capture.activations and name in self.capture.held_scores:
             return self.capture.held_scores[name].attention(dtype, head_mask)
-        pattern = self.capture.pattern(layer).to(dtype)
+        pattern = self.pattern(layer).to(dtype)
         if head_mask is not None:
             pattern = pattern * head_mask[:, None, None]
         return Attention(pattern, weights.kv_heads)

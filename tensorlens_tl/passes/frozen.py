@@ -176,6 +176,9 @@ class FrozenPass(Linearisation):
     def pattern(self, layer: int) -> Float[Tensor, "batch head query key"]:
         """The attention probabilities of one layer; of an encoder–decoder's, between the positions of its own side.
 
+        Where heads belong to experts (JetMoe), those of a token's first choice come first; `BlockMaps.pattern` has them
+        by expert.
+
         Raises:
             InvalidInputError: no such layer.
             UnsupportedModelError: a layer without attention.

@@ -87,6 +87,11 @@ def whole_families(grouped: Options, local: Options) -> dict[str, Family]:
                 "num_shared_experts": 1,
             },
         ),
+        "jetmoe": (  # attention heads that are chosen as experts are
+            "JetMoeConfig",
+            "JetMoeForCausalLM",
+            {**grouped, **routed, "num_local_experts": 3, "kv_channels": 4},
+        ),
         "bitnet": ("BitNetConfig", "BitNetForCausalLM", grouped),  # norms inside attention and MLP
         "modernbert-decoder": (  # gate and input in one matrix, a first norm that does nothing
             "ModernBertDecoderConfig",

@@ -29,6 +29,7 @@ from tensorlens_tl.models.parameters.offload import (
 from tensorlens_tl.models.parameters.weights import (
     AttentionWeights,
     Gate,
+    HeadRouting,
     InnerValues,
     InverseScale,
     Latent,
@@ -52,6 +53,7 @@ from tensorlens_tl.models.parameters.weights import (
 __all__ = [
     "AttentionWeights",
     "Gate",
+    "HeadRouting",
     "InnerValues",
     "InverseScale",
     "Latent",

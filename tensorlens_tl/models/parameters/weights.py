@@ -111,6 +111,36 @@ class InnerValues:
 
 
 @dataclass(frozen=True)
+class HeadRouting:
+    """Which experts a token's queries are read by, of a mixture of attention heads (JetMoe).
+
+    Attributes:
+        linear: from what attention reads to a number for every expert.
+        count: how many experts there are.
+        choices: how many a token is sent to: those with the largest numbers, which count by their softmax.
+    """
+
+    linear: Linear
+    count: int
+    choices: int
+
+    def patterns(
+        self, pattern: Float[Tensor, "batch choice_kv query key"], x: Float[Tensor, "batch query d_model"]
+    ) -> Float[Tensor, "batch head query key"]:
+        """The pattern of every expert's heads, times what the expert counts for the query; zero for one not chosen.
+
+        Args:
+            pattern: of the choices, the first choice's heads first.
+            x: what attention reads.
+        """
+        numbers, index = self.linear(x).topk(self.choices, dim=-1)
+        weight = numbers.float().softmax(-1).to(pattern)  # the router computes in float32, whatever the dtype
+        sent = torch.nn.functional.one_hot(index, self.count).to(pattern) * weight[..., None]
+        by_choice = pattern.unflatten(1, (self.choices, -1))
+        return torch.einsum("bckqj,bqce->bkeqj", by_choice, sent).flatten(1, 2)
+
+
+@dataclass(frozen=True)
 class AttentionWeights:
     """Value and output weights with heads side by side; values keep the key-value heads of grouped attention.
 
@@ -121,6 +151,7 @@ class AttentionWeights:
         value_matrix, b_V: W_V and its bias; no matrix where values go through a norm inside (latent attention).
         inner_values: values where they are more than x·W_V + b_V.
         output_factor: what multiplies what the heads give: a gate, or the scale of a norm before W_O. None for 1.
+        routing: where heads belong to experts that a token is sent to; None where every token has all heads.
     """
 
     value_matrix: Float[Tensor, "d_model kv_width"] | None
@@ -131,11 +162,12 @@ class AttentionWeights:
     kv_heads: int
     inner_values: InnerValues | None = None
     output_factor: Gate | InverseScale | None = None
+    routing: HeadRouting | None = None
 
     @property
     def hooked(self) -> bool:
         """Whether holding the pattern holds it; else it is held as a whole, by what it reads."""
-        return self.inner_values is None and self.output_factor is None
+        return self.inner_values is None and self.output_factor is None and self.routing is None
 
     def scaled(self, factor: float, reads: float = 1.0) -> "AttentionWeights":
         """The same, with what it writes multiplied by a factor, and what it reads by another."""

@@ -14,6 +14,7 @@ from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.parameters import (
     AttentionWeights,
     Gate,
+    HeadRouting,
     InnerValues,
     InverseScale,
     Latent,
@@ -29,6 +30,7 @@ from tensorlens_tl.models.parameters import (
     tried_norm,
     unlike_shown,
 )
+from tensorlens_tl.models.sublayers.experts import parallel_router
 
 PROJECTIONS = ("q", "k", "v", "o")
 """What a Bridge calls the projections of attention."""
@@ -43,6 +45,8 @@ def read_attention(attn: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
     inner = innermost(attn)
     if isinstance(getattr(inner, "kv_b_proj", None), nn.Module):
         return _latent(inner, cfg, refuse)
+    if isinstance(getattr(inner, "kv_proj", None), nn.Module) and hasattr(inner, "experts"):
+        return _of_experts(inner, refuse)
     refuse_bypassed(attn, PROJECTIONS, "attn", refuse)
     W_O, b_O = projection(attn, "O", cfg, refuse)
     W_V, b_V = projection(attn, "V", cfg, refuse)
@@ -159,6 +163,28 @@ def _gate_beside_queries(inner: Any, width: int, refuse: Refuse) -> Gate | None:
         return both.unflatten(-1, (-1, 2, d_head))[..., 1, :].flatten(-2)
 
     return Gate(Linear(second_half(weight), maybe(second_half, bias)), torch.sigmoid, 1)
+
+
+def _of_experts(inner: Any, refuse: Refuse) -> AttentionWeights:
+    """A mixture of attention heads (JetMoe): every expert has queries and an output of its own, and all share values.
+
+    A key-value head has one head of each expert.
+    """
+    experts = innermost(inner.experts)
+    router, choices = parallel_router(experts, refuse)
+    _, W_V = read_linear(inner.kv_proj, "attn.kv_proj", refuse).weight.chunk(2, dim=1)
+    W_O = floating(innermost(experts.output_linear).weight, "attn.experts.output_linear", refuse)
+    kv_heads = int(inner.num_key_value_heads)
+    count = len(W_O)
+    return AttentionWeights(
+        value_matrix=W_V,
+        b_V=None,
+        W_O=rearrange(W_O, "expert d_model (kv d_head) -> (kv expert d_head) d_model", kv=kv_heads),
+        b_O=detached(getattr(experts, "bias", None)),
+        heads=kv_heads * count,
+        kv_heads=kv_heads,
+        routing=HeadRouting(Linear(*read_linear(router, "attn.experts.router", refuse)), count, choices),
+    )
 
 
 def _latent(inner: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:

@@ -49,6 +49,8 @@ class Routing:
         factor: of all the weights (Laguna).
         shown: whether `index` and `weight` are hook points of a HookedTransformer's mixture instead: the first as
             above, the second for every expert, `[token, expert]`, whether it is chosen or not.
+        softmax: whether `weight` is a router's numbers, of which the largest choose, and what those count is their
+            softmax (JetMoe).
         normalised: whether the weights of a token's choices are divided by their sum after that.
         router: gives a number for every expert as its first output, `[token, expert]`, or None where none is known.
     """
@@ -60,6 +62,7 @@ class Routing:
     scales_input: bool = False
     factor: float = 1.0
     shown: bool = False
+    softmax: bool = False
     normalised: bool = False
     router: nn.Module | None = None
 
@@ -69,6 +72,8 @@ class Routing:
         """What each choice counts, from what is seen of the weights."""
         if self.shown:
             weight = weight.gather(-1, index)
+        if self.softmax:
+            weight = weight.float().softmax(-1).to(weight)  # the router computes in float32, whatever the dtype
         if self.normalised:
             weight = weight / weight.sum(-1, keepdim=True)
         return weight * self.factor
@@ -145,7 +150,16 @@ def read_per_layer(block: Any, cfg: Any, refuse: Refuse) -> PerLayerWeights | No
 def has_experts(mlp: Any) -> bool:
     """Whether an MLP sends its tokens to experts."""
     experts = innermost(getattr(innermost(mlp), "experts", None))
-    return isinstance(experts, nn.Module) and any(True for _ in experts.parameters())
+    if isinstance(experts, nn.Module):
+        return any(True for _ in experts.parameters())
+    return _is_parallel(innermost(mlp))
+
+
+def _is_parallel(layer: Any) -> bool:
+    """Whether a layer's own projections are those of all its experts, one matrix each (JetMoe)."""
+    parts = (innermost(getattr(layer, name, None)) for name in ("input_linear", "output_linear"))
+    weights = [getattr(part, "weight", None) for part in parts]
+    return all(isinstance(weight, Tensor) and weight.ndim == 3 for weight in weights)
 
 
 def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
@@ -157,6 +171,8 @@ def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
     layer = innermost(mlp)
     if not is_bridge_component(mlp):
         return _read_shown(mlp, cfg, refuse)
+    if _is_parallel(layer):
+        return _read_parallel(layer, cfg, refuse)
     experts = innermost(layer.experts)
     shared = _first_module(layer, "shared_experts", "shared_expert", "shared_mlp")
     gate = _first_module(layer, "shared_expert_gate")
@@ -172,6 +188,34 @@ def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
         shared_module=shared,
         choices=next((number for number in choices if isinstance(number, int)), count),
     )
+
+
+def _read_parallel(layer: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
+    """Experts whose matrices the layer has itself; what it adds to their sum is in each, as their weights sum to 1."""
+    router, top_k = parallel_router(layer, refuse)
+    first, down = (
+        floating(innermost(getattr(layer, name)).weight, f"mlp.{name}", refuse).mT
+        for name in ("input_linear", "output_linear")
+    )
+    bias = detached(getattr(layer, "bias", None))
+    phi = read_activation(layer, cfg, refuse)
+
+    def expert(number: int) -> MLPWeights:
+        W_gate, W_in = first[number].chunk(2, dim=1)
+        return MLPWeights(W_in, None, W_gate, None, None, down[number], bias, phi, hooked=False)
+
+    routing = Routing(router, "", "output", dense=True, softmax=True, router=router)
+    return ExpertsWeights(len(first), expert, routing, choices=top_k)
+
+
+def parallel_router(layer: Any, refuse: Refuse) -> tuple[nn.Module, int]:
+    """What gives a number for every expert of such a layer, and how many of them a token is sent to."""
+    router = innermost(getattr(layer, "router", None))
+    linear = innermost(getattr(router, "layer", None))
+    top_k = getattr(router, "top_k", None)
+    if not isinstance(linear, nn.Module) or not isinstance(top_k, int):
+        raise refuse(f"the router of its experts ({type(router).__name__}) has no layer and top_k that are read.")
+    return linear, top_k
 
 
 def _read_shown(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:

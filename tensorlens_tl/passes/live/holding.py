@@ -221,7 +221,10 @@ def _prove(maps: BlockMaps) -> frozenset[str]:
     model = maps.capture.model
     points = maps.points
     with unheld_run(model):
-        sites = [site for block in points.blocks for site in (block.heads, block.cross) if site is not None]
+        by_pattern = (
+            site for block in points.blocks for site in (None if block.attention else block.heads, block.cross)
+        )
+        sites = [site for site in by_pattern if site is not None]
         reached = patterns_take_effect(model, maps.capture.inputs, sites)
         effective = frozenset(site.pattern for site, reaches in zip(sites, reached, strict=True) if reaches)
     # another stream and not another prompt: a model of images and tokens checks that both fit together
