@@ -398,6 +398,12 @@ VARIANTS: dict[str, dict[str, Overrides]] = {
     "Gemma4ForCausalLM": {
         "dense": {**_FOUR_LAYERS, **_GEMMA4, "enable_moe_block": False},
         "dense, no per-layer input": {**_FOUR_LAYERS, **_GEMMA4, "hidden_size_per_layer_input": 0},
+        "shared keys and values": {
+            **_FOUR_LAYERS,
+            **_GEMMA4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+        },
     },
     "GraniteForCausalLM": {"residual multiplier 1": {**_MULTIPLIERS, "residual_multiplier": 1.0}},
     "GraniteMoeHybridForCausalLM": {

@@ -1,6 +1,7 @@
 """docs/census.md and benchmarks/census.json say what the census finds on the TransformerLens that they are about."""
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -53,7 +54,7 @@ def test_most_names_are_exact():
         if not row.variant and row.verdict not in (census_checks.NOT_BUILDABLE, census_checks.BRIDGE_FAILS)
     ]
     exact = [row.name for row in first if row.verdict in (census.EXACT, census.FLOAT32)]
-    assert len(exact) >= 115
+    assert len(exact) >= 118
     assert len(first) >= 140
 
 
@@ -65,6 +66,22 @@ def test_most_names_are_exact():
 def test_run_again(model):
     again = census.examine(*model)
     assert (again.verdict, set(again.errors)) == (FOUND[model].verdict, set(FOUND[model].errors)), again
+
+
+REFUSALS = {
+    ("Gemma3nForConditionalGeneration", ""): "blocks.0 of this .* several vectors for each token.*AltUp",
+    ("DeepseekV4ForCausalLM", ""): "blocks.0 of this .* several vectors for each token.*hyper-connections",
+    ("Gemma4ForCausalLM", "shared keys and values"): "blocks.2 of this .* those of an earlier block",
+    ("SwitchTransformersForConditionalGeneration", ""): "hook_pattern of this .* no attention probabilities",
+    ("HrmTextForCausalLM", ""): "H_blocks and L_blocks .* in a loop",
+}
+
+
+@pytest.mark.parametrize("model", REFUSALS, ids=" ".join)
+def test_what_cannot_be_held_is_refused_by_name(model):
+    row = census.examine(*model)
+    assert row.verdict == census.REFUSED
+    assert re.search(REFUSALS[model], row.reason)
 
 
 def test_a_wrong_number_is_seen(monkeypatch):

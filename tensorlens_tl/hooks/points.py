@@ -279,6 +279,7 @@ def _block_points(view: ModelView, block: BlockView, known: Collection[str]) -> 
 
 def _stream_points(block: BlockView) -> dict[str, Any]:
     """Where the stream enters."""
+    block.require_one_stream()
     if block.whitening is None:
         return {"resid_pre": f"{block.name}.hook_resid_pre"}
     return {"resid_pre": f"{block.name}.whitening.hook_in", "whitened": f"{block.name}.whitening.hook_out"}

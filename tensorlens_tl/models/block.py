@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.names import ATTENTION, EXPERTS_BESIDE, MIXERS, MLPS, NORMS, PER_LAYER_NORM
+from tensorlens_tl.models.names import ATTENTION, EXPERTS_BESIDE, MIXERS, MLPS, NORMS, PER_LAYER_NORM, STREAMS
 from tensorlens_tl.models.parameters import (
     AttentionWeights,
     MLPWeights,
@@ -251,6 +251,21 @@ class BlockView:
     def _norms(self, names: Iterable[str]) -> dict[str, NormWeights]:
         modules = {name: getattr(self.module, name, None) for name in names}
         return {name: norm_weights(norm, self.model.cfg) for name, norm in modules.items() if is_norm(norm)}
+
+    def require_one_stream(self) -> None:
+        """Refuse a block that reads and writes several vectors for each token.
+
+        Raises:
+            UnsupportedModelError: naming what mixes them.
+        """
+        inner = innermost(self.module)
+        mixed = [kind for name, kind in STREAMS.items() if isinstance(getattr(inner, name, None), nn.Module)]
+        if mixed:
+            raise self._refuse(
+                f"its stream has several vectors for each token, mixed before and after its sublayers ({mixed[0]}) by "
+                "factors that depend on them, so that no single one of them determines what the block gives. Only "
+                "models with one vector for each token can be frozen."
+            )
 
     @property
     def has_experts_beside(self) -> bool:

@@ -24,6 +24,12 @@ EXPERTS_BESIDE = {
 """The norms before and after each, where experts stand beside an MLP (Gemma 4): six norms of one class and shape in one
 block, of which only their names tell which belongs to what. The proof of the block shows whether that is right."""
 
+STREAMS = {"altup": "AltUp", "attn_hc": "hyper-connections"}
+"""What mixes several streams before and after a block's sublayers (Gemma 3n, DeepSeek-V4), by its module's name."""
+
+LOOPS = ("H_blocks", "L_blocks")
+"""Stacks that a model runs several times each, in a loop (HRM-Text)."""
+
 PER_LAYER_NORM = "post_per_layer_input_norm"
 """The norm of what a block adds for an input of each token at this layer (Gemma 3n, Gemma 4); as above."""
 

@@ -20,7 +20,7 @@ from tensorlens_tl.algebra.numerics import maybe, plus, refuse_autocast, times
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.block import BlockView, Owner
 from tensorlens_tl.models.lifecycle import newly_initialised
-from tensorlens_tl.models.names import NORMS, STABLE, UNSCALED
+from tensorlens_tl.models.names import LOOPS, NORMS, STABLE, UNSCALED
 from tensorlens_tl.models.parameters import (
     MLMHead,
     NormWeights,
@@ -92,6 +92,11 @@ class ModelView:
         for needed in ("cfg", *self._stacks, "hook_dict", "run_with_hooks"):
             # the class comes first: a Bridge puts its hook_dict together anew whenever it is read
             if not hasattr(type(model), needed) and not hasattr(model, needed):
+                if needed == "blocks" and all(hasattr(model, stack) for stack in LOOPS):
+                    raise UnsupportedModelError(
+                        f"{' and '.join(LOOPS)} of this {type(model).__name__} run several times each, in a loop: one "
+                        "activation for each block does not describe it. Such models cannot be frozen."
+                    )
                 raise UnsupportedModelError(
                     f"{type(model).__name__} has no `{needed}`: pass a HookedTransformer, a HookedEncoder, a "
                     "HookedEncoderDecoder or a TransformerBridge." + _hint(model)

@@ -62,6 +62,7 @@ from tensorlens_tl.passes.preflight import (
     check_growth,
     check_padding,
     check_repeats,
+    check_shown_patterns,
     check_width,
     warn_of_ties,
 )
@@ -280,6 +281,7 @@ def _freeze(
         hook_numbers=hook_numbers(view.model),
     )
     check_width(capture)
+    check_shown_patterns(capture)
     check_dtype(capture)
     tolerance = allowed(capture.resid_pre(0).dtype)
     if cache is not None:

@@ -90,6 +90,24 @@ def check_repeats(capture: Capture, tolerance: float) -> None:
     _repeats.set(capture.model, capture.weights, True)
 
 
+def check_shown_patterns(capture: Capture) -> None:
+    """Refuse an encoder–decoder that shows something else where its patterns should be.
+
+    TransformerLens gives `hook_pattern` the second output of an attention module that it leaves as it is, which of
+    Switch Transformers is the bias of relative positions.
+    """
+    if capture.sides is None:
+        return
+    for points in capture.points.blocks:
+        pattern = points.pattern and capture.activations.get(points.pattern)
+        if isinstance(pattern, Tensor) and bool((pattern < 0).any()):
+            raise UnsupportedModelError(
+                f"{points.pattern} of this {capture.view.description} has numbers below 0, which are no attention "
+                "probabilities: TransformerLens shows the bias of relative positions there (Switch Transformers). "
+                "Without its patterns attention cannot be held."
+            )
+
+
 def check_dtype(capture: Capture) -> None:
     """Refuse a state-space model that keeps its stream in float32 beside narrower weights."""
     for layer, block in enumerate(capture.view.blocks):

@@ -43,6 +43,12 @@ def read_attention(attn: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
         UnsupportedModelError: what is not softmax attention with readable weights.
     """
     inner = innermost(attn)
+    if getattr(inner, "is_kv_shared_layer", False):
+        raise refuse(
+            "its attention has no keys and values of its own: it takes those of an earlier block (shared keys and "
+            "values), so that what it writes depends on the stream there as well, which no map of this block's stream "
+            "holds."
+        )
     if isinstance(getattr(inner, "kv_b_proj", None), nn.Module):
         return _latent(inner, cfg, refuse)
     if isinstance(getattr(inner, "kv_proj", None), nn.Module) and hasattr(inner, "experts"):
