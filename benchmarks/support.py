@@ -33,7 +33,7 @@ goes through `check_model`, every method through `check_method`, and one head's 
 * **QK**: whether attention scores can be read from weights (`circuits.qk_attribution`).
 * ✓ passes everything; numbers refer to the reasons below each table. A model that is in no row is checked when it is frozen, and raises an error if the checks fail ([what they cover](guarantees.md));
   `tensorlens-tl verify --model NAME` runs the same proof on yours.
-* Encoder–decoders (`freeze(model, input, decoder_input_ids=...)`) support everything that needs the operator, the difference of two runs or the live model alone, with scores over both sides; a Bridge of T5 runs on TransformerLens 4 only, a HookedEncoderDecoder is a T5 of 3.9.
+* Encoder–decoders (`freeze(model, input, decoder_input_ids=...)`) support everything that needs the operator, the difference of two runs or the live model alone, with scores over both sides, and terms, paths, graphs and weights of heads, cross-attention's included ([what circuits take](howto/22_encoder_decoders.md)); a Bridge of T5 runs on TransformerLens 4 only, a HookedEncoderDecoder is a T5 of 3.9.
 * Everything here was run on CPU. On a GPU the library runs where the model is, which has not been tested yet ([devices](guarantees.md#devices)).
 * Every architecture that TransformerLens 4 maps, exact or refused and why: [the census](census.md).
 

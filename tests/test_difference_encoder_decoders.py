@@ -526,9 +526,8 @@ def test_what_reads_blocks_of_one_stack_is_refused_by_name():
     change = tlens.difference(run_of(built(BART), 0), run_of(built(BART), 1))
     for what, question in {
         "routes": lambda: circuits.routes(change, 7),
-        "circuits": lambda: circuits.logit_attribution(change, 7),
         "qk_attribution of a difference": lambda: circuits.qk_attribution(change, 0, 0, key=0),
-        "attention scores": lambda: circuits.scores.score_reading(change.a, 0),
+        "attention scores": lambda: circuits.qk_attribution(change.a, 0, 0, key=0),
     }.items():
         with pytest.raises(tlens.UnsupportedModelError, match=f"{what}: not read of an encoder–decoder yet"):
             question()

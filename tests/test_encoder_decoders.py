@@ -8,7 +8,7 @@ import torch
 from conftest import tolerance
 
 import tensorlens_tl as tlens
-from tensorlens_tl import circuits, compress, demo, evaluate, report, whitening
+from tensorlens_tl import circuits, compress, demo, evaluate, whitening
 from tensorlens_tl.methods import contextualisation
 from tensorlens_tl.results import storage
 from tensorlens_tl.testing import check_method, encoder_decoder_names, held_output, tiny_input, tiny_model
@@ -158,13 +158,6 @@ def test_gradients_are_those_of_both_sides(bart, model_named):
 # ------------------------------------------------------------------------------------------ what is refused
 
 PARTS = {
-    "circuits": [
-        lambda m, f: circuits.logit_attribution(f, 7),
-        lambda m, f: circuits.total_effects(f, 7),
-        lambda m, f: circuits.contribution_graph(f, 7),
-        lambda m, f: circuits.top_paths(f, 7),
-        lambda m, f: circuits.head_map(f, 0, 0),
-    ],
     "attention scores": [lambda m, f: circuits.qk_attribution(f, 0, 0, query=-1, key=1)],
     "bounds": [
         lambda m, f: circuits.error_bound(f, f.resid_pre(0)),
@@ -172,10 +165,11 @@ PARTS = {
         lambda m, f: circuits.spectral_norm_bound(f),
     ],
     "the weights of heads": [
-        lambda m, f: circuits.ov(m, 0, 0),
+        lambda m, f: circuits.full_ov(m, 0, 0),
         lambda m, f: circuits.full_qk(f, 0, 0),
         lambda m, f: circuits.copying_scores(m),
-        lambda m, f: circuits.composition_scores(m, "K"),
+        lambda m, f: circuits.svd_tokens(m, 0, 0),
+        lambda m, f: circuits.ov_eigenvalues(m, 0, 0),
         lambda m, f: compress.plan(m, ratio=2),
         lambda m, f: compress.plan(m, method=None, mlp=0.5),
         lambda m, f: compress.sharing(m),
@@ -214,14 +208,6 @@ def test_what_reads_blocks_of_one_stack_is_refused_by_name(what, model_named):
     for asked in PARTS[what]:
         with pytest.raises(tlens.UnsupportedModelError, match=f"{what}.*not read of an encoder–decoder yet"):
             asked(model, frozen)
-
-
-def test_a_report_names_what_it_cannot_show(model_named):
-    model = model_named(BART)
-    input, options = tiny_input(model, 1)
-    page = report.explain(tlens.freeze(model, input, **options)).body
-    assert "tensorlens (target)" in page
-    assert "circuits: not read of an encoder–decoder yet" in page
 
 
 @pytest.mark.parametrize("method", ["tensorlens", "decompx", "input-x-gradient", "attnlrp"])

@@ -438,9 +438,9 @@ def _at_rows(values: Shaped[Tensor, "batch query *term"], rows: Int[Tensor, "bat
 
 
 def _cell(name: str) -> tuple[int, str] | None:
-    """Layer and column of a head's or MLP's name, else None.
+    """Layer and column of a head's or MLP's name: ``"L3H1"`` is (3, "H1"), ``"MLP2"`` (2, "MLP"); else None.
 
-    ``"L3H1"`` is (3, "H1"), ``"L3.cross.H1"`` (3, "cross.H1"), ``"MLP2"`` (2, "MLP").
+    A head of cross-attention, ``"L3.cross.H1"``, is (3, "cross.H1").
     """
     match = re.fullmatch(r"L(\d+)(H\d+|\.cross\.H\d+)|MLP(\d+)", name)
     if match is None:

@@ -12,8 +12,8 @@ the gains of the head's query and key norms, and a norm after the sublayer into 
 would be a bias and is left out, and so is its denominator, which depends on the input. Norms of the residual stream
 itself (post-LN) belong to no head.
 
-Of an encoder–decoder the heads of both stacks are read, and with ``cross=True`` those of cross-attention: these read
-the encoder's output, so the norm folded into what their keys and values read is the one after the encoder's last block.
+Of an encoder–decoder the heads of both stacks are read, and with ``cross=True`` those of cross-attention. Their keys
+and values read the encoder's output, so the norm that is folded into these is the one after the encoder's last block.
 
 Adapters (peft's LoRA and the like) are in the weights; the matrices that are returned name them as `adapters`.
 """
