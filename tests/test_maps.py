@@ -352,6 +352,25 @@ def test_a_segment_is_its_map_between_others(only, mixing):
 
 
 @pytest.mark.parametrize("only", [False, True])
+def test_a_segment_by_groups_of_channels(only):
+    m, x = Segment(Linear(normal(WIDTH, WIDTH), normal(WIDTH)), 1, 3, POS, only), normal(BATCH, POS, WIDTH)
+    assert torch.allclose(m.of_group(1, 2)(x), m(x)[..., WIDTH // 2 :])
+    alone = torch.stack([x * (torch.arange(WIDTH) // (WIDTH // 2) == group) for group in range(2)])
+    assert torch.allclose(m.push_groups(x, 2), m.push(alone))
+    assert m.components == 1
+
+
+def test_a_segment_by_heads():
+    m, x = Segment(Attention(pattern(queries=2, keys=2), 2), 1, 3, POS, only=True), normal(BATCH, POS, 4)
+    assert m.components == 4
+    heads = []
+    for head in range(4):
+        group, groups = m.group_read_by(head)
+        heads.append(m.component(head)(x.unflatten(-1, (groups, -1))[..., group, :]))
+    assert torch.allclose(torch.cat(heads, dim=-1), m(x))
+
+
+@pytest.mark.parametrize("only", [False, True])
 def test_a_segment_cut_to_any_positions(only):
     """Slices that begin or end outside it, lists in any part of it, one position for each row."""
     inner, x = part(), normal(BATCH, POS, WIDTH)

@@ -40,7 +40,9 @@ def logit_attribution(
 ) -> Terms:
     """The direct effect of every component on a logit; with the biases they sum to it.
 
-    Heads count with b_V inside, as TransformerLens' ``hook_result``; b_O and b_out are separate terms.
+    Heads count with b_V inside, as TransformerLens' ``hook_result``; b_O and b_out are separate terms. Of an
+    encoder–decoder both stacks have terms, and heads of cross-attention are ``"L2.cross.H0"``; what the encoder writes
+    reaches a logit through these alone, so its direct effect is zero.
 
     Args:
         frozen: the pass, or the difference of two: then every term is a part of the change.

@@ -27,6 +27,10 @@ post-LN model what a source wrote goes through the norms of the residual stream 
 passes vectors on from position to position, so it is one node, which takes in all that was written before it.
 A mixer in place of attention (a state-space layer, a convolution) is one node with edges from every earlier position.
 
+An encoder–decoder is one stream, the encoder's positions and then the decoder's, and every node is at positions of its
+side. A head of cross-attention, ``L2.cross.H0``, stands at the decoder's positions; the edges into it come from the
+encoder's, through the norm after its last block and the head's values.
+
 Of the difference of two runs (`tensorlens_tl.passes.difference`) weights and edges are parts of the change of the
 target, and nothing is held: every head is three nodes, ``L0H3.v``, ``L0H3.q`` and ``L0H3.k``, what it gives because its
 values changed, and because its queries and keys changed where it attends. So an edge from one head to another's ``.k``

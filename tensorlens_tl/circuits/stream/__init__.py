@@ -1,5 +1,6 @@
 """The frozen model as steps of its residual stream: what reads from it, and what writes to it."""
 
+from tensorlens_tl.circuits.stream.blocks import block_steps
 from tensorlens_tl.circuits.stream.stream import (
     Pulled,
     Stream,
@@ -9,7 +10,7 @@ from tensorlens_tl.circuits.stream.stream import (
     summed_by_name,
     token_pairs,
 )
-from tensorlens_tl.circuits.stream.sublayers import Step, Sublayer, block_steps
+from tensorlens_tl.circuits.stream.sublayers import Step, Sublayer
 
 __all__ = [
     "Pulled",

@@ -29,8 +29,9 @@ from tensorlens_tl.algebra import AffineMap
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
 from tensorlens_tl.circuits.arguments import Direction
+from tensorlens_tl.circuits.stream.blocks import block_steps
 from tensorlens_tl.circuits.stream.embeddings import embedding_parts
-from tensorlens_tl.circuits.stream.sublayers import Step, Sublayer, block_steps
+from tensorlens_tl.circuits.stream.sublayers import Step, Sublayer
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, Query, TokenLike, check_rule
 from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, check_explained
