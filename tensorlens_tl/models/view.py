@@ -175,9 +175,9 @@ class ModelView:
         if self.is_encoder_decoder:
             raise UnsupportedModelError(
                 f"{what}: not read of an encoder–decoder yet, whose blocks are of two stacks ({self.description}). The "
-                "operator, method='tensorlens', 'decompx' and 'difference', gradients, and circuits of a pass "
-                "(logit_attribution, total_effects, head_map, paths, contribution_graph) are exact for it, and ov, qk, "
-                "virtual_head and composition_scores read its weights."
+                "operator, method='tensorlens', 'decompx' and 'difference', gradients, the circuits logit_attribution, "
+                "total_effects, head_map, paths and contribution_graph, and ov, qk, virtual_head and "
+                "composition_scores take it."
             )
 
     @property

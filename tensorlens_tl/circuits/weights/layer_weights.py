@@ -193,10 +193,15 @@ def readable_view(model: WeightsLike) -> ModelView:
     return model
 
 
-def as_view(model: WeightsLike) -> ModelView:
-    """The reading of a model, or of a pass's model, whose heads are those of one stack."""
+def as_view(model: WeightsLike, what: str = "the weights of heads") -> ModelView:
+    """The reading of a model, or of a pass's model, whose heads are those of one stack.
+
+    Args:
+        model: what is read.
+        what: the subject of a refusal.
+    """
     view = readable_view(model)
-    view.refuse_encoder_decoder("the weights of heads")
+    view.refuse_encoder_decoder(what)
     return view
 
 

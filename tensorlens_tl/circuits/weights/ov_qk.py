@@ -111,7 +111,7 @@ def full_ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool =
     >>> tlens.circuits.full_ov(model, 0, 0).shape == (model.cfg.d_vocab, model.cfg.d_vocab)
     True
     """
-    view = as_view(model)
+    view = as_view(model, "full_ov")
     circuit = ov(model, layer, head, fold_norms=fold_norms)
     refuse_whitened(view, "full_ov")
     adapters = {*circuit_adapters(circuit), *view.end_adapters}
@@ -131,7 +131,7 @@ def full_qk(
     >>> tlens.circuits.full_qk(model, 0, 0, offset=1).shape == (model.cfg.d_vocab, model.cfg.d_vocab)
     True
     """
-    view = as_view(model)
+    view = as_view(model, "full_qk")
     circuit = qk(model, layer, head, offset=offset, fold_norms=fold_norms)
     refuse_whitened(view, "full_qk")
     adapters = {*circuit_adapters(circuit), *view.end_adapters}

@@ -35,7 +35,7 @@ def ov_eigenvalues(
     >>> tlens.circuits.ov_eigenvalues(model, 0, 0).shape  # d_head of them are not zero
     torch.Size([32])
     """
-    unembedding, embedding = _square_vocabulary(as_view(model), fold_norms)
+    unembedding, embedding = _square_vocabulary(as_view(model, "ov_eigenvalues"), fold_norms)
     circuit = ov(model, layer, head, fold_norms=fold_norms)
     values = torch.linalg.eigvals(upcast(circuit.B) @ unembedding @ embedding @ upcast(circuit.A))
     return values[values.abs().argsort(descending=True)]
@@ -47,7 +47,7 @@ def copying_scores(model: WeightsLike, *, fold_norms: bool = False) -> Float[Ten
     >>> bool((tlens.circuits.copying_scores(model).abs() <= 1).all())
     True
     """
-    view = as_view(model)
+    view = as_view(model, "copying_scores")
     unembedding, embedding = _square_vocabulary(view, fold_norms)
     through = unembedding @ embedding  # [d_model, d_model]: the vocabulary once, for all heads
     source = pass_if_folding(model, fold_norms)
@@ -103,7 +103,7 @@ def svd_tokens(
         raise InvalidInputError(f"circuit={circuit!r}; use 'ov' or 'qk'.")
     k = whole_number("k", k, 1)
     top = whole_number("top", top, 1)
-    view = as_view(model)
+    view = as_view(model, "svd_tokens")
     refuse_whitened(view, "svd_tokens")
     if circuit == "ov":
         matrix = ov(model, layer, head, fold_norms=fold_norms)
