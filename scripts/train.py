@@ -32,6 +32,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from scripts.rounding import round_parameters
+
 BOS = "<|bos|>"
 VOCABULARY = 2048
 CONTEXT = 256
@@ -266,6 +268,7 @@ def main() -> None:
     induction_steps = learn_induction(model, generator, args.most_induction_steps, args.induction_rate)
     model = learn_text(model, generator, train_stream, unseen_stream, args.text_steps, args.dropout)
 
+    round_parameters(model)
     args.out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

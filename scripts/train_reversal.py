@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from scripts import small
+from scripts.rounding import round_parameters
 from tensorlens_tl.demo import is_held_out_word, reversal_words
 
 STEPS, ROWS, RATE = 2000, 128, 3e-3
@@ -87,6 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = letter_tokenizer()
     model = small_bart(len(tokenizer))
     learn(model, args.steps, args.seed)
+    round_parameters(model)
     args.out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

@@ -284,7 +284,7 @@ def train_encoder(seed: int, steps: int) -> tuple[Any, Any, dict[str, Any]]:
     model.eval()
     with torch.no_grad():
         reached = accuracy()
-    return model.half(), tokenizer, {"steps": taken, "held_out_accuracy": reached}
+    return model, tokenizer, {"steps": taken, "held_out_accuracy": reached}
 
 
 STEPS = {"recall": 4000, "brackets": 6000, "relations": 6000, "encoder": 6000}
@@ -306,7 +306,7 @@ def main() -> None:
     else:
         model, tokenizer, facts = train_task(args.name, args.seed, steps)
     args.out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(args.out)
+    model.half().save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     (args.out / "generation_config.json").unlink(missing_ok=True)
     facts = {"python": platform.python_version(), "torch": torch.__version__, "seed": args.seed} | facts

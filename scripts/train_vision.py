@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 
 from scripts import small
+from scripts.rounding import round_parameters
 from tensorlens_tl.demo import digit_images
 
 STEPS, ROWS, RATE = 6000, 128, 2e-3
@@ -78,6 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.manual_seed(args.seed)
     model = small_vit()
     learn(model, args.steps, args.seed)
+    round_parameters(model)
     args.out.mkdir(parents=True, exist_ok=True)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(args.out)

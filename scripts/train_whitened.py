@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from transformers import PreTrainedTokenizerFast
 
+from scripts.rounding import rounded
 from scripts.train import python_documents, split_documents
 from tensorlens_tl.algebra.recursion import spectral_radius
 from tensorlens_tl.whitening.layer import Whitening, attach
@@ -185,7 +186,7 @@ def save(model: Any, known: list[str], folder: Path) -> None:
     """Weights, configuration and tokenizer of one model."""
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
-    weights = {name: tensor.contiguous().cpu() for name, tensor in model.state_dict().items()}
+    weights = {name: rounded(tensor).contiguous().cpu() for name, tensor in model.state_dict().items()}
     save_file(weights, folder / "model.safetensors")
     character_tokenizer(known).save_pretrained(folder)
 

@@ -3,12 +3,17 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import tensorlens_tl as tlens
-from scripts import release
+from scripts import release, rounding
 
 ROOT = Path(__file__).parents[1]
+BUNDLED = sorted((ROOT / "tensorlens_tl" / "demo").rglob("*.safetensors"))
 
 
 def test_texts_agree():
@@ -51,7 +56,37 @@ def test_too_large_a_wheel_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(release.subprocess, "run", lambda *args, **options: type("Run", (), {"returncode": 0}))
     (tmp_path / "a.tar.gz").write_bytes(b"")
     (tmp_path / "a.whl").write_bytes(b"0" * (release.MOST_BYTES + 1))
-    assert ["at most 10" in fault for fault in release.archives_fit()] == [True]
+    assert ["at most 8" in fault for fault in release.archives_fit()] == [True]
+
+
+def test_weights_are_rounded_to_the_nearest():
+    """As numpy rounds the mantissa, ties to even; twice changes nothing, and half precision stays as it is."""
+    weights = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 4096)
+    ties = 1 + (2 * torch.arange(64) + 1) * 2.0**-rounding.SIGNIFICANT
+    weights = torch.cat([weights, ties, -ties, torch.zeros(1)])
+    mantissa, exponent = np.frexp(weights.double().numpy())
+    nearest = np.ldexp(np.round(np.ldexp(mantissa, rounding.SIGNIFICANT)), exponent - rounding.SIGNIFICANT)
+    rounded = rounding.rounded(weights)
+    assert rounded.tolist() == nearest.tolist()
+    assert torch.equal(rounding.rounded(rounded), rounded)
+    assert torch.equal(rounding.rounded(weights.half()), weights.half())
+
+
+def test_a_file_of_weights_is_rounded_in_place(tmp_path):
+    path, weights = tmp_path / "a.safetensors", {"a": torch.tensor([[0.1, 0.2]]), "b": torch.ones(2)}
+    save_file(weights, path, {"format": "pt"})
+    rounding.main([str(path)])
+    assert torch.equal(load_file(path)["a"], rounding.rounded(weights["a"]))
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    rounding.main(["--half", str(path)])
+    assert load_file(path)["b"].dtype == torch.float16
+
+
+@pytest.mark.parametrize("path", BUNDLED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_bundled_weights_are_rounded(path):
+    for name, weight in load_file(path).items():
+        assert torch.equal(rounding.rounded(weight), weight), f"{name}: python -m scripts.rounding {path}"
 
 
 def test_licences_of_data_are_named():

@@ -15,6 +15,8 @@ In the repository, ``scripts/train.py`` trains the first, ``train_whitened.py`` 
 `digits`, ``train_reversal.py`` `reversal`, and ``train_small.py`` the others. `load_demo_dictionary` gives sparse
 autoencoders of the first one's residual stream. `induction_checkpoints` gives one small model at several steps of its
 training (``train_induction.py``), on the way to induction.
+Weights are stored in half precision (`recall`, `brackets`, `relations`, `encoder`, the autoencoders and checkpoints) or
+as float32 numbers rounded to 15 bits (``scripts/rounding.py``), which an archive compresses.
 `program` gives models that nobody trained: their weights are constructed by hand (`tensorlens_tl.demo.programs`).
 """
 
