@@ -18,6 +18,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.requirements import REQUIREMENTS
 from tensorlens_tl.testing import check_method, check_model, model_names, tiny_input, tiny_model
+from tensorlens_tl.testing.building import BRIDGE, HookedTransformer
 
 PATH = Path(__file__).parents[1] / "docs" / "support.md"
 HEADING = "## TransformerLens "
@@ -31,15 +32,19 @@ goes through `check_model`, every method through `check_method`, and one head's 
   Errors around 1e-7 are of families whose own norms compute in float32 whatever the dtype.
 * **padding**: the sides on which padding changes nothing. Where a side is missing, the model itself computes something else when padded there, and such a batch is refused.
 * **QK**: whether attention scores can be read from weights (`circuits.qk_attribution`).
-* ✓ passes everything; numbers refer to the reasons below each table. A model that is in no row is checked when it is frozen, and raises an error if the checks fail ([what they cover](guarantees.md));
+* ✓ passes everything; numbers refer to the reasons below the table. Each release line of TransformerLens has a table with its own numbers and reasons, and says which models only the other line has. Any other model is checked when it is frozen, and raises an error if the checks fail ([what they cover](guarantees.md));
   `tensorlens-tl verify --model NAME` runs the same proof on yours.
-* Encoder–decoders (`freeze(model, input, decoder_input_ids=...)`) support everything that needs the operator, the difference of two runs or the live model alone, with scores over both sides, and terms, paths, graphs and weights of heads, cross-attention's included ([what circuits take](howto/22_encoder_decoders.md)); a Bridge of T5 runs on TransformerLens 4 only, a HookedEncoderDecoder is a T5 of 3.9.
+* Encoder–decoders (`freeze(model, input, decoder_input_ids=...)`) support everything that needs the operator, the difference of two runs or the live model alone, with scores over both sides, and terms, paths, graphs and weights of heads, cross-attention's included ([what circuits take](howto/22_encoder_decoders.md)).
 * Everything here was run on CPU. On a GPU the library runs where the model is, which has not been tested yet ([devices](guarantees.md#devices)).
 * Every architecture that TransformerLens 4 maps, exact or refused and why: [the census](census.md).
 
 A method refuses a model before any work starts where the model does not meet what the method needs, called with its default
 options (of `rollout` and `mean`: what their layer map needs):
 """
+ABSENT = "Not in this table: "
+NO_T5 = "TransformerLens 3.9 cannot run a Bridge of T5 with current versions of transformers (its HookedEncoderDecoder is a T5)"
+NO_BRIDGE = {"roberta": "TransformerLens 3.9 has no adapter for RoBERTa", "t5": NO_T5, "t5-gated": NO_T5}
+"""Why a family has no Bridge on a release line."""
 OPTIONS: dict[str, Any] = {"target": 5, "steps": 3}
 """What a method is called with, of what it takes: a token where it explains one, and few steps."""
 
@@ -117,7 +122,20 @@ def section(rows: Iterable[dict[str, str]]) -> str:
     table = [list(rows[0]), ["---"] * len(rows[0]), *(line.values() for line in lines)]
     footnotes = [f"{marks[reason]}. {reason}" for reason in reasons]
     body = [f"| {' | '.join(cells)} |" for cells in table]
-    return "\n".join([f"{HEADING}{version('transformer-lens')}", "", *body, "", *footnotes]).rstrip() + "\n"
+    return "\n".join([f"{HEADING}{version('transformer-lens')}", "", *body, "", *footnotes, "", absent()]) + "\n"
+
+
+def absent() -> str:
+    """Which models only the other release line has, and why."""
+    if HookedTransformer is None:
+        return (
+            f"{ABSENT}HookedTransformer, HookedEncoder and HookedEncoderDecoder, which TransformerLens 4 does not have."
+        )
+    models_of: dict[str, list[str]] = {}
+    for family in BRIDGE:
+        if f"bridge/{family}" not in model_names():
+            models_of.setdefault(NO_BRIDGE[family], []).append(f"`bridge/{family}`")
+    return ABSENT + "; ".join(f"{' and '.join(names)}, because {why}" for why, names in models_of.items()) + "."
 
 
 def needs() -> str:

@@ -1,5 +1,5 @@
 """Scores of nodes and edges between two prompts against patching: ``python benchmarks/two_prompts.py`` writes the tables
-of docs/howto/12_two_prompts.md, each between two comment lines of that page.
+of docs/howto/26_evaluate_circuits.md, each between two comment lines of that page.
 
 float64, TransformerBridge; 64 pairs of recall and 32 of induction, of which those count that the model answers.
 """
@@ -16,7 +16,7 @@ from tensorlens_tl import circuits, evaluate
 from tensorlens_tl.evaluate.checks import spearman
 from tensorlens_tl.evaluate.known.patching import ROWS, PairWork
 
-PAGE = Path(__file__).parent.parent / "docs" / "howto" / "12_two_prompts.md"
+PAGE = Path(__file__).parent.parent / "docs" / "howto" / "26_evaluate_circuits.md"
 PAIRS = {"recall": 64, "induction": 32}
 CHANGES = ("source", "question")
 COLUMNS = [f"{task}, {change}" for task in PAIRS for change in CHANGES]
