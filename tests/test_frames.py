@@ -297,9 +297,17 @@ def test_labels_stay_in_means_and_differences(demo):
     assert terms.mean().labels == (terms - terms).labels == {"MLP0": "first"}
 
 
-def test_a_runner_up_is_no_token_in_a_table(model):
-    result = tlens.attribute(tlens.freeze(model, some_tokens()), [5, 7], minus="runner-up")
-    assert {*result.to_dataframe()["target"]} == {"logit of 5 − the runner-up", "logit of 7 − the runner-up"}
+def test_a_runner_up_is_named_in_a_table(model):
+    frozen = tlens.freeze(model, some_tokens())
+    logits = model(frozen.tokens)[:, -1]
+    result = tlens.attribute(frozen, [5, 7], minus="runner-up")
+    seconds = [
+        int(row.scatter(0, torch.tensor([first]), -torch.inf).argmax())
+        for row, first in zip(logits, [5, 7], strict=True)
+    ]
+    assert targets_of(result) == [
+        f"logit of '{first}' − '{second}'" for first, second in zip([5, 7], seconds, strict=True)
+    ]
 
 
 def test_a_mean_over_the_queries_of_two_stacks_is_refused_by_name():
@@ -322,11 +330,12 @@ def test_each_prompt_and_query_names_its_own_target(demo, memory):
     texts = ["Return the value of the", "Raise an exception if the"]
     words = [[" first", " file"], [" a", "first-choice"]]
     said = tlens.attribute(demo, texts, words, minus=["runner-up", 5], query=[-2, -1], memory=memory)
+    likeliest = [demo.tokenizer.decode(row.argmax()) for row in demo(texts[0])[0, -2:]]  # none of these is the target
     assert targets_of(said) == [
-        "logit of ' first' − the runner-up",
-        "logit of ' file' − the runner-up",
-        "logit of ' a' − 5",
-        "logit of the first choice − 5",
+        f"logit of ' first' − {likeliest[0]!r}",
+        f"logit of ' file' − {likeliest[1]!r}",
+        "logit of ' a' − '%'",
+        "logit of ' exception' − '%'",
     ]
     assert "'logit of each answer − other'" in repr(said)
     assert "[[" not in said.to_html()
@@ -336,6 +345,53 @@ def test_each_prompt_and_query_names_its_own_target(demo, memory):
     assert "logit of &#x27; file&#x27;" in one.to_html()
     alone = tlens.attribute(demo, texts[0], [" first", " file"], query=[-2, -1], memory=memory)
     assert targets_of(alone) == ["logit of ' first'", "logit of ' file'"]
+
+
+@pytest.mark.parametrize("memory", [None, "150KB"])
+def test_words_for_ranks_are_tokens_in_a_table(demo, memory, tmp_path):
+    texts = ["Return the value of the", "Raise an exception if"]
+    first, second = ([demo.tokenizer.decode(row[-1].topk(2).indices[rank]) for row in map(demo, texts) for row in row]
+                     for rank in (0, 1))  # fmt: skip
+    assert len({*first, *second}) > 2
+    said = tlens.attribute(demo, texts, "first-choice", memory=memory)
+    assert targets_of(said) == [f"logit of {token!r}" for token in first]
+    assert "'logit of the first choice'" in repr(said)
+    named = [f"logit of {one!r} − {other!r}" for one, other in zip(first, second, strict=True)]
+    ranks = {"target": "first-choice", "minus": "runner-up"}
+    assert targets_of(tlens.attribute(demo, texts, **ranks, memory=memory)) == named
+    assert targets_of(tlens.Attribution.load(said.save(tmp_path / "said"))) == targets_of(said)
+    live = tlens.attribute(demo, texts, "first-choice", method="leave-one-out", of="probability")
+    assert targets_of(live) == [f"probability of {token!r}" for token in first]
+    change = tlens.attribute(tlens.difference(*map(tlens.freeze, (demo, demo), texts[:1] * 2)), **ranks)
+    assert targets_of(change) == [f"change of the {named[0]}"]
+    run = tlens.attribute_dataset(demo, texts, tmp_path / "run", **ranks, progress=False)
+    assert run.to_dataframe(["target"])["target"].to_list() == named
+    assert run.to_dataframe(long=True)["target"].drop_duplicates().to_list() == named
+
+
+def test_the_mean_over_queries_has_no_token_of_one(demo):
+    mean = tlens.attribute(demo, TEXTS[0], "first-choice", query="mean")
+    assert targets_of(mean) == ["mean over the queries of the logit of the first choice"]
+    words = tlens.attribute(demo, TEXTS[0], "first-choice", query="all").merge_words()
+    assert targets_of(words) == ["logit of the first choice"]
+
+
+def test_a_list_of_one_token_is_that_token(demo):
+    single, listed = (tlens.attribute(demo, TEXTS[0], target, query=[-3, -2]) for target in (5, [5]))
+    assert listed.target == single.target == "logit of '%'"
+    assert targets_of(listed) == ["logit of '%'"]
+    terms = circuits.logit_attribution(tlens.freeze(demo, TEXTS[0]), [5], [6])
+    assert terms.target == "logit of '%' − '&'"
+
+
+def test_next_tokens_less_a_list_are_named(demo):
+    queries = {"query": [-4, -3, -2], "minus": [1, 2, 11]}
+    said = tlens.attribute(demo, TEXTS[0], tlens.NEXT, **queries)
+    tokens = said.tokens[0][-3:]
+    assert targets_of(said) == [f"logit of {token!r} − {other!r}" for token, other in zip(tokens, '!"+', strict=True)]
+    assert "NEXT" not in said.to_html()
+    assert "NEXT" not in said.describe(0, 1)
+    assert said.describe(0, 1).startswith(f"tensorlens: logit of {tokens[1]!r} − ")
 
 
 @pytest.mark.parametrize("memory", [None, "150KB"])

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import plain
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, RegistryError
 from tensorlens_tl.hooks import lock_of
@@ -19,10 +20,11 @@ from tensorlens_tl.passes.inputs import (
     prompt_batches,
     taken,
 )
+from tensorlens_tl.passes.operator import RANKED, target_ids, token_label
 from tensorlens_tl.registry.entries import Method
 from tensorlens_tl.registry.options import PER_PROMPT, split_options
 from tensorlens_tl.registry.registering import get_method, list_methods
-from tensorlens_tl.results import MEAN_QUERY, Attribution, joined, one_query
+from tensorlens_tl.results import MEAN_QUERY, OWN_TOKENS, Attribution, joined, one_query
 
 MEAN = "mean"
 """As `query=`: the mean over every query of a prompt. The word of a prompt is ``" mean"``, with its space."""
@@ -184,7 +186,21 @@ def _computed(method: Method, frozen: FrozenPass | Difference, options: Mapping[
     """The result of a method; no other thread gives the model other weights before it is computed."""
     with lock_of(frozen.view.model):
         frozen.check_fresh()
-        return _checked(method.name, method.function(frozen, **options))
+        return _with_own_tokens(frozen, _checked(method.name, method.function(frozen, **options)), options)
+
+
+def _with_own_tokens(frozen: FrozenPass | Difference, result: Attribution, options: Mapping[str, Any]) -> Attribution:
+    """The result with the tokens of each prompt and query in its options, where a list or a rank names them."""
+    target = plain(options.get("target"))
+    minus = plain(options.get("minus"))
+    if target is None or not any(isinstance(token, list | tuple) or token in RANKED for token in (target, minus)):
+        return result
+    ids = [each for each in target_ids(frozen, result.queries, target, minus) if each is not None]
+    texts = [
+        [[token_label(frozen.view, token) for token in query] for query in prompt]
+        for prompt in torch.stack(ids, dim=-1).tolist()
+    ]
+    return replace(result, options={**result.options, OWN_TOKENS: texts})
 
 
 def _checked(method: str, result: Any) -> Attribution:

@@ -29,6 +29,7 @@ from tensorlens_tl.results.targets import (
     EACH_MINUS as EACH_MINUS,
     EACH_SPAN as EACH_SPAN,
     MEAN_QUERY as MEAN_QUERY,
+    OWN_TOKENS as OWN_TOKENS,
     SEVERAL_TARGETS as SEVERAL_TARGETS,
     span_text as span_text,
 )

@@ -16,7 +16,7 @@ from tensorlens_tl.passes.inputs import find_real, query_positions, without_mark
 from tensorlens_tl.results.entry import Entry, both_provenances, largest, query_row, shown_target
 from tensorlens_tl.results.frames import long_frame
 from tensorlens_tl.results.means import refuse_ranked
-from tensorlens_tl.results.targets import OF_GENERATED
+from tensorlens_tl.results.targets import OF_GENERATED, OWN_TOKENS
 from tensorlens_tl.results.views import AXES, Shown
 
 if TYPE_CHECKING:
@@ -235,11 +235,13 @@ class Attribution(Shown):
         scores = self.scores @ membership
         n_queries = self.queries.shape[1]
         first_queries = torch.arange(n_queries).to(self.queries).expand_as(self.queries)
+        left_out = {*OF_GENERATED}  # options that hold positions of tokens
         if n_queries > 1 and torch.equal(self.queries, first_queries):
             # every query, or the first of them: the last key may be a bias instead of a token
             if n_queries < len(of_token[0]) and len({max(row) for row in words}) > 1:
                 raise InvalidInputError("merge_words: one source is no token (a bias); merge one prompt at a time.")
             by_query = self._averaged(scores, membership[:, :n_queries])
+            left_out = {*OF_GENERATED, OWN_TOKENS}
         else:
             queries = torch.take_along_dim(of_token, self.queries.to(of_token), dim=1)
             by_query = {"scores": scores, "queries": queries}
@@ -252,8 +254,7 @@ class Attribution(Shown):
             layers=None,
             stderr=None,
             word_starts=[[True] * count for _ in words],
-            # options of generated text hold token positions, which no longer apply
-            options={name: value for name, value in self.options.items() if name not in OF_GENERATED},
+            options={name: value for name, value in self.options.items() if name not in left_out},
         )
 
     def _averaged(

@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from tensorlens_tl.results.attribution import Attribution
 from tensorlens_tl.results.changes import NUMBERS, ModelChange
-from tensorlens_tl.results.entry import shown_target
-from tensorlens_tl.results.targets import SEVERAL_TARGETS
+from tensorlens_tl.results.entry import MINUS, shown_target
+from tensorlens_tl.results.targets import OWN_TOKENS, SEVERAL_TARGETS, number_of
 
 BATCH_AXES = {"layers": 1}
 """The number of the batch axis, where it is not the first."""
@@ -45,8 +45,16 @@ def joined(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], optio
         tokens=_rows(padded, "tokens", order),
         word_starts=_rows(padded, "word_starts", order),
         target=_target([part.target for part in parts]),
-        options=first.options | options,
+        options=first.options | options | _own_tokens(parts, order),
     )
+
+
+def _own_tokens(parts: Sequence[Attribution], order: Int[Tensor, "prompt"]) -> dict[str, Any]:
+    """The tokens of each prompt and query, where they have some of their own."""
+    rows = [row for part in parts for row in part.options.get(OWN_TOKENS, [])]
+    if len(rows) < len(order):
+        return {}
+    return {OWN_TOKENS: [rows[number] for number in order.tolist()]}
 
 
 def joined_changes(parts: Sequence[ModelChange], batches: Sequence[Sequence[int]]) -> ModelChange:
@@ -89,7 +97,16 @@ def _target(targets: Sequence[str]) -> str:
     shown = set(map(shown_target, targets))
     if len(shown) == 1:
         return shown.pop()
-    return SEVERAL_TARGETS
+    numbers = set(map(number_of, targets))
+    answers, signs, others = map(set, zip(*(target.partition(MINUS) for target in targets), strict=True))
+    if len(numbers) > 1 or numbers == {""} or len(signs) > 1:
+        return SEVERAL_TARGETS
+    if len(answers) == 1:
+        return f"{answers.pop()}{MINUS}each other"
+    answer = f"{numbers.pop()}each answer"
+    if len(others) == 1:
+        return answer + signs.pop() + others.pop()
+    return f"{answer}{MINUS}other"
 
 
 def padded_to(part: Attribution, length: int, queries: int, layer_queries: int) -> Attribution:

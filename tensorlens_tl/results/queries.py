@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.results.attribution import Attribution
+from tensorlens_tl.results.targets import OWN_TOKENS
 
 
 def one_query(result: Attribution, *, mean: bool) -> Attribution:
@@ -34,7 +35,9 @@ def one_query(result: Attribution, *, mean: bool) -> Attribution:
     if bias is not None and total is not None:
         gap = relative_gap(scores, bias, total)
     last = (queries * real).amax(1, keepdim=True)
-    return replace(result, scores=scores, bias=bias, total=total, gap=gap, queries=last, stderr=None)
+    options = {name: value for name, value in result.options.items() if name != OWN_TOKENS}  # which are of each query
+    fields = {"scores": scores, "bias": bias, "total": total, "gap": gap, "queries": last, "options": options}
+    return replace(result, **fields, stderr=None)
 
 
 def _weighted(

@@ -1,5 +1,6 @@
 """What is explained, in words: of a whole result, and at each query of each prompt."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -7,6 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import plain
+from tensorlens_tl.models import NEXT
 from tensorlens_tl.passes.operator import EACH_NEXT, RANKED
 from tensorlens_tl.results.entry import shown_target
 
@@ -27,6 +29,10 @@ MEAN_QUERY = "mean over the queries"
 
 OF_GENERATED = ("generated", "asked")
 """Options of an attribution of generated text: where its generated tokens stand, and which of them are asked about."""
+
+
+OWN_TOKENS = "explained"
+"""Option of an attribution whose queries or prompts have tokens of their own: the texts of target and foil of each."""
 
 
 @runtime_checkable
@@ -93,6 +99,12 @@ def target_of_prompt(result: Explained, batch: int, row: int | None = None) -> s
     return shown
 
 
+def number_of(target: str) -> str:
+    """The words of a target before its token, such as ``"change of the logit of "``; nothing where it has no token."""
+    number = re.match(r".*?\b(?:logit|probability) of ", target)
+    return "" if number is None else number[0]
+
+
 def span_text(tokens: Sequence[str]) -> str:
     """Generated tokens in words: how many, and where they are few which."""
     count = "1 generated token"
@@ -111,25 +123,36 @@ def _spans(result: Explained, batch: int) -> list[int]:
 
 def _label_of_query(result: Explained, batch: int, row: int) -> str:
     """The target in words; where prompts or queries have tokens of their own, those of one query."""
-    named = [plain(result.options.get(name)) for name in ("target", "minus")]
-    if not any(isinstance(value, list | tuple) for value in named):
-        return result.target
-    prompts, queries = result.queries.shape
-    tokens = [_of_query(value, batch, row, prompts, queries) for value in named]
-    if EACH_MINUS in result.target:
-        return result.target.replace(EACH_MINUS, _named(tokens[1]))
-    before, logit, _ = result.target.partition("logit of ")
-    if MEAN_QUERY in before or not (logit or result.target == SEVERAL_TARGETS):
-        return result.target
     if result.target == SEVERAL_TARGETS:
-        before = ""
-    return f"{before}logit of " + " − ".join(_named(token) for token in tokens if token is not None)
+        what = "logit of "
+    else:
+        what = number_of(result.target)
+    tokens = _tokens_of_query(result, batch, row)
+    if tokens and EACH_MINUS in result.target:
+        return result.target.replace(EACH_MINUS, tokens[-1])
+    if not tokens or not what or MEAN_QUERY in what:
+        return result.target
+    return what + " − ".join(tokens)
+
+
+def _tokens_of_query(result: Explained, batch: int, row: int) -> list[str]:
+    """Target and foil of one query of one prompt, in words; none where all queries have the same, or it is unknown."""
+    texts: Sequence[Sequence[Sequence[str]]] = result.options.get(OWN_TOKENS, [])
+    if batch < len(texts) and row < len(texts[batch]):
+        return [repr(text) for text in texts[batch][row]]
+    named = [plain(result.options.get(name)) for name in ("target", "minus")]
+    prompts, queries = result.queries.shape
+    tokens = [_of_query(value, batch, row, prompts, queries) for value in named if value is not None]
+    is_known = not any(isinstance(token, list | tuple) for token in tokens)
+    if is_known and any(isinstance(value, list | tuple) for value in named):
+        return list(map(_named, tokens))
+    return []
 
 
 def _named(token: Any) -> str:
     """A token of an option, in words."""
-    if isinstance(token, list | tuple):
-        return f"each of {token!r}"
+    if token is NEXT:
+        return EACH_NEXT
     if isinstance(token, str) and token in RANKED:
         return RANKED[token]
     return repr(token)

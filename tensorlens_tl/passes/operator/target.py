@@ -176,9 +176,11 @@ def token_label(view: ModelView, token: int) -> str:
 
 
 def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None) -> str:
-    """What a token target explains, in words: ids are named by their text."""
+    """What a token target explains, in words: ids are named by their text, and so is a list of one."""
 
-    def named(token: object) -> str:
+    def named(token: Any) -> str:
+        while isinstance(token, list | tuple) and len(token) == 1:
+            token = token[0]
         if token is NEXT:
             return EACH_NEXT
         if isinstance(token, str) and token in RANKED:
