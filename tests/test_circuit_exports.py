@@ -111,6 +111,8 @@ def test_circuit_tracers_file_is_read_back(circuit, tmp_path):
             assert {name for name in fields if type(row[name]) not in fields[name]} == set()
     assert (data["metadata"]["slug"], data["metadata"]["scan"]) == ("mine", "tiny")
     assert facts(circuit).items() <= data["metadata"]["generation_settings"].items()
+    assert data["metadata"]["info"]["description"].startswith(circuit.heading)
+    assert circuit.to_circuit_tracer()["metadata"]["scan"] == circuit.provenance["model"]
     names = {node["node_id"]: node["clerp"] for node in data["nodes"]}
     assert len(names) == len(data["nodes"])
     assert len({(node["layer"], node["feature"]) for node in data["nodes"]}) == len(names)

@@ -369,6 +369,18 @@ def test_words_for_ranks_are_tokens_in_a_table(demo, memory, tmp_path):
     assert run.to_dataframe(long=True)["target"].drop_duplicates().to_list() == named
 
 
+def test_lists_of_tokens_are_named_in_tables_of_parts(demo):
+    texts = ["Return the value of the", "Return the name of the"]
+    clean, corrupted = tlens.freeze(demo, texts), tlens.freeze(demo, texts[::-1])
+    words = {"target": [" first", " file"], "minus": [5, 7]}
+    named = ["logit of ' first' − 5", "logit of ' file' − 7"]
+    assert targets_of(circuits.logit_attribution(clean, **words)) == named
+    assert targets_of(circuits.total_effects(clean, **words)) == named
+    assert targets_of(circuits.edge_scores(clean, corrupted, **words)) == named
+    queries = circuits.logit_attribution(tlens.freeze(demo, texts[0]), [" first", " file"], query=[-2, -1])
+    assert targets_of(queries) == ["logit of ' first'", "logit of ' file'"]
+
+
 def test_the_mean_over_queries_has_no_token_of_one(demo):
     mean = tlens.attribute(demo, TEXTS[0], "first-choice", query="mean")
     assert targets_of(mean) == ["mean over the queries of the logit of the first choice"]

@@ -1,6 +1,7 @@
 """What is explained, in words: of a whole result, and at each query of each prompt."""
 
 import re
+from ast import literal_eval
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import plain
 from tensorlens_tl.models import NEXT
 from tensorlens_tl.passes.operator import EACH_NEXT, RANKED
-from tensorlens_tl.results.entry import shown_target
+from tensorlens_tl.results.entry import LIST_OF_TOKENS, MINUS, shown_target
 
 SEVERAL_TARGETS = "a target of its own for each prompt"
 """What is explained, where that differs."""
@@ -97,6 +98,25 @@ def target_of_prompt(result: Explained, batch: int, row: int | None = None) -> s
     if len(labels) == 1:
         return labels.pop()
     return shown
+
+
+def own_targets(target: str, queries: Int[Tensor, "batch query"]) -> list[list[str]]:
+    """A target in words for each prompt and query, with its own of the tokens that the words list.
+
+    >>> from tensorlens_tl.results.targets import own_targets
+    >>> own_targets("logit of [' a', ' b'] − [1, 2]", torch.tensor([[4], [5]]))
+    [["logit of ' a' − 1"], ["logit of ' b' − 2"]]
+    """
+    prompts, count = queries.shape
+
+    def of_query(batch: int, row: int) -> str:
+        def own(tokens: re.Match[str]) -> str:
+            token = _of_query(literal_eval(tokens[0]), batch, row, prompts, count)
+            return tokens[0] if isinstance(token, list) else _named(token)
+
+        return shown_target(MINUS.join(re.sub(LIST_OF_TOKENS, own, part) for part in target.split(MINUS)))
+
+    return [[of_query(batch, row) for row in range(count)] for batch in range(prompts)]
 
 
 def number_of(target: str) -> str:

@@ -33,6 +33,7 @@ from tensorlens_tl.results.entry import (
 from tensorlens_tl.results.means import less, mean_over_prompts
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.statistics import bootstrap_interval
+from tensorlens_tl.results.targets import own_targets
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -240,7 +241,8 @@ class Terms(Result):
             frame["key"] = index[3]
             frame["key_token"] = [self.tokens[b][k] for b, k in zip(batch, index[3], strict=True)]
             real = real & self.mask.cpu().numpy()[batch, index[3]]
-        frame["target"] = shown_target(self.target)
+        targets = np.array(own_targets(self.target, self.queries), dtype=object)
+        frame["target"] = targets[index[0], index[1]]
         if self.counts is not None:
             frame["n"] = self.counts.cpu().numpy()[index[0], index[1]]
         for name in ("low", "high"):

@@ -180,7 +180,7 @@ class Circuit(Result):
         return sharing.networkx_graph(self)
 
     def to_circuit_tracer(
-        self, slug: str = "tensorlens", *, scan: str = "custom", node_threshold: Any = 1.0
+        self, slug: str = "tensorlens", *, scan: str | None = None, node_threshold: Any = 1.0
     ) -> dict[str, Any]:
         """The circuit as circuit-tracer writes graphs and Neuronpedia shows them.
 
@@ -189,7 +189,7 @@ class Circuit(Result):
 
         Args:
             slug: the graph's name there: ``{slug}.json``.
-            scan: the model's name there.
+            scan: the model's name there, by default the model's own.
             node_threshold: as in `ContributionGraph.to_circuit_tracer`.
 
         Raises:
@@ -231,7 +231,8 @@ class Circuit(Result):
         columns = ["source", "destination", "score"]
         lines = self.to_dataframe()[columns].head(k).itertuples(index=False, name=None)
         rows = [(source + ARROW + destination, number(score)) for source, destination, score in lines]
-        terminal.show_table(repr(self), ("edge", "score"), rows, [], left=("edge",))
+        title = f"{self.heading} · {len(rows)} shown"
+        terminal.show_table(title, ("edge", "score"), rows, [], left=("edge",))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write one file; what its name ends in says which kind. An older file is replaced in one step.

@@ -18,6 +18,7 @@ from tensorlens_tl.results.entry import Entry, check_batch, mean_title, provenan
 from tensorlens_tl.results.means import prompts_in_words
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.statistics import bootstrap_interval
+from tensorlens_tl.results.targets import own_targets
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -133,13 +134,14 @@ class EdgeScores(Result):
 
         source, destination = (numbers.tolist() for numbers in self.exists.nonzero(as_tuple=True))
         rows = self.scores[:, source, destination].double().cpu()
+        targets = own_targets(self.target, torch.zeros(len(rows), 1, dtype=torch.long))
         return pd.DataFrame(
             {
                 "batch": [batch for batch in range(len(rows)) for _ in source],
                 "source": [self.sources[number] for number in source] * len(rows),
                 "destination": [self.destinations[number] for number in destination] * len(rows),
                 "method": self.method,
-                "target": self.target,
+                "target": [target for (target,) in targets for _ in source],
                 "score": rows.flatten().tolist(),
             }
         )

@@ -99,7 +99,7 @@ def picture(circuit: Circuit, most: int) -> graphs.GraphPicture:
     )
 
 
-def circuit_tracer(circuit: Circuit, slug: str, scan: str, threshold: float) -> dict[str, Any]:
+def circuit_tracer(circuit: Circuit, slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
     """See `Circuit.to_circuit_tracer`.
 
     Raises:
@@ -125,9 +125,12 @@ def circuit_tracer(circuit: Circuit, slug: str, scan: str, threshold: float) -> 
             into = sum(score for _, end, score in edges if end == reader)
             head = ids[node_read_at(reader)]
             links.append({"source": ids[reader], "target": head, "weight": into, "reads": reading(reader)})
-    description = f"a circuit of {len(edges)} of {int(circuit.exists.sum())} edges; weights are the scores of edges"
+    model = scan
+    if model is None:
+        model = circuit.provenance.get("model", "custom")
+    description = f"{circuit.heading}; the model has {int(circuit.exists.sum())}, and weights are the scores of edges"
     settings = {**_facts(circuit), **circuit.config}
-    facts = exchange.metadata(slug, scan, [EVERYWHERE], threshold, description, settings)
+    facts = exchange.metadata(slug, model, [EVERYWHERE], threshold, description, settings)
     return {"metadata": facts, "qParams": exchange.page_state(ids[TARGET]), "nodes": nodes, "links": links}
 
 
