@@ -10,7 +10,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results import OWN_TOKENS, Attribution, Terms
+from tensorlens_tl.results import TOKENS_OF_QUERIES, Attribution, Terms
 from tensorlens_tl.results.storage import tagged, untagged
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ def packed(result: Attribution, keep: str) -> list[dict[str, Any]]:
         if limit is not None:
             row_scores, keys, rest = _largest(row_scores, limit)
             row |= {"keys": keys.flatten().numpy(), "rest": rest.flatten().numpy()}
-        if OWN_TOKENS in result.options:
-            row["options"] = json.dumps({OWN_TOKENS: [result.options[OWN_TOKENS][number]]})
+        if TOKENS_OF_QUERIES in result.options:
+            row["options"] = json.dumps({TOKENS_OF_QUERIES: [result.options[TOKENS_OF_QUERIES][number]]})
         if starts is not None:
             row["word_starts"] = [starts[number][position] for position in positions.tolist()]
         rows.append(row | {"shape": list(row_scores.shape), "scores": row_scores.flatten().numpy()})
@@ -156,7 +156,9 @@ def unpacked(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Attribution:
 
 def facts_of(result: Attribution, options: Mapping[str, Any]) -> dict[str, Any]:
     """What all rows of a result have in common; its options as they were given for one row."""
-    row_options = {name: options.get(name, value) for name, value in result.options.items() if name != OWN_TOKENS}
+    row_options = {
+        name: options.get(name, value) for name, value in result.options.items() if name != TOKENS_OF_QUERIES
+    }
     return {
         "method": result.method, "options": tagged(row_options), "axes": list(result.axes),
         "additive": result.additive, "dtype": stored_dtype(result.scores), "provenance": result.provenance,

@@ -16,7 +16,7 @@ from tensorlens_tl.datasets.packing import table_of
 from tensorlens_tl.errors import TensorLensError
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes.operator import logit_label
-from tensorlens_tl.results import OWN_TOKENS, SEVERAL_TARGETS
+from tensorlens_tl.results import SEVERAL_TARGETS, TOKENS_OF_QUERIES
 from tensorlens_tl.results.storage import tagged
 
 if TYPE_CHECKING:
@@ -106,14 +106,14 @@ def run_rows(
 def _describe(record: Record, view: ModelView, options: Mapping[str, Any], row_options: Mapping[str, Any]) -> None:
     """Complete a row's record by its options, and by the words for its target, which are not those of its batch."""
     is_logit = (record.get("target") or "").startswith(("logit of", SEVERAL_TARGETS))
-    own = json.loads(record.pop("options", "{}"))
-    tokens = {tuple(texts) for texts in own.get(OWN_TOKENS, [[]])[0]}
+    stored = json.loads(record.pop("options", "{}"))
+    tokens = {tuple(texts) for texts in stored.get(TOKENS_OF_QUERIES, [[]])[0]}
     is_named = is_logit and len(tokens) == 1
     if is_named:
         record["target"] = "logit of " + " − ".join(map(repr, tokens.pop()))
-        own = {}
-    if own or row_options:
-        record["options"] = json.dumps(own | tagged(row_options))
+        stored = {}
+    if stored or row_options:
+        record["options"] = json.dumps(stored | tagged(row_options))
     if is_named:
         return
     lists_tokens = any(isinstance(plain(options.get(name)), list | tuple) for name in ("target", "minus"))

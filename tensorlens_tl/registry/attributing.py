@@ -24,7 +24,7 @@ from tensorlens_tl.passes.operator import RANKED, target_ids, token_label
 from tensorlens_tl.registry.entries import Method
 from tensorlens_tl.registry.options import PER_PROMPT, split_options
 from tensorlens_tl.registry.registering import get_method, list_methods
-from tensorlens_tl.results import MEAN_QUERY, OWN_TOKENS, Attribution, joined, one_query
+from tensorlens_tl.results import MEAN_QUERY, TOKENS_OF_QUERIES, Attribution, joined, one_query
 
 MEAN = "mean"
 """As `query=`: the mean over every query of a prompt. The word of a prompt is ``" mean"``, with its space."""
@@ -186,10 +186,12 @@ def _computed(method: Method, frozen: FrozenPass | Difference, options: Mapping[
     """The result of a method; no other thread gives the model other weights before it is computed."""
     with lock_of(frozen.view.model):
         frozen.check_fresh()
-        return _with_own_tokens(frozen, _checked(method.name, method.function(frozen, **options)), options)
+        return _with_tokens_of_queries(frozen, _checked(method.name, method.function(frozen, **options)), options)
 
 
-def _with_own_tokens(frozen: FrozenPass | Difference, result: Attribution, options: Mapping[str, Any]) -> Attribution:
+def _with_tokens_of_queries(
+    frozen: FrozenPass | Difference, result: Attribution, options: Mapping[str, Any]
+) -> Attribution:
     """The result with the tokens of each prompt and query in its options, where a list or a rank names them."""
     target = plain(options.get("target"))
     minus = plain(options.get("minus"))
@@ -200,7 +202,7 @@ def _with_own_tokens(frozen: FrozenPass | Difference, result: Attribution, optio
         [[token_label(frozen.view, token) for token in query] for query in prompt]
         for prompt in torch.stack(ids, dim=-1).tolist()
     ]
-    return replace(result, options={**result.options, OWN_TOKENS: texts})
+    return replace(result, options={**result.options, TOKENS_OF_QUERIES: texts})
 
 
 def _checked(method: str, result: Any) -> Attribution:

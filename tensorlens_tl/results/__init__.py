@@ -29,8 +29,8 @@ from tensorlens_tl.results.targets import (
     EACH_MINUS as EACH_MINUS,
     EACH_SPAN as EACH_SPAN,
     MEAN_QUERY as MEAN_QUERY,
-    OWN_TOKENS as OWN_TOKENS,
     SEVERAL_TARGETS as SEVERAL_TARGETS,
+    TOKENS_OF_QUERIES as TOKENS_OF_QUERIES,
     span_text as span_text,
 )
 from tensorlens_tl.results.terms import Paths, Terms

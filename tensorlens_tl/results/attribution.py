@@ -16,7 +16,7 @@ from tensorlens_tl.passes.inputs import find_real, query_positions, without_mark
 from tensorlens_tl.results.entry import Entry, both_provenances, largest, query_row, shown_target
 from tensorlens_tl.results.frames import long_frame
 from tensorlens_tl.results.means import refuse_ranked
-from tensorlens_tl.results.targets import OF_GENERATED, OWN_TOKENS
+from tensorlens_tl.results.targets import OF_GENERATED, TOKENS_OF_QUERIES
 from tensorlens_tl.results.views import AXES, Shown
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class Attribution(Shown):
             if n_queries < len(of_token[0]) and len({max(row) for row in words}) > 1:
                 raise InvalidInputError("merge_words: one source is no token (a bias); merge one prompt at a time.")
             by_query = self._averaged(scores, membership[:, :n_queries])
-            left_out = {*OF_GENERATED, OWN_TOKENS}
+            left_out = {*OF_GENERATED, TOKENS_OF_QUERIES}
         else:
             queries = torch.take_along_dim(of_token, self.queries.to(of_token), dim=1)
             by_query = {"scores": scores, "queries": queries}

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from tensorlens_tl.results.attribution import Attribution
 from tensorlens_tl.results.changes import NUMBERS, ModelChange
 from tensorlens_tl.results.entry import MINUS, shown_target
-from tensorlens_tl.results.targets import OWN_TOKENS, SEVERAL_TARGETS, number_of
+from tensorlens_tl.results.targets import SEVERAL_TARGETS, TOKENS_OF_QUERIES, number_of
 
 BATCH_AXES = {"layers": 1}
 """The number of the batch axis, where it is not the first."""
@@ -45,16 +45,16 @@ def joined(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], optio
         tokens=_rows(padded, "tokens", order),
         word_starts=_rows(padded, "word_starts", order),
         target=_target([part.target for part in parts]),
-        options=first.options | options | _own_tokens(parts, order),
+        options=first.options | options | _tokens_of_queries(parts, order),
     )
 
 
-def _own_tokens(parts: Sequence[Attribution], order: Int[Tensor, "prompt"]) -> dict[str, Any]:
+def _tokens_of_queries(parts: Sequence[Attribution], order: Int[Tensor, "prompt"]) -> dict[str, Any]:
     """The tokens of each prompt and query, where they have some of their own."""
-    rows = [row for part in parts for row in part.options.get(OWN_TOKENS, [])]
+    rows = [row for part in parts for row in part.options.get(TOKENS_OF_QUERIES, [])]
     if len(rows) < len(order):
         return {}
-    return {OWN_TOKENS: [rows[number] for number in order.tolist()]}
+    return {TOKENS_OF_QUERIES: [rows[number] for number in order.tolist()]}
 
 
 def joined_changes(parts: Sequence[ModelChange], batches: Sequence[Sequence[int]]) -> ModelChange:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.results.attribution import Attribution
-from tensorlens_tl.results.targets import OWN_TOKENS
+from tensorlens_tl.results.targets import TOKENS_OF_QUERIES
 
 
 def one_query(result: Attribution, *, mean: bool) -> Attribution:
@@ -35,7 +35,9 @@ def one_query(result: Attribution, *, mean: bool) -> Attribution:
     if bias is not None and total is not None:
         gap = relative_gap(scores, bias, total)
     last = (queries * real).amax(1, keepdim=True)
-    options = {name: value for name, value in result.options.items() if name != OWN_TOKENS}  # which are of each query
+    options = {
+        name: value for name, value in result.options.items() if name != TOKENS_OF_QUERIES
+    }  # which are of each query
     fields = {"scores": scores, "bias": bias, "total": total, "gap": gap, "queries": last, "options": options}
     return replace(result, **fields, stderr=None)
 

@@ -32,7 +32,7 @@ OF_GENERATED = ("generated", "asked")
 """Options of an attribution of generated text: where its generated tokens stand, and which of them are asked about."""
 
 
-OWN_TOKENS = "explained"
+TOKENS_OF_QUERIES = "explained"
 """Option of an attribution whose queries or prompts have tokens of their own: the texts of target and foil of each."""
 
 
@@ -100,21 +100,21 @@ def target_of_prompt(result: Explained, batch: int, row: int | None = None) -> s
     return shown
 
 
-def own_targets(target: str, queries: Int[Tensor, "batch query"]) -> list[list[str]]:
+def targets_of_queries(target: str, queries: Int[Tensor, "batch query"]) -> list[list[str]]:
     """A target in words for each prompt and query, with its own of the tokens that the words list.
 
-    >>> from tensorlens_tl.results.targets import own_targets
-    >>> own_targets("logit of [' a', ' b'] − [1, 2]", torch.tensor([[4], [5]]))
+    >>> from tensorlens_tl.results.targets import targets_of_queries
+    >>> targets_of_queries("logit of [' a', ' b'] − [1, 2]", torch.tensor([[4], [5]]))
     [["logit of ' a' − 1"], ["logit of ' b' − 2"]]
     """
     prompts, count = queries.shape
 
     def of_query(batch: int, row: int) -> str:
-        def own(tokens: re.Match[str]) -> str:
+        def single(tokens: re.Match[str]) -> str:
             token = _of_query(literal_eval(tokens[0]), batch, row, prompts, count)
             return tokens[0] if isinstance(token, list) else _named(token)
 
-        return shown_target(MINUS.join(re.sub(LIST_OF_TOKENS, own, part) for part in target.split(MINUS)))
+        return shown_target(MINUS.join(re.sub(LIST_OF_TOKENS, single, part) for part in target.split(MINUS)))
 
     return [[of_query(batch, row) for row in range(count)] for batch in range(prompts)]
 
@@ -157,7 +157,7 @@ def _label_of_query(result: Explained, batch: int, row: int) -> str:
 
 def _tokens_of_query(result: Explained, batch: int, row: int) -> list[str]:
     """Target and foil of one query of one prompt, in words; none where all queries have the same, or it is unknown."""
-    texts: Sequence[Sequence[Sequence[str]]] = result.options.get(OWN_TOKENS, [])
+    texts: Sequence[Sequence[Sequence[str]]] = result.options.get(TOKENS_OF_QUERIES, [])
     if batch < len(texts) and row < len(texts[batch]):
         return [repr(text) for text in texts[batch][row]]
     named = [plain(result.options.get(name)) for name in ("target", "minus")]

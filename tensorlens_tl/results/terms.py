@@ -33,7 +33,7 @@ from tensorlens_tl.results.entry import (
 from tensorlens_tl.results.means import less, mean_over_prompts
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.statistics import bootstrap_interval
-from tensorlens_tl.results.targets import own_targets
+from tensorlens_tl.results.targets import targets_of_queries
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -241,7 +241,7 @@ class Terms(Result):
             frame["key"] = index[3]
             frame["key_token"] = [self.tokens[b][k] for b, k in zip(batch, index[3], strict=True)]
             real = real & self.mask.cpu().numpy()[batch, index[3]]
-        targets = np.array(own_targets(self.target, self.queries), dtype=object)
+        targets = np.array(targets_of_queries(self.target, self.queries), dtype=object)
         frame["target"] = targets[index[0], index[1]]
         if self.counts is not None:
             frame["n"] = self.counts.cpu().numpy()[index[0], index[1]]

@@ -18,7 +18,7 @@ from tensorlens_tl.results.entry import Entry, check_batch, mean_title, provenan
 from tensorlens_tl.results.means import prompts_in_words
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.statistics import bootstrap_interval
-from tensorlens_tl.results.targets import own_targets
+from tensorlens_tl.results.targets import targets_of_queries
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -134,7 +134,7 @@ class EdgeScores(Result):
 
         source, destination = (numbers.tolist() for numbers in self.exists.nonzero(as_tuple=True))
         rows = self.scores[:, source, destination].double().cpu()
-        targets = own_targets(self.target, torch.zeros(len(rows), 1, dtype=torch.long))
+        targets = targets_of_queries(self.target, torch.zeros(len(rows), 1, dtype=torch.long))
         return pd.DataFrame(
             {
                 "batch": [batch for batch in range(len(rows)) for _ in source],
