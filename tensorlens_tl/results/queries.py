@@ -35,9 +35,7 @@ def one_query(result: Attribution, *, mean: bool) -> Attribution:
     if bias is not None and total is not None:
         gap = relative_gap(scores, bias, total)
     last = (queries * real).amax(1, keepdim=True)
-    options = {
-        name: value for name, value in result.options.items() if name != TOKENS_OF_QUERIES
-    }  # which are of each query
+    options = {name: value for name, value in result.options.items() if name != TOKENS_OF_QUERIES}
     fields = {"scores": scores, "bias": bias, "total": total, "gap": gap, "queries": last, "options": options}
     return replace(result, **fields, stderr=None)
 
