@@ -353,7 +353,7 @@ def test_passes_are_bounded(model):
         ("ablate", {"text": PROMPT, "other": OTHER, "node": "L1H0"}, "of one run"),
         ("ablate", {"text": PROMPT}, "node is missing"),
         ("ablate", {"text": PROMPT, "node": "L9H9"}, "name some of"),
-        ("routes", {"text": PROMPT}, "type a second one"),
+        ("routes", {"text": PROMPT}, "type a second prompt"),
         ("neurons", {"text": PROMPT}, "node is missing; click an MLP"),
         ("neurons", {"text": PROMPT, "node": "L1H0"}, "node is 'L1H0'; click an MLP, which has neurons"),
         ("neurons", {"text": PROMPT, "node": "MLP"}, "click an MLP, which has neurons"),
@@ -498,7 +498,7 @@ def test_many_questions_at_once_are_answered_or_told_to_come_back(opened):
 
 
 def test_a_fault_of_ours_leaves_the_server_up(opened, monkeypatch, capsys):
-    monkeypatch.setitem(opened._session._views, "prompt", lambda question: 1 / 0)
+    monkeypatch.setitem(opened._session._views, "prompt", lambda inquiry: 1 / 0)
     status, body, _ = send(opened, body={"text": PROMPT})
     assert status == 500
     assert "ZeroDivisionError" in json.loads(body)["error"]
@@ -508,7 +508,7 @@ def test_a_fault_of_ours_leaves_the_server_up(opened, monkeypatch, capsys):
 
 
 def test_a_number_that_is_none_is_a_fault_and_no_wrong_question(opened, monkeypatch):
-    monkeypatch.setitem(opened._session._views, "prompt", lambda question: {"value": float("nan")})
+    monkeypatch.setitem(opened._session._views, "prompt", lambda inquiry: {"value": float("nan")})
     status, body, _ = send(opened, body={"text": PROMPT})
     assert status == 500
     assert "JSON object" not in json.loads(body)["error"]

@@ -337,13 +337,13 @@ def test_a_model_that_changes_while_it_is_asked_is_asked_once_more(own_model, mo
     real = session._views["tokens"]
     calls = []
 
-    def changing(question):
-        session.frozen(question)
+    def changing(inquiry):
+        session.frozen(inquiry.question)
         if not calls:
             with torch.no_grad():
                 own_model.blocks[0].attn.W_O.mul_(0.5)
         calls.append(1)
-        return real(question)
+        return real(inquiry)
 
     monkeypatch.setitem(session._views, "tokens", changing)
     view = session.view("tokens", {"text": PROMPT})

@@ -1,7 +1,7 @@
 """A call of a public function that can be made and can be printed: what a view shows is what "copy as Python" gives."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorlens_tl
@@ -70,10 +70,12 @@ def code_of(question: Question, calls: Sequence[Call | str], *, two_models: bool
         ]
     else:
         lines += [f"run = tlens.freeze(model, {_prompt(question)})"]
-    if question.other is not None:
+    if question.is_comparison:
         second = "tuned" if two_models else "model"
-        prompt = _prompt(replace(question, text=question.other))
-        lines += [f"other = tlens.freeze({second}, {prompt})", "run = tlens.difference(run, other)"]
+        lines += [
+            f"other = tlens.freeze({second}, {_prompt(question.second, 'other_pixels')})",
+            "run = tlens.difference(run, other)",
+        ]
     lines += [call if isinstance(call, str) else f"result = {call.code}" for call in calls]
     return "\n".join(lines)
 
@@ -86,6 +88,8 @@ def _given(question: Question, *, two_models: bool) -> list[str]:
     lines = [models]
     if question.image is not None:
         lines += [f"# pixels is the image {question.image}, [1, channel, height, width], as the model reads it"]
+    if question.other_image is not None:
+        lines += [f"# other_pixels is the image {question.other_image}"]
     if question.chat:
         lines += [
             "",
@@ -99,10 +103,10 @@ def _given(question: Question, *, two_models: bool) -> list[str]:
     return lines
 
 
-def _prompt(question: Question) -> str:
-    """What is frozen, as Python."""
+def _prompt(question: Question, pixels: str = "pixels") -> str:
+    """What is frozen, as Python; `pixels` is what the code calls an image."""
     if question.image is not None:
-        return "pixels"
+        return pixels
     if question.chat:
         return f"chat({question.text!r})"
     return repr(question.text)

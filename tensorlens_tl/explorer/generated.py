@@ -18,7 +18,7 @@ def call_of(question: Question) -> Call:
     """
     if question.new is None:
         raise InvalidInputError("explorer: new is missing; say how many tokens the model shall write.")
-    if question.other is not None:
+    if question.is_comparison:
         raise InvalidInputError("explorer: generated text is of one run; leave the second prompt out.")
     options: dict[str, Any] = {"span": "all"}
     if question.start is not None and question.stop is not None:

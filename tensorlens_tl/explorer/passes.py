@@ -94,21 +94,22 @@ class Passes:
         self._logits = Recent[Tensor | None](4 * most)
 
     def frozen(self, question: Question, *, second: bool = False) -> FrozenPass:
-        """The pass of a question's prompt or image; `second` is that of its second prompt.
+        """The pass of a question's prompt or image; `second` is that of its second one.
 
         Raises:
             TensorLensError: what `freeze` refuses.
         """
         of_other = second and self.other is not None
         model: Any = self.other if of_other else self.model
-        text = question.other if second else question.text
-        assert text is not None
-        key = (text, question.chat, None if second else question.image)
-        return self._frozen[of_other].get(key, lambda: freeze(model, self._input(model, question, text)))
+        single = question
+        if second:
+            single = question.second
+        key = (single.text, single.chat, single.image)
+        return self._frozen[of_other].get(key, lambda: freeze(model, self._input(model, single)))
 
     def change(self, question: Question) -> Difference:
-        """The difference of a question's two prompts' runs, first less second."""
-        key = (question.text, question.other, question.chat)
+        """The difference of a question's two runs, first less second."""
+        key = (question.text, question.other, question.chat, question.image, question.other_image)
 
         def of_two() -> Difference:
             return difference(self.frozen(question), self.frozen(question, second=True))
@@ -121,7 +122,7 @@ class Passes:
         Raises:
             TensorLensError: what `freeze_generation` refuses.
         """
-        prompt = self._input(self.model, question, question.text)
+        prompt = self._input(self.model, question)
         key = (question.text, question.chat, question.new)
         return self._written.get(key, lambda: freeze_generation(self.model, prompt, max_new_tokens=question.new))
 
@@ -132,8 +133,8 @@ class Passes:
         logits = self._logits.get(key, lambda: frozen.logits(query))
         return None if logits is None else logits[0, 0]
 
-    def _input(self, model: Any, question: Question, text: str) -> Any:
-        """What the model reads: a text, the ids of a chat, or pixels.
+    def _input(self, model: Any, question: Question) -> Any:
+        """What the model reads of a question's first run: a text, the ids of a chat, or pixels.
 
         Raises:
             InvalidInputError: a chat without a template, or no such image.
@@ -141,11 +142,14 @@ class Passes:
         if question.image is not None:
             return self._images.pixels(question.image)
         if not question.chat:
-            return text
+            return question.text
         if not has_chat(model):
             raise InvalidInputError("explorer: chat is on, and the tokenizer has no chat template; leave it out.")
         return model.tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False, return_tensors="pt"
+            [{"role": "user", "content": question.text}],
+            add_generation_prompt=True,
+            return_dict=False,
+            return_tensors="pt",
         )
 
     # ------------------------------------------------------------------ a model that changes

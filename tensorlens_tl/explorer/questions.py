@@ -1,7 +1,7 @@
 """What the page asks: a prompt, a position, a target, checked as they arrive."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tensorlens_tl.errors import InvalidInputError
@@ -34,6 +34,7 @@ class Question:
         feature, at: a feature, and the position that it is active at; None for the query.
         chat: whether prompts are messages of a user, in the tokenizer's chat template.
         image: the name of an image that is read in place of a prompt, or None.
+        other_image: the name of the image of the second run, or None.
         new: how many tokens the model writes after the prompt, or None.
         start, stop: a stretch of these, `stop` excluded; without them all.
         hops: how often what reached generated tokens is sent on to what made those, or ``"all"``.
@@ -56,10 +57,21 @@ class Question:
     at: int | None = None
     chat: bool = False
     image: str | None = None
+    other_image: str | None = None
     new: int | None = None
     start: int | None = None
     stop: int | None = None
     hops: int | str = 0
+
+    @property
+    def is_comparison(self) -> bool:
+        """Whether it is about two runs."""
+        return self.other is not None or self.other_image is not None
+
+    @property
+    def second(self) -> "Question":
+        """The same of the second run alone."""
+        return replace(self, text=self.other or "", image=self.other_image, other=None, other_image=None)
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Question":
@@ -70,12 +82,18 @@ class Question:
         """
         minus = fields.get("minus", RUNNER_UP)
         image = _text(fields, "image")
+        other_image = _text(fields, "other_image")
         text = _text(fields, "text") or ""
+        other = _text(fields, "other")
         if not text and image is None:
             _refuse("text", "empty", "type a prompt")
+        if other_image is not None and image is None:
+            _refuse("image", "missing", "choose the first image, too")
+        if other is not None and image is not None:
+            _refuse("other", "a prompt and image an image", "send other_image to compare two images")
         return cls(
             text=text,
-            other=_text(fields, "other"),
+            other=other,
             query=_number(fields, "query"),
             target=_number(fields, "target"),
             minus=None if minus == RUNNER_UP else _number(fields, "minus"),
@@ -88,6 +106,7 @@ class Question:
             **{name: _number(fields, name) for name in ("nodes", "dictionary", "feature", "at")},
             chat=_switch(fields, "chat"),
             image=image,
+            other_image=other_image,
             new=_new(fields),
             start=_number(fields, "start"),
             stop=_number(fields, "stop"),

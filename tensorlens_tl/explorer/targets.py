@@ -47,19 +47,25 @@ def target_of(passes: Passes, question: Question) -> dict[str, int]:
     for name, token in (("target", question.target), ("minus", question.minus)):
         if token is not None and token >= size:
             raise InvalidInputError(f"explorer: {name} is {token}; the vocabulary has {size} tokens.")
-    best = next_logits(passes, question).topk(min(2, size)).indices.tolist()
-    first, second = best[0], best[-1]
+    logits = next_logits(passes, question)
+    best = logits.topk(min(2, size)).indices.tolist()
     target = question.target
     if target is None:
-        target = first
-        if question.minus == first:  # no token stands against itself
-            target = second
+        target = best[0]
+        if question.minus == best[0]:  # no token stands against itself
+            target = best[-1]
     minus = question.minus
     if question.runner_up:
-        minus = second if target == first else first
+        minus = runner_up(logits, target)
     if minus == target and size == 1:  # the only class there is
         minus = None
     return {"target": target} if minus is None else {"target": target, "minus": minus}
+
+
+def runner_up(logits: Float[Tensor, "d_vocab"], target: int) -> int | None:
+    """The likeliest token besides a target; None where there is no other."""
+    best = logits.topk(min(2, len(logits))).indices.tolist()
+    return next((token for token in best if token != target), None)
 
 
 def aim_of(passes: Passes, question: Question) -> dict[str, int]:
