@@ -53,6 +53,7 @@ WITHOUT_INFLUENCE = {
     "lp_norm", "use_ghost_grads", "normalize_sae_decoder", "noise_scale", "decoder_orthogonal_init", "sparsity",
     "mse_loss_normalization", "b_dec_init_method", "decoder_heuristic_init", "init_encoder_as_decoder_transpose",
     "scale_sparsity_penalty_by_decoder_norm", "jumprelu_init_threshold", "jumprelu_bandwidth", "aux_loss_coefficient",
+    "sequence_separator_token", "disable_concat_sequences",
 }  # fmt: skip
 """What SAELens and others say besides: shapes, where it came from, how it was trained."""
 
