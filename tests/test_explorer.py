@@ -518,10 +518,10 @@ def test_a_question_whose_page_went_away_is_dropped(opened, monkeypatch):
     asked, go = [], threading.Event()
     real = opened._session._views["prompt"]
 
-    def slow(question):
-        asked.append(question.text)
+    def slow(inquiry):
+        asked.append(inquiry.question.text)
         go.wait(30)
-        return real(question)
+        return real(inquiry)
 
     monkeypatch.setitem(opened._session._views, "prompt", slow)
     address = opened._server

@@ -133,12 +133,12 @@ def gated(explorer, monkeypatch, view="tokens"):
     real = explorer._session._views[view]
     entered, go = threading.Event(), threading.Event()
 
-    def slow(question):
+    def slow(inquiry):
         entered.set()
         while not go.is_set():
             note_progress("waiting", 0.5)
             time.sleep(0.005)
-        return real(question)
+        return real(inquiry)
 
     monkeypatch.setitem(explorer._session._views, view, slow)
     return entered, go

@@ -72,7 +72,7 @@ def test_a_pressed_button_keeps_the_keyboard(browser, opened):
     settled(browser)
     assert focused(browser, "active.id") == "ablate"
     press(browser, one(browser, '.graph [data-node="MLP2@34"]'))
-    wait(browser, lambda: several(browser, ".panel .name"))
+    wait(browser, lambda: several(browser, '.graph [data-node="MLP2@34"][aria-pressed=true]'))
     settled(browser)
     press(browser, one(browser, ".panel button.name"))
     wait(browser, lambda: "pick=MLP2" not in browser.current_url)

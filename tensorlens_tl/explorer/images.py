@@ -24,6 +24,10 @@ LARGEST_FILE = 4 * 2**20
 """Bytes of an uploaded file."""
 MOST_PIXELS = 16 * 10**6
 """Pixels of an uploaded picture; a larger one is refused before it is decoded."""
+SMALL = 64
+"""Pixels of the longer side of a small picture, about."""
+MOST_SMALL = 60
+"""Small pictures that the page offers."""
 MOST_IMAGES = 16
 """Uploaded images that stay in memory."""
 
@@ -61,6 +65,15 @@ class Images:
     def given(self) -> list[str]:
         """The names of the images that Python gave."""
         return list(self._given)
+
+    @property
+    def pictures(self) -> list[str]:
+        """Small pictures of the first images that Python gave; none where they are neither grey nor of three colours."""
+        images = list(self._given.values())[:MOST_SMALL]
+        if not images or images[0].shape[1] not in (1, 3):
+            return []
+        step = max(1, max(images[0].shape[2:]) // SMALL)
+        return [drawn.picture_of(image[0, :, ::step, ::step].detach().cpu().double().numpy()) for image in images]
 
     @property
     def has_processor(self) -> bool:

@@ -108,7 +108,8 @@ class Session:
         model = ModelView(self.model)
         if model.reads == "images":
             classes = [token_label(model, token) for token in range(model.d_vocab)]
-            view |= {"images": self.images.given, "classes": classes, "processor": self.images.has_processor}
+            view |= {"images": self.images.given, "pictures": self.images.pictures}
+            view |= {"classes": classes, "processor": self.images.has_processor}
         return view
 
     # ------------------------------------------------------------------ passes

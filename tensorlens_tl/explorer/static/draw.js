@@ -38,8 +38,7 @@ export function together(most) {
   const decimals = Math.min(6, Math.max(0, 2 - Math.floor(Math.log10(most))));
   return (value) => {
     const digits = Math.abs(value).toFixed(decimals);
-    if (Number(digits) === 0) return "0";
-    return (value < 0 ? "−" : "+") + digits;
+    return value === 0 ? "0" : (value < 0 ? "−" : "+") + digits;
   };
 }
 
@@ -78,6 +77,9 @@ export function chips(tokens, { values, selected, changed, linked, pick, label }
   }));
 }
 
+// A token's leading space is a dot before its name, so that names stand in one line.
+export const spaced = (name) => ({ kind: /^ \S/.test(name) ? " spaced" : "", name: name.replace(/^ (?=\S)/, "") });
+
 export function bars(rows, { pick, label, unsigned, selected, shown } = {}) {
   const most = largest(rows.map((row) => row.score));
   shown ??= together(most);
@@ -86,12 +88,13 @@ export function bars(rows, { pick, label, unsigned, selected, shown } = {}) {
     const share = 100 * Math.abs(row.score) / most;
     const width = oneSided ? share : share / 2;
     const left = oneSided ? 0 : row.score < 0 ? 50 - width : 50;
-    const name = visible(row.name);
+    const full = visible(row.name);
+    const { kind, name } = spaced(full);
     const pressed = selected === undefined ? undefined : String(row.pick === selected);
     return [
       pick && row.pick !== undefined
-        ? h("button", { type: "button", class: "name", title: name, "aria-pressed": pressed, onclick: () => pick(row.pick) }, name)
-        : h("span", { class: row.muted ? "name soft" : "name", title: name }, name),
+        ? h("button", { type: "button", class: `name${kind}`, title: full, "aria-pressed": pressed, onclick: () => pick(row.pick) }, name)
+        : h("span", { class: row.muted ? "name soft" : `name${kind}`, title: full }, name),
       h("span", { class: oneSided ? "bars-bar" : "bars-bar signed", "aria-hidden": "true" },
         h("i", { style: { ...tint(row.score, most), width: `${width}%`, left: `${left}%` } })),
       h("span", { class: "value", title: String(row.score) }, row.shown ?? shown(row.score)),

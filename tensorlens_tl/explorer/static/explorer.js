@@ -2,11 +2,11 @@
 import { copy, card, error, h, plain } from "./draw.js";
 import { generatedView, showModes } from "./generated.js";
 import { graphView } from "./graph.js";
-import { imageControls, imageView } from "./images.js";
+import { gallery, imageControls, imageView } from "./images.js";
 import { ablateView, featureView, headView, neuronsView, nothingView } from "./inspect.js";
 import { begin, end } from "./jobs.js";
 import { listen, redraw } from "./keys.js";
-import { NOTHING, ask, forget, isAnswered, read, stop, write } from "./state.js";
+import { NOTHING, ask, forget, isAnswered, isPair, read, stop, write } from "./state.js";
 import { componentsView, featuresView, nextView, routesView, tokensView } from "./views.js";
 
 const find = (id) => document.getElementById(id);
@@ -25,7 +25,7 @@ const go = (change) => { write(changed(read(), change)); show(); };
 
 // Which places of the page are filled, by which questions and how; "" stands for no question.
 function places(state) {
-  const two = Boolean(state.other);
+  const two = isPair(state);
   const width = find("views").clientWidth;
   const hasHead = state.layer !== undefined && state.head !== undefined;
   const isNode = state.node !== undefined;
@@ -39,7 +39,7 @@ function places(state) {
       return componentsView(answer, state, go);
     }],
   ];
-  if (state.image) list.push(["image", "image", (answer, prompt) => imageView(answer, prompt, about, go)]);
+  if (state.image) list.push(["image", "image", (answer, prompt) => imageView(answer, prompt, state, about, go)]);
   if (state.new && !two) list.push(["generated", "generated", (answer) => generatedView(answer, state, go)]);
   if (hasHead) list.push(["head", "head", (answer, prompt) => headView(prompt, answer, state, go)]);
   if (isMlp) list.push(["neurons", "neurons", (answer) => neuronsView(answer, state, go)]);
@@ -66,6 +66,7 @@ function buildGrid() {
 }
 
 const EXAMPLE = "If the module is not found, a ModuleNotFoundError is raised. If the file is not found, a FileNotFoundError is";
+const ONE_RUN = "Generated text, features and ablations are of one run; a comparison does not show them. ";
 const WAITING = { graph: "Following the strongest nodes back …" };
 
 function wait(name) {
@@ -112,8 +113,8 @@ async function show() {
       }
     }));
     if (mine !== turn) return;
-    find("status").textContent = `${plain((performance.now() - start) / 1000)} s`;
-    find("foot").replaceChildren(`Every block was proved against the model; its largest relative error is ${error(prompt.proof)}. `,
+    find("status").textContent = `Answered in ${plain((performance.now() - start) / 1000)} s`;
+    find("foot").replaceChildren(`Every block was proved against the model; its largest relative error is ${error(prompt.proof)}. `, isPair(state) ? ONE_RUN : "",
       "Keys: arrows move over tokens, cells and nodes, Enter presses, Esc closes, z undoes, / is the prompt.");
   } catch (refusal) {
     if (mine !== turn) return;
@@ -149,7 +150,7 @@ function fail(message) {
 function welcome() {
   for (const [name, slot] of Object.entries(slots)) slot.hidden = name !== "tokens";
   const image = Boolean(about.classes);
-  const example = image ? null : h("p", {}, h("button", { type: "button", id: "example", onclick: () => { drafts.clear(); go({ text: EXAMPLE }); } }, "Try an example"));
+  const example = image ? gallery(about, go) : h("p", {}, h("button", { type: "button", id: "example", onclick: () => { drafts.clear(); go({ text: EXAMPLE }); } }, "Try an example"));
   fill("tokens", card("welcome", image ? "Choose an image" : "Type a prompt and press Enter", null, null, h("p", { class: "soft" },
     `You will see which ${image ? "patches" : "tokens"}, heads and MLPs make the model’s ${image ? "class" : "next token"}, as exact sums with their gap.`), example));
 }

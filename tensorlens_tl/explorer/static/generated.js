@@ -1,5 +1,6 @@
 // Text that the model writes: how many tokens, a stretch of them, hops; and whether prompts are a chat.
 import { bars, card, chips, error, h, menu, number, quoted, sum } from "./draw.js";
+import { isPair } from "./state.js";
 
 const NO_SPAN = { start: undefined, stop: undefined };
 
@@ -9,7 +10,10 @@ export function showModes(about, state, go) {
   const place = document.getElementById("modes");
   if (!place.childElementCount) place.replaceChildren(...modes(about, go));
   if (about.chat) document.getElementById("chat").checked = Boolean(state.chat);
-  document.getElementById("new").value = state.new ?? "";
+  const length = document.getElementById("new");
+  length.value = state.new ?? "";
+  length.disabled = isPair(state);
+  document.getElementById("one-prompt").hidden = !isPair(state);
 }
 
 function modes(about, go) {
@@ -19,7 +23,7 @@ function modes(about, go) {
     : null;
   const length = h("input", { type: "number", id: "new", min: 1, max: 200, placeholder: "0", "aria-label": "Tokens to write",
     onchange: (event) => go({ new: event.target.value ? Number(event.target.value) : undefined, hops: undefined, ...NO_SPAN }) });
-  return [chat, h("label", { class: "mode" }, "Write ", length, " tokens")].filter(Boolean);
+  return [chat, h("label", { class: "mode" }, "Write ", length, " tokens", h("small", { id: "one-prompt", hidden: true }, "(of one prompt only)"))].filter(Boolean);
 }
 
 export function generatedView(view, state, go) {

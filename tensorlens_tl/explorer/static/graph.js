@@ -1,7 +1,7 @@
 // The contribution graph: the strongest nodes and the edges between them, and the sums of the node that is picked.
 import { bars, card, error, h, largest, menu, number, percent, quoted, s, sum, together, visible } from "./draw.js";
 import { layout, shortName as short } from "./layout.js";
-import { NOTHING } from "./state.js";
+import { NOTHING, isPair } from "./state.js";
 
 const STEPS = [20, 40, 80, 120];
 let shown = 60; // edges that are drawn; it only changes the drawing, so it is no part of the address
@@ -49,14 +49,14 @@ export function graphView(view, state, go, width) {
   const answer = place.columns.find((column) => column.pos === nodes.at(-1).pos);
   requestAnimationFrame(() => { shell.scrollLeft = answer.x - shell.clientWidth / 2; }); // a narrow screen begins at the answer
   const table = { columns: ["source", "source position", "reader", "reader position", "weight"], rows: view.edges.map(([a, b, weight]) => [nodes[a].name, nodes[a].pos, nodes[b].name, nodes[b].pos, weight]) };
-  return card("graph", state.other ? "How the change reached the answer" : "How the answer came about",
+  return card("graph", isPair(state) ? "How the change reached the answer" : "How the answer came about",
     `${view.label}; the ${nodes.length - 1} strongest nodes, each by what it gives through everything later`,
     h("div", { class: "row" }, h("label", { class: "inline" }, "Nodes ", count), h("label", { class: "inline" }, "Edges ", slider, said),
       menu("graph", "graph", table, view.code, () => picture(view, place, state, Math.min(shown, most)))),
     h("div", { class: "beside" }, shell, nodePanel(view, picked, state, go)),
     sum([["answer", view.total], ["gap of all parts", error(view.gap), view.gap], ["edges here carry", percent(view.completeness), view.completeness]]),
     h("p", { class: "soft" }, "Node weights do not add up: what passes two nodes counts for both. What enters one node does.",
-      state.other ? " A head is .v for its values, .q and .k for where its queries and keys made it attend." : ""));
+      isPair(state) ? " A head is .v for its values, .q and .k for where its queries and keys made it attend." : ""));
 }
 
 function drawing(view, place, state, picked, count, go) {
@@ -74,12 +74,13 @@ function drawing(view, place, state, picked, count, go) {
   });
   const marks = nodes.map((node, number_) => mark(node, number_, most, place, state, node === picked, picked, () => go(node === picked ? NOTHING : node.kind === "target" ? { ...NOTHING, pick: keyOf(node) } : selection(node))));
   const names = place.rows.map((row) => s("text", { x: 4, y: row.y + 4, class: "axis" }, row.name));
+  const bands = place.rows.filter((_, at) => at % 2 === 0).map((row) => s("rect", { x: 0, y: row.top, width: place.width, height: row.high, class: "band" }));
   const tokens = place.columns.map((column) => s("g", {},
     s("line", { x1: column.left, x2: column.left, y1: 0, y2: place.height - 20, class: "rule" }),
     s("text", { x: column.x, y: place.height - 8, "text-anchor": "middle", class: column.pos === state.at ? "axis linked" : "axis" },
       `${visible(column.token).trim().replace(PATCH, "").slice(0, Math.max(5, Math.floor(column.width / 8)))}`, s("title", {}, `${column.pos} ${visible(column.token)}`))));
   return s("svg", { width: place.width, height: place.height, viewBox: `0 0 ${place.width} ${place.height}`, class: picked ? "picked" : "", role: "group", "aria-label": "Contribution graph; columns are tokens, rows are layers", "data-rove": "" },
-    tokens, names, s("g", { class: "edges" }, lines), s("g", {}, marks));
+    bands, tokens, names, s("g", { class: "edges" }, lines), s("g", {}, marks));
 }
 
 const curve = (from, to, high) => {
@@ -112,7 +113,11 @@ function hover(mark_, index) {
 
 function nodePanel(view, node, state, go) {
   if (!node && state.pick?.includes("@")) return h("div", { class: "panel empty" }, h("h3", {}, state.pick.replace("@", " at ")), h("p", { class: "soft" }, "is not one of the strongest nodes of this question. Choose more nodes to see it."));
-  if (!node) return h("div", { class: "panel empty" }, h("h3", {}, "Press a node"), h("p", { class: "soft" }, "to read what enters it and where it leads, and to open its head or MLP below. Blue adds to the answer, orange takes from it."));
+  if (!node) {
+    const panel = nodePanel(view, view.nodes.at(-1), state, go);
+    panel.append(h("p", { class: "soft" }, "Press a node to read what enters it and where it leads, and to open its head or MLP below. Blue adds to the answer, orange takes from it."));
+    return panel;
+  }
   const at = view.nodes.indexOf(node);
   const listed = (near, far) => view.edges.filter((edge) => edge[near] === at).map((edge) => ({ name: told(view.nodes[edge[far]]), score: edge[2], pick: edge[far] }));
   const into = listed(1, 0);
@@ -135,7 +140,8 @@ function picture(view, place, state, count) {
   svg.setAttribute("font-family", "sans-serif");
   svg.setAttribute("font-size", "11");
   for (const path of svg.querySelectorAll("path")) { path.setAttribute("stroke", path.classList.contains("less") ? "#eb7828" : "#4292e6"); path.setAttribute("stroke-opacity", 0.5); }
-  for (const rect of svg.querySelectorAll("rect")) rect.setAttribute("fill", rect.classList.contains("ground") ? "#fff" : rect.classList.contains("less") ? "#eb7828" : "#4292e6");
+  for (const rect of svg.querySelectorAll("rect:not(.band)")) rect.setAttribute("fill", rect.classList.contains("ground") ? "#fff" : rect.classList.contains("less") ? "#eb7828" : "#4292e6");
+  for (const rect of svg.querySelectorAll("rect.band")) rect.setAttribute("fill", "#f5f5f6");
   for (const rect of svg.querySelectorAll("rect.ground")) rect.setAttribute("stroke", "#999");
   for (const line of svg.querySelectorAll("line")) line.setAttribute("stroke", "#eee");
   svg.prepend(s("rect", { width: "100%", height: "100%", fill: "#fff" }));

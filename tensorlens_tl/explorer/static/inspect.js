@@ -1,5 +1,6 @@
 // What was pressed, opened: a head, the neurons of an MLP, a feature, and the model without one of them.
 import { bars, card, chips, error, h, largest, menu, number, plain, quoted, sum, together, visible } from "./draw.js";
+import { isPair } from "./state.js";
 
 export function nothingView() {
   return card("empty", "Look inside", null, null, h("p", { class: "soft" },
@@ -16,9 +17,9 @@ export function headView(prompt, view, state, go) {
     : h("div", {}, bars(view.why.rows, { label: "Why it attends there", shown: whyShown }),
       sum([[view.why.of === "pattern" ? "all: change of attention" : "all: attention score", view.why.total], ["gap", error(view.why.gap), view.why.gap]], whyShown));
   const total = view.moved.reduce((a, b) => a + b, 0);
-  return card("head", `Head ${view.name}`, `${state.other ? "change of its" : "its"} direct effect ${number(view.score)}`,
+  return card("head", `Head ${view.name}`, `${isPair(state) ? "change of its" : "its"} direct effect ${number(view.score)}`,
     h("div", { class: "row" },
-      state.other ? null : h("button", { type: "button", id: "ablate", onclick: () => go({ node: view.name }) }, "Take it away"),
+      isPair(state) ? null : h("button", { type: "button", id: "ablate", onclick: () => go({ node: view.name }) }, "Take it away"),
       menu(`Head ${view.name}`, view.name, moved, view.code)),
     h("h3", {}, change ? "How its attention changed" : "Where it attends"),
     chips(prompt.tokens, { values: change ?? view.pattern, selected: view.key, label: "Attention; press a token to ask why", pick: (at) => go({ key: at }) }),
@@ -38,7 +39,7 @@ export function neuronsView(view, state, go) {
   const table = { columns: ["neuron", "score"], rows: rows.map((row) => [row.name, row.score]) };
   return card("neurons", view.node, `${view.label}; direct effects of its neurons`,
     h("div", { class: "row" },
-      state.other ? null : h("button", { type: "button", id: "ablate", onclick: () => go({ layer: undefined, head: undefined, node: view.node, pick: "without" }) }, "Take it away"),
+      isPair(state) ? null : h("button", { type: "button", id: "ablate", onclick: () => go({ layer: undefined, head: undefined, node: view.node, pick: "without" }) }, "Take it away"),
       menu(view.node, view.node, table, view.code)),
     bars(short, { label: `Neurons of ${view.node}` }),
     sum([["neurons listed", view.total - view.others], ["+ others", view.others], ["=", view.total], ["gap", error(view.gap), view.gap]]));

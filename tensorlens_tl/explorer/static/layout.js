@@ -59,7 +59,7 @@ function placed(nodes, most) {
   let y = 8;
   for (const at of levels) {
     const high = Math.max(...cells.get(at).map((of) => of.length)) * (HIGH + APART);
-    rows.push({ name: levelName(at), y: y + high / 2 });
+    rows.push({ name: levelName(at), y: y + high / 2, top: y - 9, high: high + 18 });
     cells.get(at).forEach((of, number) => of.forEach((line, below) => {
       let left = columns[number].x - line.wide / 2;
       for (const node of line.nodes) {

@@ -1,7 +1,7 @@
 // What the page shows is in its address, so that a link, a reload, undo and redo all give the same page.
 const NUMBERS = ["query", "target", "layer", "head", "key", "nodes", "dictionary", "feature", "at", "new", "start", "stop"];
-const TEXTS = ["text", "other", "method", "node", "pick", "image", "hops", "chat"];
-const RUN = ["text", "other", "chat", "image", "query", "target", "minus"];
+const TEXTS = ["text", "other", "method", "node", "pick", "image", "other_image", "hops", "chat"];
+const RUN = ["text", "other", "chat", "image", "other_image", "query", "target", "minus"];
 
 // The fields that a view depends on: an answer stands until one of them changes.
 const FIELDS = {
@@ -18,6 +18,9 @@ const FIELDS = {
 
 // What is selected; a new question leaves it behind.
 export const NOTHING = { layer: undefined, head: undefined, key: undefined, node: undefined, pick: undefined, feature: undefined, at: undefined };
+
+// Whether two runs are compared.
+export const isPair = (state) => Boolean(state.other || state.other_image);
 
 export function read() {
   const fields = new URLSearchParams(location.hash.slice(1));

@@ -1,18 +1,19 @@
 // The views that are always there: tokens, next tokens, components; of two runs, routes; of dictionaries, features.
-import { alike, bars, card, chips, error, h, matrix, menu, number, percent, plain, quoted, sum, visible } from "./draw.js";
-import { NOTHING } from "./state.js";
+import { alike, bars, card, chips, error, h, matrix, menu, number, percent, plain, quoted, spaced, sum, visible } from "./draw.js";
+import { NOTHING, isPair } from "./state.js";
 
 const LISTED = 8;
 
 export function tokensView(prompt, view, state, go, about) {
-  const two = Boolean(state.other);
+  const two = isPair(state);
+  const unit = about.classes ? "patch" : "token";
   const scores = prompt.tokens.map((token, at) => ({ name: `${quoted(token)} ${at}`, score: view.scores[at] }));
   const top = [...scores].sort((a, b) => Math.abs(b.score) - Math.abs(a.score)).slice(0, LISTED).filter((row) => row.score);
   const table = { columns: ["token", "score"], rows: prompt.tokens.map((token, at) => [`${at} ${visible(token)}`, view.scores[at]]) };
   const method = two ? null : h("select", { id: "method", "aria-label": "Method", onchange: (event) => go({ method: event.target.value }) },
     about.methods.map((of) => h("option", { value: of.name, selected: of.name === view.method }, of.name)));
-  const says = two ? "Each token’s part of the exact change, with nothing held fixed." : about.methods.find((of) => of.name === view.method)?.about;
-  return card("tokens", two ? "What changed the answer, by token" : "Which tokens matter", view.label,
+  const says = two ? "Each part of the exact change, with nothing held fixed." : about.methods.find((of) => of.name === view.method)?.about;
+  return card("tokens", two ? `What changed the answer, by ${unit}` : `Which ${unit}${unit === "token" ? "s" : "es"} matter`, view.label,
     h("div", { class: "row" }, method, menu(view.label, "tokens", table, view.code)),
     chips(prompt.tokens, {
       values: view.scores, selected: prompt.query, changed: prompt.changed, linked: state.at,
@@ -36,17 +37,21 @@ function tokenSum(prompt, view, two) {
 }
 
 export function nextView(prompt, state, go, about) {
-  const two = Boolean(state.other);
-  const listed = prompt.next.filter((of) => of.id !== prompt.target?.id);
-  if (typeof state.minus === "number" && !listed.some((of) => of.id === state.minus)) listed.push(prompt.minus); // of a link
+  const two = isPair(state);
+  const [first, second] = prompt.runners_up;
+  const differ = two && first && second && first.id !== second.id;
+  const named = !two ? "the runner-up" : differ ? "the first run’s runner-up" : "both runs’ runner-up";
+  const listed = prompt.next.filter((of) => of.id !== prompt.target?.id && !(differ && of.id === second.id));
+  if (typeof state.minus === "number" && !(differ && state.minus === second.id) && !listed.some((of) => of.id === state.minus)) listed.push(prompt.minus); // of a link
   const minus = h("select", { "aria-label": "Compared with", onchange: (event) => go({ minus: event.target.value === "" ? undefined : event.target.value === "none" ? null : Number(event.target.value) }) },
-    h("option", { value: "", selected: state.minus === undefined }, "the runner-up"),
+    h("option", { value: "", selected: state.minus === undefined }, first ? `${named}, ${quoted(first.text)}` : named),
+    differ ? h("option", { value: second.id, selected: state.minus === second.id }, `the second run’s runner-up, ${quoted(second.text)}`) : null,
     h("option", { value: "none", selected: state.minus === null }, "nothing"),
     listed.map((of) => h("option", { value: of.id, selected: state.minus === of.id }, visible(of.text))));
   const columns = two ? ["token", "first run", "second run"] : ["token", "probability"];
   const table = { columns, rows: prompt.next.map((of) => (two ? [of.text, of.chance, of.other_chance] : [of.text, of.chance])) };
   const title = about.classes ? "Classes" : `After ${quoted(prompt.tokens[prompt.query])}`;
-  return card("next", title, two ? "what each run predicts" : about.classes ? "what the model says of the image" : "the model’s next token",
+  return card("next", title, two ? "what each run predicts; the target is the first run’s choice unless you press another" : about.classes ? "what the model says of the image" : "the model’s next token",
     menu("next token", "next", table, prompt.code),
     two ? bothRuns(prompt, go) : bars(prompt.next.map((of) => ({ name: of.text, score: of.chance, shown: percent(of.chance), pick: of.id })), {
       unsigned: true, label: "Next tokens; press one to explain it", selected: prompt.target.id, pick: (id) => go({ target: id }),
@@ -62,9 +67,12 @@ function bothRuns(prompt, go) {
     h("span", { class: "value", title: String(chance) }, percent(chance))];
   return h("div", { class: "bars runs", role: "group", "aria-label": "Next tokens of both runs; press one to explain it" },
     h("span", {}), h("small", {}, "first run"), h("span", {}), h("small", {}, "second run"), h("span", {}),
-    prompt.next.flatMap((of) => [
-      h("button", { type: "button", class: "name", title: visible(of.text), "aria-pressed": String(of.id === prompt.target.id), onclick: () => go({ target: of.id }) }, visible(of.text)),
-      ...bar(of.chance, "first"), ...bar(of.other_chance, "second")]));
+    prompt.next.flatMap((of) => {
+      const { kind, name } = spaced(visible(of.text));
+      return [
+        h("button", { type: "button", class: `name${kind}`, title: visible(of.text), "aria-pressed": String(of.id === prompt.target.id), onclick: () => go({ target: of.id }) }, name),
+        ...bar(of.chance, "first"), ...bar(of.other_chance, "second")];
+    }));
 }
 
 export function componentsView(view, state, go) {
@@ -74,7 +82,7 @@ export function componentsView(view, state, go) {
   const names = view.heads.map((_, layer) => `L${layer}`);
   const others = view.rest.reduce((total, term) => total + term.score, 0);
   const table = { columns: ["layer", ...columns], rows: values.map((row, at) => [names[at], ...row.map((value) => value ?? "")]) };
-  return card("components", state.other ? "What changed the answer, by component" : "Which components write it",
+  return card("components", isPair(state) ? "What changed the answer, by component" : "Which components write it",
     `${view.label}; direct effects`, menu(view.label, "components", table, view.code),
     matrix(names, columns, values, {
       label: "Direct effects, layers by heads and MLP",

@@ -1,0 +1,266 @@
+"""Two runs in the explorer: two images as two prompts are compared, and whose runner-up the target stands against."""
+
+import pytest
+import torch
+
+import tensorlens_tl as tlens
+from tensorlens_tl import circuits
+from tensorlens_tl.explorer import Explorer, Session
+
+pytest.importorskip("tensorlens_tl.explorer.server", exc_type=ImportError)
+
+from test_explorer import OTHER, PROMPT, chromium, load, one, settled, several, wait
+from test_explorer_inputs import file_of, run_code
+
+PAIR = {"image": "2", "other_image": "3"}
+HEAD = {"layer": 1, "head": 0}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tlens.load_demo_model()
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return tlens.load_demo_model("digits")
+
+
+@pytest.fixture(scope="module")
+def pixels():
+    return tlens.demo.digit_images()[0][:5]
+
+
+@pytest.fixture(scope="module")
+def session(digits, pixels):
+    return Session(digits, images=pixels, name="digits")
+
+
+# ------------------------------------------------------------------ two images
+
+
+def test_two_images_have_the_difference_that_the_library_gives(session, digits, pixels):
+    first, second = (tlens.freeze(digits, pixels[at : at + 1]) for at in (2, 3))
+    prompt = session.view("prompt", PAIR)
+    target = {"target": prompt["target"]["id"], "minus": prompt["minus"]["id"]}
+    expected = tlens.attribute(tlens.difference(first, second), **target, method="difference")
+    view = session.view("image", PAIR)
+    assert view["scores"] == pytest.approx(expected.scores[0, 0].tolist(), abs=1e-6)
+    logits = [frozen.logits(0)[0, 0].double() for frozen in (first, second)]
+    numbers = [float(of[target["target"]] - of[target["minus"]]) for of in logits]
+    assert prompt["numbers"] == pytest.approx(numbers, abs=1e-5)
+    assert sum(view["scores"]) + view["bias"] == pytest.approx(numbers[0] - numbers[1], abs=1e-4)
+    assert view["picture"] == session.view("image", {"image": "2"})["picture"]
+    assert view["second_picture"] == session.view("image", {"image": "3"})["picture"]
+    assert {token["chance"] for token in prompt["next"]} == {float(p) for p in logits[0].softmax(-1)}
+    assert {token["other_chance"] for token in prompt["next"]} == {float(p) for p in logits[1].softmax(-1)}
+
+
+@pytest.mark.parametrize(
+    ("view", "fields"),
+    [
+        ("tokens", {}),
+        ("image", {}),
+        ("components", {}),
+        ("head", HEAD),
+        ("graph", {"nodes": 20}),
+        ("routes", {}),
+        ("neurons", {"node": "MLP1"}),
+    ],
+)
+def test_the_code_of_two_images_gives_the_result_again(session, digits, pixels, view, fields):
+    answer = session.view(view, PAIR | fields)
+    assert answer.get("gap", 0.0) < 1e-5
+    again = run_code(answer, model=digits, pixels=pixels[2:3], other_pixels=pixels[3:4])
+    assert torch.allclose(torch.as_tensor(again.total), torch.as_tensor(session.last.total))
+
+
+def test_two_models_are_compared_on_one_image(digits, pixels):
+    tuned = tlens.load_demo_model("digits")
+    with torch.no_grad():
+        tuned.blocks[1].attn.W_O.mul_(0.5)
+    session = Session(digits, tuned, images=pixels)
+    view = session.view("tokens", {"image": "2", "other_image": "2"})
+    first, second = (tlens.freeze(of, pixels[2:3]).logits(0)[0, 0] for of in (digits, tuned))
+    target, minus = first.topk(2).indices
+    change = (first - second)[target] - (first - second)[minus]
+    assert view["total"] == pytest.approx(float(change), abs=1e-4)
+    assert abs(view["total"]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("view", "fields", "message"),
+    [
+        ("tokens", {"other_image": "2", "text": "If"}, "choose the first image, too"),
+        ("tokens", {"image": "2", "other": "If"}, "send other_image to compare two images"),
+        ("tokens", {"image": "2", "other_image": "99"}, "not here any more"),
+        ("ablate", {**PAIR, "node": "MLP1"}, "an ablation is of one run"),
+        ("generated", {**PAIR, "new": 3}, "generated text is of one run"),
+        ("routes", {"image": "2"}, "choose a second image"),
+    ],
+)
+def test_wrong_pairs_are_refused(session, view, fields, message):
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        session.view(view, fields)
+
+
+def test_the_page_offers_small_pictures_of_what_it_was_given(digits):
+    large = torch.rand(70, 3, 224, 224)
+    about = Session(digits, images=large).about()
+    assert len(about["images"]) == 70
+    assert len(about["pictures"]) == 60
+    assert len(about["pictures"][0]) < 30_000
+    assert Session(digits, images=torch.rand(2, 4, 8, 8)).about()["pictures"] == []
+
+
+# ------------------------------------------------------------------ runners-up
+
+
+def test_the_runner_up_of_each_run_is_named(model):
+    session = Session(model)
+    runs = [tlens.freeze(model, text) for text in (PROMPT, OTHER)]
+    for query in (3, 12, 34):
+        view = session.view("prompt", {"text": PROMPT, "other": OTHER, "query": query})
+        logits = [run.logits(query)[0, 0].clone() for run in runs]
+        for of in logits:
+            of[view["target"]["id"]] = -torch.inf
+        assert [token["id"] for token in view["runners_up"]] == [int(of.argmax()) for of in logits]
+        assert view["minus"] == view["runners_up"][0]  # what the target is compared with by default is the first run's
+    assert len(session.view("prompt", {"text": PROMPT})["runners_up"]) == 1
+
+
+def differing(model):
+    """A question of two prompts whose runs have different runners-up, and the view of it."""
+    session = Session(model)
+    for query in range(3, 35):
+        question = {"text": PROMPT, "other": OTHER, "query": query}
+        view = session.view("prompt", question)
+        if view["runners_up"][0] != view["runners_up"][1]:
+            return question, view
+    raise AssertionError("both runs have one runner-up everywhere")
+
+
+# ------------------------------------------------------------------ the page
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def opened(model):
+    explorer = Explorer(Session(model, name="demo"), 0).start()
+    yield explorer
+    explorer.close()
+
+
+@pytest.fixture(scope="module")
+def opened_digits(session):
+    explorer = Explorer(session, 0).start()
+    yield explorer
+    explorer.close()
+
+
+def test_the_page_says_whose_runner_up_it_is_and_offers_the_other(browser, opened, model):
+    question, view = differing(model)
+    first, second = view["runners_up"]
+    load(browser, opened, **question)
+    options = several(browser, ".next select option")
+    assert "the first run’s runner-up" in options[0].text
+    assert first["text"].strip() in options[0].text
+    other = next(option for option in options if "second run’s" in option.text)
+    assert second["text"].strip() in other.text
+    assert [option.get_attribute("value") for option in options].count(str(second["id"])) == 1
+    other.click()
+    wait(browser, lambda: f"minus={second['id']}" in browser.current_url)
+    settled(browser)
+    assert "second run’s" in one(browser, ".next select option:checked").text
+    expected = circuits.logit_attribution(
+        tlens.difference(*(tlens.freeze(model, question[text]) for text in ("text", "other"))),
+        view["target"]["id"],
+        minus=second["id"],
+        query=question["query"],
+    )
+    shown = float(several(browser, ".components .sum b")[2].get_attribute("title"))
+    assert shown == pytest.approx(float(expected.total), abs=1e-5)
+
+
+def test_one_run_names_its_runner_up(browser, opened, model):
+    load(browser, opened, text=PROMPT)
+    minus = Session(model).view("prompt", {"text": PROMPT})["minus"]["text"]
+    assert one(browser, ".next select option").text == f"the runner-up, “{minus.replace(chr(10), '↵').strip()}”"
+
+
+def test_a_comparison_says_what_it_does_not_show(browser, opened):
+    load(browser, opened, text=PROMPT, other=OTHER)
+    assert not one(browser, "#new").is_enabled()
+    assert "of one prompt only" in one(browser, "#modes").text
+    assert "a comparison does not show them" in one(browser, "#foot").text
+    load(browser, opened, text=PROMPT)
+    assert one(browser, "#new").is_enabled()
+    assert "comparison" not in one(browser, "#foot").text
+
+
+def test_the_page_compares_two_images(browser, opened_digits, session, pixels, tmp_path):
+    browser.get("about:blank")
+    browser.get_log("browser")
+    browser.get(opened_digits.url)
+    wait(browser, lambda: several(browser, ".gallery button"))
+    assert not one(browser, "#compare-images").is_displayed()
+    several(browser, ".gallery button")[2].click()
+    wait(browser, lambda: "image=2" in browser.current_url)
+    settled(browser)
+    assert not one(browser, "#given-other").is_displayed()
+    one(browser, "#compare-images").click()
+    settled(browser)
+    one(browser, "#given-other [value='3']").click()
+    wait(browser, lambda: "other_image=3" in browser.current_url)
+    settled(browser)
+    view = session.view("image", PAIR)
+    shown = [float(patch.get_attribute("title")) for patch in several(browser, ".patches span")]
+    assert shown == pytest.approx(view["scores"][1:], abs=1e-6)
+    assert len(several(browser, ".pictures figure")) == 3
+    assert several(browser, ".routes .matrix td")
+    numbers = [float(part.get_attribute("title")) for part in several(browser, ".tokens .sum + .sum b")]
+    assert numbers[0] - numbers[1] == pytest.approx(numbers[2])
+    file = tmp_path / "digit.png"
+    file.write_bytes(file_of((pixels[1, 0] * 255).byte().numpy()))
+    one(browser, "#upload-other").send_keys(str(file))
+    wait(browser, lambda: "other_image=upload-" in browser.current_url)
+    settled(browser)
+    assert one(browser, "#given-other option:checked").text == "Uploaded image"
+    one(browser, "#compare-images").click()
+    wait(browser, lambda: "other_image" not in browser.current_url)
+    settled(browser)
+    assert len(several(browser, ".pictures figure")) == 2
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_two_images_stay_inside_the_page(browser, opened_digits, width):
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    )
+    try:
+        load(browser, opened_digits, **PAIR, **HEAD)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_no_name_is_cut_where_two_lines_hold_it(browser, opened):
+    load(browser, opened, text=PROMPT, **HEAD)
+    cut = "return [...document.querySelectorAll('.head .name')].filter((of) => of.scrollHeight > of.clientHeight + 1"
+    assert browser.execute_script(f"{cut} || of.scrollWidth > of.clientWidth + 1).map((of) => of.textContent)") == []
+    bars = "return Math.min(...[...document.querySelectorAll('.head .bars-bar')].map((of) => of.clientWidth))"
+    assert browser.execute_script(bars) > 60
+
+
+def test_the_answers_parts_stand_beside_the_graph_until_a_node_is_pressed(browser, opened):
+    load(browser, opened, text=PROMPT)
+    assert one(browser, ".panel h3").text.startswith("answer at")
+    graph = Session(tlens.load_demo_model()).view("graph", {"text": PROMPT})
+    shown = float(one(browser, ".panel .sum b").get_attribute("title"))
+    assert shown == pytest.approx(graph["total"], abs=1e-5)
