@@ -68,7 +68,7 @@ class Images:
 
     @property
     def pictures(self) -> list[str]:
-        """Small pictures of the first images that Python gave; none where they are neither grey nor of three colours."""
+        """Small pictures of the first images that Python gave; none where they have neither one channel nor three."""
         images = list(self._given.values())[:MOST_SMALL]
         if not images or images[0].shape[1] not in (1, 3):
             return []
