@@ -35,10 +35,9 @@ function build(place, about, go, fail) {
   const second = h("div", { class: "row", id: "second-image", hidden: true }, picker(about, "other_image", "-other", "Compare with", go, fail),
     h("small", {}, "every view then shows the exact difference, first − second"));
   const toggle = h("button", { type: "button", id: "compare-images", class: "quiet", onclick: () => {
-    const opens = second.hidden;
-    second.hidden = !opens;
-    const image = document.getElementById("given").value;
-    go(opens ? { ...NOTHING, other_image: about.two_models ? image : undefined } : { ...FRESH, other_image: undefined });
+    second.hidden = !second.hidden;
+    if (second.hidden) go({ ...FRESH, other_image: undefined });
+    else go(about.two_models ? { ...FRESH, other_image: document.getElementById("given").value } : {});
   } });
   const how = about.processor ? "prepared by the model’s image processor" : "resized to the model’s size, with values of 0 to 1";
   place.classList.add("pickers");
@@ -84,7 +83,7 @@ export function imageView(view, prompt, state, about, go) {
     about.classes.map((name, id) => h("option", { value: id, selected: id === prompt.target.id }, name)));
   const columns = Array.from({ length: view.columns }, (_, at) => String(at));
   const rows = Array.from({ length: view.rows }, (_, at) => [`row ${at}`, ...scores.slice(at * view.columns, (at + 1) * view.columns)]);
-  return card("picture", two ? "Where the images change the answer" : "Where on the image", view.label,
+  return card("picture", two ? "Where the change comes from" : "Where on the image", view.label,
     h("div", { class: "row" }, h("label", { class: "mode" }, "Explain ", classes), menu(view.label, "image", { columns: ["row", ...columns], rows }, view.code)),
     h("div", { class: "pictures" },
       figure(two ? "scores of the patches, over the first image" : "scores of the patches, over the image",
