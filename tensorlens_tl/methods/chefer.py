@@ -22,6 +22,7 @@ from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, in_this_thread
 from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.models.parameters import saved_by_name
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
@@ -69,7 +70,7 @@ def chefer(
     per_query = (16 * frozen.n_layers * x.numel() + 6 * patterns) * x.element_size()
     hooks = [hook for site in sites for hook in site.hooks()]
     # what autograd keeps must not have been made in somebody's inference mode
-    with torch.inference_mode(False), torch.enable_grad():
+    with saved_by_name(frozen.model), torch.inference_mode(False), torch.enable_grad():
         _, numbers = live_logits.graph(x, hooks)
         outputs = [site.output for site in sites if site.output is not None]  # each was seen, as in the pass
         relevances = [

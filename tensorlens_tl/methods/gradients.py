@@ -17,6 +17,7 @@ from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.models.parameters import saved_by_name
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
@@ -148,7 +149,7 @@ class _Logit:
         x = self.frozen.resid_pre(0)
         per_query = 16 * self.frozen.n_layers * x.numel() * x.element_size()
         # autograd stores no tensor of somebody's inference mode
-        with torch.inference_mode(False), torch.enable_grad():
+        with saved_by_name(self.frozen.model), torch.inference_mode(False), torch.enable_grad():
             leaf, numbers = self.live_logits.graph(x * share, is_pass_input=share == 1)
             rows = [gradient for _, (gradient,) in self.live_logits.gradients(numbers, [leaf], per_query, self.memory)]
         return numbers.detach(), torch.cat([row for row in rows if row is not None]).transpose(0, 1)

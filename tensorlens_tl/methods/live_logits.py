@@ -44,9 +44,10 @@ class LiveLogits:
         self.frozen = frozen
         self.positions = query_positions(frozen.prompt, query)
         self.in_logits = frozen.prompt.in_logits(self.positions)
-        self.ids, self.others = target_ids(frozen, self.positions, target, minus)
         self.real = torch.take_along_dim(frozen.mask, self.positions, dim=1)
-        self.label = logit_label(frozen.view, target, minus)
+        with frozen.view.opened("unembedding"):  # where it is offloaded, it is read once
+            self.ids, self.others = target_ids(frozen, self.positions, target, minus)
+            self.label = logit_label(frozen.view, target, minus)
 
     def read(self, logits: Float[Tensor, "*any batch query d_vocab"]) -> Float[Tensor, "*any batch query"]:
         """The target's number at each query, from the model's logits or any function of them."""
@@ -75,7 +76,8 @@ class LiveLogits:
         assert name is not None  # a model with an unembedding
         self.live.check({name: states})
         # the weights' logits are those of the pass where they were compared
-        expected = frozen.view.logits(torch.take_along_dim(frozen.unembedded(), self.positions[..., None], dim=1))
+        with frozen.view.opened("unembedding"):
+            expected = frozen.view.logits(torch.take_along_dim(frozen.unembedded(), self.positions[..., None], dim=1))
         known = self.real
         if self.live.same_hooks:
             known = known & self._compared

@@ -115,6 +115,7 @@ class ModelView:
         owner = Owner(model, self.cfg, self.description, self.is_hooked_encoder_decoder)
         self.blocks = [BlockView(owner, layer, stack, number) for layer, (stack, number) in enumerate(blocks)]
         self.read_names: set[str] = set()
+        self._opened: set[str] = set()
         parts = {part for parts in READ_FROM.values() for part in parts}
         self.offloaded = offloaded(*(getattr(model, part, None) for part in parts))
         self.encoder_layers = len(getattr(model, self._stacks[0])) if self.is_encoder_decoder else 0
@@ -127,6 +128,10 @@ class ModelView:
     def with_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> "ModelView":
         """This reading with other weights in some blocks, by TransformerLens' names; the model stays as it is."""
         other = copy(self)
+        other._opened = set()
+        if self.offloaded:
+            for name in READ_FROM:
+                other.__dict__.pop(name, None)
         other.blocks = list(self.blocks)
         for layer, changed in weights.items():
             other.blocks[layer] = self.blocks[layer].with_weights(changed)
@@ -146,13 +151,21 @@ class ModelView:
 
     @contextmanager
     def opened(self, name: str) -> Generator[None, None, None]:
-        """What `weights_read` reads a property in."""
+        """What `weights_read` reads a property in; it stays until the end of the outermost one."""
         if not self.offloaded:
             yield
             return
-        with lock_of(self.model), loaded(*(getattr(self.model, part, None) for part in READ_FROM[name])):
-            yield
-        self.__dict__.pop(name, None)
+        with lock_of(self.model):
+            if name in self._opened:
+                yield
+                return
+            self._opened.add(name)
+            try:
+                with loaded(*(getattr(self.model, part, None) for part in READ_FROM[name])):
+                    yield
+            finally:
+                self._opened.remove(name)
+                self.__dict__.pop(name, None)
 
     def refuse_split_inputs(self) -> None:
         """Refuse a model that runs with a copy of its residual stream for each head.

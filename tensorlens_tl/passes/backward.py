@@ -6,6 +6,7 @@ pass, which is measured; one forward pass serves all queries, and their gradient
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from jaxtyping import Float, Int
@@ -21,11 +22,11 @@ from tensorlens_tl.hooks import (
     RuleHooks,
     graph_of,
     in_this_thread,
-    lock_of,
     other_hooks,
 )
-from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.models import BlockView, Query, TokenLike
 from tensorlens_tl.models.lifecycle import OncePerWeights
+from tensorlens_tl.models.parameters import loaded, saved_by_name
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.live import holding_hooks
@@ -68,8 +69,10 @@ def rule_scores(
     x = frozen.resid_pre(0)
     real = torch.take_along_dim(frozen.mask, positions, dim=1)
     # outside any inference mode of the caller, whose tensors autograd does not accept
-    with lock_of(frozen.model), torch.inference_mode(False), torch.enable_grad():
+    with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
+        stack.enter_context(saved_by_name(frozen.model))
         held = holding_hooks(frozen.maps, patterns=False, activation=rule.activation)
+        stack.enter_context(_norms_loaded(frozen, scales))  # no earlier: the model's own run drops them
         live = RuleHooks(rule, sites, scales)
         leaf = x.detach().clone().requires_grad_(True)
         parts = leaf.split(list(frozen.sides or (leaf.shape[1],)), dim=1)
@@ -91,6 +94,12 @@ def rule_scores(
     return Collapse(scores, total=total, gap=gap, soft_cap=frozen.view.soft_cap)
 
 
+def _norms_loaded(frozen: FrozenPass, scales: Sequence[str]) -> AbstractContextManager[bool]:
+    """Inside, norms with these scales keep their weights loaded: a Bridge reads them itself where a scale is held."""
+    assert isinstance(frozen.model, nn.Module)
+    return loaded(*(frozen.model.get_submodule(name.removesuffix(".hook_scale")) for name in scales))
+
+
 def product_points(frozen: FrozenPass) -> tuple[list[AttentionPoints], list[str]]:
     """The attention of every block, and the scales of its norms of queries and keys.
 
@@ -98,6 +107,7 @@ def product_points(frozen: FrozenPass) -> tuple[list[AttentionPoints], list[str]
         UnsupportedModelError: a block's attention, or what it has instead, is held as a whole.
     """
     sites: list[AttentionPoints] = []
+    scales: list[str] = []
     for block, points in zip(frozen.view.blocks, frozen.points.blocks, strict=True):
         if points.attention is not None or points.heads is None or points.beside is not None:
             name = block.mixer_name if points.beside is None else block.beside_name
@@ -106,9 +116,10 @@ def product_points(frozen: FrozenPass) -> tuple[list[AttentionPoints], list[str]
                 "hook points at the factors of its products, so this rule cannot be applied there. tensorlens, cp-lrp "
                 "and relp with attention='frozen' are exact for it."
             )
-        sites += [site for site in (points.heads, points.cross) if site is not None]
+        of_block = [site for site in (points.heads, points.cross) if site is not None]
+        scales += [f"{norm}.hook_scale" for site in of_block for norm in _norms_inside(frozen, block, site)]
+        sites += of_block
     known = frozen.model.hook_dict
-    scales = [f"{norm}.hook_scale" for site in sites for norm in _norms_inside(frozen, site)]
     unknown = [name for name in scales if name not in known]
     if unknown:
         raise UnsupportedModelError(
@@ -119,22 +130,22 @@ def product_points(frozen: FrozenPass) -> tuple[list[AttentionPoints], list[str]
     return sites, scales
 
 
-def _norms_inside(frozen: FrozenPass, site: AttentionPoints) -> list[str]:
+def _norms_inside(frozen: FrozenPass, block: BlockView, site: AttentionPoints) -> list[str]:
     """The norms inside one attention (of queries and keys), by the names that their hook points would begin with.
 
     A module of attention may hold the block's own norm as well (BERT's does): it has the same weights as that.
     """
-    norms = [norm for block in frozen.view.blocks for norm in block.norms.values()]
-    gains = {norm.gain.data_ptr() for norm in norms if norm.gain is not None}
     at = site.pattern.removesuffix(".hook_pattern")
     assert isinstance(frozen.model, nn.Module)
     attention = frozen.model.get_submodule(at)
-    inside = [
-        ".".join(part for part in (at, *name.split(".")) if part != "_original_component")
-        for name, module in attention.named_modules()
-        if type(module).__name__.lower().removesuffix("pre").endswith("norm")
-        and not gains & {weight.data_ptr() for weight in module.parameters()}
-    ]
+    with block.loaded():
+        gains = {norm.gain.data_ptr() for norm in block.norms.values() if norm.gain is not None}
+        inside = [
+            ".".join(part for part in (at, *name.split(".")) if part != "_original_component")
+            for name, module in attention.named_modules()
+            if type(module).__name__.lower().removesuffix("pre").endswith("norm")
+            and not gains & {weight.data_ptr() for weight in module.parameters()}
+        ]
     return list(dict.fromkeys(inside))
 
 

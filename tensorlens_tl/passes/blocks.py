@@ -212,17 +212,21 @@ class Blocks(ABC):
         return Chain((self.norm(layer, before), part, self.norm(layer, after)))
 
     def stage(self, layer: int, **options: Any) -> AffineMap:
-        """`block_map`; where a block's weights are offloaded, composed each time it is used, and dropped afterwards."""
+        """`block_map`, `lazily`."""
+        return self.lazily(layer, lambda: self.block_map(layer, **options))
+
+    def lazily(self, layer: int, compose_part: Callable[[], AffineMap]) -> AffineMap:
+        """A part of a block; where its weights are offloaded, composed each time it is used, and dropped afterwards."""
         block = self.view.blocks[layer]
         if not block.offloaded:
-            return self.block_map(layer, **options)
+            return compose_part()
 
         @contextmanager
-        def block_map() -> Generator[AffineMap, None, None]:
+        def opened() -> Generator[AffineMap, None, None]:
             with block.loaded():
-                yield self.block_map(layer, **options)
+                yield compose_part()
 
-        return LazyMap(block_map, self.capture.tokens.shape[1], self.row_bytes, block.name)
+        return LazyMap(opened, self.capture.tokens.shape[1], self.row_bytes, block.name)
 
     def ends(self, layer: int) -> list[AffineMap]:
         """The maps after a block's sublayers: the block's scalar factor, an encoder's final norm, what hooks add."""

@@ -372,7 +372,7 @@ class FrozenPass(Linearisation):
             InvalidInputError: the model was put in train mode since, and drops activations there.
             FrozenModelError: the weights changed since the pass, or another frozen pass is attached.
             UnsupportedModelError: a hook point of this model only observes (tried once per model, with another residual
-                stream); or its weights are offloaded.
+                stream).
 
         >>> held = model.run_with_hooks(**frozen.inputs, fwd_hooks=frozen.fwd_hooks())
         >>> torch.allclose(held, model(text), atol=1e-3)

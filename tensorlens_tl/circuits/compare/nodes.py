@@ -53,6 +53,7 @@ from tensorlens_tl.circuits.live import LiveTarget, NodeChange, losses, sublayer
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, summed_by_name
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, run
 from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.models.parameters import saved_by_name
 from tensorlens_tl.passes import FrozenPass, PassLike
 from tensorlens_tl.results import Terms
 
@@ -262,7 +263,7 @@ class _LiveNodes:
         def see(live: Tensor, *, hook: Any) -> None:
             added[readout.read_at] = live
 
-        with torch.enable_grad():
+        with saved_by_name(frozen.model), torch.enable_grad():
             x = torch.lerp(self.corrupted.resid_pre(0), frozen.resid_pre(0), share).clone().requires_grad_(True)
             hooks: list[FwdHook] = [(start, in_this_thread(lambda live, *, hook: x))]
             hooks += [(name, in_this_thread(partial(add, name=name))) for name in self.points if name != start]

@@ -29,7 +29,7 @@ from tensorlens_tl.circuits.stream import StreamTarget
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import ModelView
-from tensorlens_tl.models.parameters import MLPWeights, NormWeights, norm_epsilon
+from tensorlens_tl.models.parameters import MLPWeights, NormWeights, norm_epsilon, saved_by_name
 from tensorlens_tl.passes import PassLike
 
 # ------------------------------------------------------------------ blocks
@@ -298,7 +298,7 @@ class Replay:
 
     def _gradients(self, share: float) -> Float[Tensor, "destination batch pos d"]:
         recorded = _WholeStream()
-        with torch.enable_grad():
+        with saved_by_name(self.frozen.model), torch.enable_grad():
             x = torch.lerp(self.corrupted.resid_pre(0), self.frozen.resid_pre(0), share).clone().requires_grad_(True)
             number = self._run(x[None], recorded).sum()
             gradients = torch.autograd.grad(number, list(recorded.streams.values()))

@@ -38,6 +38,7 @@ from tensorlens_tl.evaluate.paper.relations import Relation, Sample, shipped_rel
 from tensorlens_tl.evaluate.scorers import RANDOM, predictions
 from tensorlens_tl.hooks import in_this_thread, run
 from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.models.parameters import saved_by_name
 from tensorlens_tl.passes import FrozenPass, freeze
 from tensorlens_tl.passes.inputs import InputLike
 from tensorlens_tl.passes.operator import FrozenOperator
@@ -254,7 +255,7 @@ def _jacobian(frozen: FrozenPass, row: int, layer: int, end: int) -> tuple[Tenso
     x = frozen.resid_pre(layer)[row]
     at = frozen.points.unembed_in or frozen.points.output
     output: list[Tensor] = []
-    with torch.enable_grad():
+    with saved_by_name(frozen.model), torch.enable_grad():
         leaf = x[None].clone().requires_grad_(True)
 
         def put(live: Tensor, *, hook: HookPoint) -> Tensor:

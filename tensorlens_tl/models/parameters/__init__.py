@@ -26,6 +26,7 @@ from tensorlens_tl.models.parameters.offload import (
     weights_read,
     whole,
 )
+from tensorlens_tl.models.parameters.saved import saved_by_name
 from tensorlens_tl.models.parameters.weights import (
     AttentionWeights,
     Gate,
@@ -90,6 +91,7 @@ __all__ = [
     "read_linear",
     "refuse_bypassed",
     "refuse_offloaded",
+    "saved_by_name",
     "shown",
     "sources",
     "stored",

@@ -7,16 +7,17 @@ map says.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap, Norm
+from tensorlens_tl.algebra import AffineMap, Identity, Norm
 from tensorlens_tl.algebra.numerics import relative_error, upcast
-from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.errors import TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import (
     Ends,
     FwdHook,
@@ -46,14 +47,8 @@ def prove_obedience(maps: BlockMaps) -> frozenset[str]:
 
     Raises:
         UnsupportedModelError: it ignores what a hook returns at `hook_z`, `mlp.hook_post` or a norm's `hook_scale`; or
-            its weights are offloaded.
+            its weights are offloaded and it cannot run with norms held as wholes.
     """
-    if maps.view.any_offloaded:
-        raise UnsupportedModelError(
-            f"the weights of this {maps.view.description} are offloaded: a Bridge whose norms are held reads their "
-            "weights where no hook of accelerate brings them in, so that fwd_hooks, attached and what runs the held "
-            "model do not work. The operator and what is computed from it do; or load the model into memory."
-        )
     known = _effective_patterns.get(maps.capture.model, maps.capture.weights)
     if known is None or other_hooks(maps.capture.model):
         return _prove(maps)
@@ -85,15 +80,16 @@ def _hooks(
 ) -> list[FwdHook]:
     """The same, given the hook points of patterns at which a hook takes effect."""
     hooks: list[FwdHook] = []
-    for layer in range(maps.capture.n_layers):
-        hooks += _padding_hooks(maps, layer)
-        if patterns:
-            hooks += _pattern_hooks(maps, layer, effective)
-        if norms:
-            hooks += _norm_hooks(maps, layer)
-        if activations:
-            hooks += _per_layer_hooks(maps, layer, activation)
-            hooks += _mlp_hooks(maps, layer, activation)
+    for layer, block in enumerate(maps.view.blocks):
+        with block.loaded():
+            hooks += _padding_hooks(maps, layer)
+            if patterns:
+                hooks += _pattern_hooks(maps, layer, effective)
+            if norms:
+                hooks += _norm_hooks(maps, layer)
+            if activations:
+                hooks += _per_layer_hooks(maps, layer, activation)
+                hooks += _mlp_hooks(maps, layer, activation)
     if norms:
         hooks += _end_hooks(maps, maps.encoder_norm(), maps.points.encoder_scale, maps.points.encoder_norm, 0)
         last = maps.capture.n_layers - 1
@@ -106,6 +102,11 @@ def _shape(maps: BlockMaps, layer: int) -> tuple[int, int]:
     """Prompts, and the number of positions that a block acts on."""
     start, stop = maps.capture.side(layer)
     return len(maps.mask), stop - start
+
+
+def _whole(maps: BlockMaps, layer: int, part: Callable[[int], AffineMap]) -> AffineMap:
+    """The map of a part that is held as a whole, by one layer's weights, which are read when a hook needs them."""
+    return maps.lazily(layer, lambda: part(layer))
 
 
 def _padding_hooks(maps: BlockMaps, layer: int) -> list[FwdHook]:
@@ -121,7 +122,7 @@ def _pattern_hooks(maps: BlockMaps, layer: int, effective: frozenset[str]) -> li
     points = maps.points.blocks[layer]
     hooks: list[FwdHook] = []
     if points.attention is not None:
-        hooks += whole_hooks(points.attention, maps.attention_alone(layer), _shape(maps, layer))
+        hooks += whole_hooks(points.attention, _whole(maps, layer, maps.attention_alone), _shape(maps, layer))
     elif points.heads is not None:
         hooks += attention_hooks(points.heads, _held_pattern(maps, layer), points.pattern in effective)
     beside = maps.beside_alone(layer)
@@ -136,11 +137,23 @@ def _pattern_hooks(maps: BlockMaps, layer: int, effective: frozenset[str]) -> li
 def _norm_hooks(maps: BlockMaps, layer: int) -> list[FwdHook]:
     """What holds the scales of one layer's norms, or whole norms where no scale can be held."""
     points = maps.points.blocks[layer]
-    scales = [name for norm, name in points.scales.items() if norm not in points.norms]
+    whole = dict(points.norms)
+    if maps.view.any_offloaded:
+        whole = {norm: _ends_of(name) for norm, name in points.scales.items()} | whole
+    scales = [name for norm, name in points.scales.items() if norm not in whole]
     hooks = [replace(name, maps.capture.activation(name)) for name in scales]
-    for norm, ends in points.norms.items():
+    for norm, ends in whole.items():
         hooks += whole_hooks(ends, maps.norm(layer, norm), _shape(maps, layer))
     return hooks
+
+
+def _ends_of(scale: str) -> Ends:
+    """Where the norm with this scale begins and ends, to be held as a whole where weights are offloaded.
+
+    A Bridge whose scale is replaced reads the norm's weights itself, where no hook of accelerate brings them in.
+    """
+    norm = scale.removesuffix(".hook_scale")
+    return Ends(f"{norm}.hook_in", f"{norm}.hook_out")
 
 
 def _per_layer_hooks(maps: BlockMaps, layer: int, activation: str) -> list[FwdHook]:
@@ -163,6 +176,8 @@ def _end_hooks(maps: BlockMaps, norm: Norm | None, scale: str | None, whole: End
     """What holds the norm after the last block of a stack."""
     if norm is None or scale is None:
         return []
+    if whole is None and maps.view.any_offloaded:
+        whole = _ends_of(scale)
     if whole is None:
         return [replace(scale, maps.capture.activation(scale))]
     return whole_hooks(whole, norm, _shape(maps, layer), again=True)
@@ -190,14 +205,12 @@ def _mlp_hooks(maps: BlockMaps, layer: int, activation: str) -> list[FwdHook]:
             return []
         return mlp_hooks(points, held, dense.b_post)
     if points.shared is not None:
-        parts = maps.experts_alone(layer, activation)
-        return [
-            *whole_hooks(points.mlp, parts["experts"], shape),
-            *whole_hooks(points.shared, parts["shared"], shape),
-        ]
-    whole = maps.mlp_alone(layer, activation)
-    if whole is None:
-        return []
+        experts, shared = (
+            _whole(maps, layer, lambda layer, part=part: maps.experts_alone(layer, activation)[part])
+            for part in ("experts", "shared")
+        )
+        return [*whole_hooks(points.mlp, experts, shape), *whole_hooks(points.shared, shared, shape)]
+    whole = _whole(maps, layer, lambda layer: maps.mlp_alone(layer, activation) or Identity())
     return whole_hooks(points.mlp, whole, shape)
 
 
@@ -238,10 +251,11 @@ def _prove(maps: BlockMaps) -> frozenset[str]:
         names.append(last)
     # patterns by way of hook_z: live ablations take heads away there, and hook_pattern was tried above
     hooks = [*others, *_hooks(maps, frozenset())]
-    seen, _ = capture(model, maps.capture.inputs, [*dict.fromkeys(names)], hooks=hooks, last=last, changed=True)
+    with _norms_taken(maps):
+        seen, _ = capture(model, maps.capture.inputs, [*dict.fromkeys(names)], hooks=hooks, last=last, changed=True)
     live = dataclasses.replace(maps.capture, activations=seen)
     streams = [live.resid_pre(layer) for layer in depths]
-    steps: dict[str, AffineMap] = {f"blocks.{layer}": maps.block_map(layer) for layer in depths[:-1]}
+    steps: dict[str, AffineMap] = {f"blocks.{layer}": maps.stage(layer) for layer in depths[:-1]}
     if final is not None:
         streams.append(live.output)
         steps["ln_final"] = final
@@ -257,6 +271,21 @@ def _prove(maps: BlockMaps) -> frozenset[str]:
     if not other_hooks(model):
         _effective_patterns.set(model, maps.capture.weights, effective)
     return effective
+
+
+@contextmanager
+def _norms_taken(maps: BlockMaps) -> Generator[None, None, None]:
+    """A model with offloaded weights that fails inside does not take what whole norms are replaced by (OPT-350m)."""
+    try:
+        yield
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        if not maps.view.any_offloaded or isinstance(error, TensorLensError):
+            raise
+        raise UnsupportedModelError(
+            f"the weights of this {maps.view.description} are offloaded, so that its norms are held as wholes, and it "
+            f"cannot run with what stands in their place ({type(error).__name__}: {error}). What reads the weights "
+            "works (operator, most methods and circuits); or load the model into memory."
+        ) from error
 
 
 def _other(x: Tensor) -> Tensor:

@@ -243,8 +243,9 @@ def resolve_target(
             f"target: missing{beside}. Pass a token (target=' Paris'), or direction=Tensor[d_model]. "
             "target='first-choice' is what the model itself predicts."
         )
-    vectors, constant = unembedding_rows(frozen, positions, target, minus)
-    return Target(vectors, constant, True, logit_label(frozen.view, target, minus))
+    with frozen.view.opened("unembedding"):  # where it is offloaded, it is read once
+        vectors, constant = unembedding_rows(frozen, positions, target, minus)
+        return Target(vectors, constant, True, logit_label(frozen.view, target, minus))
 
 
 def _directions(frozen: Linearisation, direction: Any, queries: int) -> Float[Tensor, "batch query d"]:
