@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons fuzz lint types docs picture bench guard evaluation compression whitening census support changed gallery choose methods package release clean
+.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons fuzz lint types docs picture bench guard evaluation compression whitening census support changed gallery choose large methods package release clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -95,6 +95,10 @@ gallery: .venv/.ready
 # the table of docs/choose.md, measured on the bundled model
 choose: .venv/.ready
 	.venv/bin/python -m scripts.choose
+
+# the table of docs/howto/25_models_larger_than_memory.md: methods in memory, offloaded, with patterns recomputed
+large: .venv/.ready
+	.venv/bin/python -m scripts.large_models
 
 # the example, the picture and the evidence of every page in docs/methods
 methods: .venv/.ready

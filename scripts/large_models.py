@@ -41,15 +41,12 @@ def rows() -> dict[str, tuple[str, dict[str, Any]]]:
     return {f"`{name}`": (name, {}) for name in built_in()} | OTHERS
 
 
-def passes(folder: str) -> dict[str, Any]:
-    """One prompt frozen in every way."""
-    frozen: dict[str, Any] = {}
-    for way, options in WAYS.items():
-        model: Any = tiny_model(MODEL)
-        if way == "weights offloaded":
-            accelerate.disk_offload(model.original_model, folder, execution_device=torch.device("cpu"))
-        frozen[way] = tlens.freeze(model, TOKENS, **options)
-    return frozen
+def models(folder: str) -> dict[str, Any]:
+    """The model of every way."""
+    every: dict[str, Any] = {way: tiny_model(MODEL) for way in WAYS}
+    away = every["weights offloaded"].original_model
+    accelerate.disk_offload(away, folder, execution_device=torch.device("cpu"))
+    return every
 
 
 @contextmanager
@@ -83,18 +80,19 @@ def scores(frozen: Any, method: str, options: dict[str, Any]) -> torch.Tensor:
     return tlens.attribute(frozen, method=method, **given, **options).scores
 
 
-def cells(frozen: dict[str, Any], method: str, options: dict[str, Any]) -> dict[str, str]:
-    """One row of the table.
+def cells(every: dict[str, Any], method: str, options: dict[str, Any]) -> dict[str, str]:
+    """One row of the table, of passes that nothing else has read.
 
     Raises:
         AssertionError: scores differ from those in memory.
     """
     row: dict[str, str] = {}
     expected: torch.Tensor | None = None
-    for way, each in frozen.items():
+    for way, model in every.items():
+        each = tlens.freeze(model, TOKENS, **WAYS[way])
         try:
             scores(each, method, options)  # what is proved once is proved here
-            with counted(each.model) as reads:
+            with counted(model) as reads:
                 result = scores(each, method, options)
         except tlens.UnsupportedModelError as refusal:
             row[way] = str(refusal).removeprefix(f"{method}: ").split(". ", 1)[0].rstrip(".")
@@ -113,10 +111,10 @@ def table(names: Iterable[str]) -> list[str]:
     """The lines of some rows, below its head."""
     lines = [f"| method | {' | '.join(WAYS)} |", f"| --- |{' --- |' * len(WAYS)}"]
     with tempfile.TemporaryDirectory() as folder:
-        frozen = passes(folder)
+        every = models(folder)
         for name in names:
             method, options = rows()[name]
-            lines.append(f"| {name} | {' | '.join(cells(frozen, method, options).values())} |")
+            lines.append(f"| {name} | {' | '.join(cells(every, method, options).values())} |")
     return lines
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tensorlens_tl as tlens
+from scripts import large_models
 from tensorlens_tl import circuits
 from tensorlens_tl.errors import FrozenModelError, UnsupportedModelError
 from tensorlens_tl.hooks import graph_of
@@ -299,6 +300,56 @@ def test_changed_files_are_seen(tmp_path):
         file.write_bytes(file.read_bytes() + bytes(8))
     with pytest.raises(FrozenModelError):
         frozen.check_fresh()
+
+
+def test_some_blocks_in_memory_and_others_on_disk(tmp_path, monkeypatch):
+    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
+    build = builder.build_bridge_from_module
+    places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+
+    def dispatched(module, *given, **options):
+        accelerate.dispatch_model(
+            module, places | {"model.layers.1": "disk"}, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True
+        )
+        return build(module, *given, **options)
+
+    here = tiny_model("bridge/llama")
+    monkeypatch.setattr(builder, "build_bridge_from_module", dispatched)
+    away = tiny_model("bridge/llama")
+    frozen, expected = (tlens.freeze(model, tiny_input(here)[0]) for model in (away, here))
+    assert [block.offloaded for block in frozen.view.blocks] == [False, True]
+    for method in ("tensorlens", "attnlrp", "input-x-gradient", "value-zeroing"):
+        options = {"target": 3} if "target" in tlens.get_method(method).options else {}
+        scores = [tlens.attribute(each, method=method, **options).scores for each in (frozen, expected)]
+        assert torch.allclose(*scores, rtol=0, atol=1e-9)
+
+
+def test_offloaded_weights_that_run_on_several_devices_are_refused(tmp_path):
+    model = tiny_model("bridge/llama")
+    offload(model.original_model, "disk", tmp_path)
+    for module in whole(model.blocks[1]):
+        for hook in offload_hooks(module):
+            hook.execution_device = torch.device("cuda:1")
+    with pytest.raises(UnsupportedModelError, match="run on cpu, cuda:1"):
+        tlens.freeze(model, tiny_input(model)[0])
+
+
+TABLE = (
+    large_models.PAGE.read_text(encoding="utf-8").split(large_models.START)[1].split(large_models.END)[0].split("\n")
+)
+
+
+def test_the_table_has_every_method():
+    """`make large` writes it again."""
+    assert [line.split(" | ")[0].strip("| ") for line in TABLE[4:] if line] == list(large_models.rows())
+
+
+@pytest.mark.skipif(HookedTransformer is None, reason="measured on the first line")
+def test_the_table_is_what_is_measured():
+    sample = ["`tensorlens`", "`input-x-gradient`", "`gim`", "`norm`", '`relp`, `attention="live"`']
+    lines = large_models.table(sample)
+    assert len(lines) == len(sample) + 2
+    assert set(lines) <= set(TABLE)
 
 
 def test_packed_and_missing_weights_are_refused():

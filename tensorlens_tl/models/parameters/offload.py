@@ -128,13 +128,18 @@ class weights_read(cached_property[Read]):  # noqa: N801 — used as functools.c
 
 
 def sources(model: nn.Module) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
-    """Where a model's numbers lie: tensors in memory, and the files of the others with their times and sizes."""
+    """Where a model's numbers lie: tensors in memory, and the files of the others with their times and sizes.
+
+    An offloaded weight that is loaded just now counts as its file.
+    """
     weights: list[Tensor] = list(model.parameters())
-    tensors = [weight for weight in weights if not weight.is_meta]
     files: list[tuple[Any, ...]] = []
-    if len(tensors) == len(weights):
-        return tensors, files
-    for weights_map, name in _away(model):
+    if not any(weight.is_meta for weight in weights):
+        return weights, files
+    away = list(_away(model))
+    brought = {id(weight) for _, _, weight in away}
+    tensors = [weight for weight in weights if not weight.is_meta and id(weight) not in brought]
+    for weights_map, name, _ in away:
         tensor, file = _source(weights_map, name)
         if tensor is not None:
             tensors.append(tensor)
@@ -152,15 +157,15 @@ def version_of(weight: Tensor) -> tuple[int, int]:
 
 def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight that is offloaded, by its name in its module, read one at a time."""
-    return ((name, weights_map[name]) for weights_map, name in _away(model))
+    return ((name, weights_map[name]) for weights_map, name, _ in _away(model))
 
 
-def _away(model: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Of every weight that is offloaded, what holds it and its name there."""
+def _away(model: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
+    """Of every weight that is offloaded, what holds it, its name there, and what stands for it in the module."""
     for module in whole(model):
         for hook in offload_hooks(module):
-            for name, _ in module.named_parameters(recurse=bool(hook.place_submodules)):
-                yield hook.weights_map, name
+            for name, weight in module.named_parameters(recurse=bool(hook.place_submodules)):
+                yield hook.weights_map, name, weight
 
 
 def _source(weights: Any, name: str) -> tuple[Tensor | None, tuple[Any, ...] | None]:
