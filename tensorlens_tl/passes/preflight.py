@@ -113,8 +113,9 @@ def check_dtype(capture: Capture) -> None:
     for layer, block in enumerate(capture.view.blocks):
         stream = capture.resid_pre(layer).dtype
         weights = next(block.module.parameters()).dtype
-        scans = block.mixer is not None or block.beside is not None
-        if stream != weights and weights in (torch.float16, torch.bfloat16) and scans:
+        if stream == weights or weights not in (torch.float16, torch.bfloat16):
+            continue  # nothing is read of weights that are offloaded
+        if block.mixer is not None or block.beside is not None:
             raise UnsupportedModelError(
                 f"{block.name} of this {capture.view.description} reads a residual stream in {stream} with weights in "
                 f"{weights} (residual_in_fp32). Load the model in float32."

@@ -86,7 +86,7 @@ def _packed(saved: Tensor, weights: Weights) -> Tensor | Place:
     for module, name in weights.get(storage.nbytes(), ()):
         weight = module.get_parameter(name)
         if not weight.is_meta and weight.dtype is saved.dtype and weight.data_ptr() == storage.data_ptr():
-            return Place(module, name, saved.size(), saved.stride(), saved.storage_offset())
+            return Place(module, name, saved.size(), saved.stride(), int(saved.storage_offset()))
     return saved
 
 
