@@ -11,6 +11,7 @@ from tensorlens_tl.datasets.rows import Rows
 from tensorlens_tl.datasets.work import Record, Work, run_rows
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import ModelLike
+from tensorlens_tl.passes import one_reading
 from tensorlens_tl.results.storage import tagged
 
 PROBED = 4
@@ -67,21 +68,26 @@ class Job:
         Raises:
             OSError: it cannot be written.
         """
-        first, after = manifest.shards[shard]
         records: list[Record] = []
         facts: dict[str, Any] = {}
-        for at in range(first, after):
-            batch = manifest.batches[at]
-            batch_records, results = self._records(batch)
-            for row, result in results:
-                facts = self.work.facts(result)
-                if self.work.save_whole:
-                    path = self.folder.results(at, row)
-                    with disk_of(path):
-                        result.save(path)
-            records += [self.rows.record(row) | record for row, record in zip(batch, batch_records, strict=True)]
+        with one_reading():
+            for at in range(*manifest.shards[shard]):
+                batch = manifest.batches[at]
+                batch_records, results = self._records(batch)
+                for row, result in results:
+                    facts = self.work.facts(result)
+                    self._save(at, row, result)
+                records += [self.rows.record(row) | record for row, record in zip(batch, batch_records, strict=True)]
         facts["version"] = __version__
         self.folder.write_shard(manifest, shard, self.work.table(records, facts, manifest.double))
+
+    def _save(self, batch: int, row: int | None, result: Any) -> None:
+        """Write a whole result beside the shards, where the run keeps those."""
+        if not self.work.save_whole:
+            return
+        path = self.folder.results(batch, row)
+        with disk_of(path):
+            result.save(path)
 
     def _records(self, batch: list[int]) -> tuple[list[Record], list[tuple[int | None, Any]]]:
         """The records of a batch, and its results: one of all rows (None), or some of single rows, by their number."""

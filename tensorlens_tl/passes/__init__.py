@@ -12,6 +12,8 @@
 | `live` | how is the live model held fixed, or run again with something changed? |
 | `frozen` | the pass that users hold, composed of capture, maps and proof |
 | `freezing` | how does one run of the model become a pass? |
+| `readings` | is a model still what another pass of the same run has read? |
+| `kernels` | which activation functions does torch compute at once? |
 | `two_runs` | which exact linear map takes the difference of two runs' inputs to that of their outputs? |
 | `backward`, `replacement` | what gives the live model under other backward rules, or with a token replaced? |
 """
@@ -34,6 +36,7 @@ from tensorlens_tl.passes.operator import (
     pixel_scores,
 )
 from tensorlens_tl.passes.proof import Proof
+from tensorlens_tl.passes.readings import one_reading as one_reading, view_of as view_of
 from tensorlens_tl.passes.two_runs import (
     Difference,
     DifferenceLike as DifferenceLike,

@@ -67,6 +67,7 @@ from tensorlens_tl.passes.preflight import (
     warn_of_ties,
 )
 from tensorlens_tl.passes.proof import SeenWrites, compared_positions, logits_error, prove, sampled_positions
+from tensorlens_tl.passes.readings import view_of
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far a block's map may be from the block: the largest relative error of a token. A wrong reading of the
@@ -157,7 +158,7 @@ def freeze(
         raise InvalidInputError("cache: patterns='recompute' sees patterns while the model runs; leave one out.")
     # activations must be usable with gradients later, also when the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():
-        view = ModelView(model)
+        view = view_of(model)
         with unheld_run(view.model):
             refuse_dropout(view.model)
             refuse_devices(view.model)

@@ -1,0 +1,87 @@
+"""Reading a model once for the passes of one run, as long as it stays what it was.
+
+A `ModelView` reads weights when they are first needed: the same ones for every batch of a data set.
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from tensorlens_tl.hooks import hook_numbers, lock_of
+from tensorlens_tl.models import ModelView
+from tensorlens_tl.models.lifecycle import WeightState, configuration
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A view of a model, and the state that the model was in.
+
+    Attributes:
+        view: the reading of its weights.
+        weights: what its weights were.
+        configuration: what decided its numbers besides them.
+        hooks: which user-installed hooks were on it.
+    """
+
+    view: ModelView
+    weights: WeightState
+    configuration: Mapping[str, str]
+    hooks: frozenset[int]
+
+    @classmethod
+    def of(cls, model: Any) -> "Reading":
+        """The reading of a model now."""
+        view = ModelView(model)
+        with lock_of(model):
+            return cls(view, WeightState.of(model), configuration(model), hook_numbers(model))
+
+    def holds(self, model: Any) -> bool:
+        """Whether a model is still what was read; what a frozen pass checks when it is asked, and hooks besides."""
+        if self.view.model is not model:
+            return False
+        with lock_of(model):
+            return (
+                self.weights.holds(model)
+                and self.configuration is configuration(model)
+                and self.hooks == hook_numbers(model)
+            )
+
+
+_shared: ContextVar[list[Reading] | None] = ContextVar("shared", default=None)
+
+
+@contextmanager
+def one_reading() -> Generator[None, None, None]:
+    """Passes that are frozen inside share the reading of their model until its state changes; nothing is left after.
+
+    Every pass is proved against the model's own run all the same.
+
+    >>> from tensorlens_tl.passes import one_reading
+    >>> with one_reading():
+    ...     first, second = tlens.freeze(model, text), tlens.freeze(model, "for x in")
+    >>> first.view is second.view
+    True
+    """
+    token = _shared.set([])
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def view_of(model: Any) -> ModelView:
+    """A model's view: inside `one_reading` the same one as before, where that still holds.
+
+    Raises:
+        UnsupportedModelError, InvalidInputError: as `ModelView`.
+    """
+    shared = _shared.get()
+    if shared is None:
+        return ModelView(model)
+    if not shared or not shared[0].holds(model):
+        shared[:] = [Reading.of(model)]
+    view = shared[0].view
+    view.refuse_split_inputs()
+    return view
