@@ -36,7 +36,7 @@ from tensorlens_tl.passes.operator import (
     pixel_scores,
 )
 from tensorlens_tl.passes.proof import Proof
-from tensorlens_tl.passes.readings import one_reading as one_reading, view_of as view_of
+from tensorlens_tl.passes.readings import one_reading as one_reading, unchecked_view as unchecked_view
 from tensorlens_tl.passes.two_runs import (
     Difference,
     DifferenceLike as DifferenceLike,

@@ -71,6 +71,18 @@ def one_reading() -> Generator[None, None, None]:
         _shared.reset(token)
 
 
+def unchecked_view(model: Any) -> ModelView:
+    """A model's view for what depends on no weight, such as the lengths of prompts and the memory that they take.
+
+    Raises:
+        UnsupportedModelError, InvalidInputError: as `ModelView`.
+    """
+    shared = _shared.get()
+    if shared and shared[0].view.model is model:
+        return shared[0].view
+    return ModelView(model)
+
+
 def view_of(model: Any) -> ModelView:
     """A model's view: inside `one_reading` the same one as before, where that still holds.
 

@@ -13,7 +13,7 @@ from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, RegistryError
 from tensorlens_tl.hooks import lock_of
 from tensorlens_tl.models import NEXT, ModelLike, Query, TokenLike
-from tensorlens_tl.passes import Difference, FrozenPass, freeze, view_of
+from tensorlens_tl.passes import Difference, FrozenPass, freeze, unchecked_view
 from tensorlens_tl.passes.inputs import (
     check_slice,
     one_per_prompt,
@@ -102,7 +102,7 @@ def attribute(
         return _answered(chosen, model, for_method)
     if input is None:
         raise InvalidInputError("attribute: `input` is missing; pass a string, a list of strings or token ids.")
-    rows, batches = prompt_batches(view_of(model), input, for_freeze, memory)
+    rows, batches = prompt_batches(unchecked_view(model), input, for_freeze, memory)
     if len(batches) < 2:
         frozen = freeze(model, input, **for_freeze, query=_logit_positions(for_method))
         return _answered(chosen, frozen, for_method)

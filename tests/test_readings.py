@@ -1,0 +1,78 @@
+"""Passes of one run share the reading of their model only while the model is what was read."""
+
+import pytest
+import torch
+from conftest import some_tokens
+
+import tensorlens_tl as tlens
+from tensorlens_tl.passes import one_reading
+from tensorlens_tl.passes.kernels import in_one_kernel
+from tensorlens_tl.testing import tiny_model
+
+
+@pytest.fixture(params=["hooked/ln", "bridge/gpt2"])
+def model(request):
+    return tiny_model(request.param)
+
+
+def test_passes_inside_share_a_view_and_those_outside_do_not(model):
+    tokens = some_tokens()
+    with one_reading():
+        first, second = tlens.freeze(model, tokens), tlens.freeze(model, tokens)
+    assert first.view is second.view
+    assert tlens.freeze(model, tokens).view is not first.view
+
+
+def _through_data(model):
+    model.blocks[0].mlp.W_in.data[0] += 0.1
+
+
+def _in_place(model):
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.01)
+
+
+def _hooked(model):
+    model.add_hook("blocks.0.hook_resid_pre", lambda x, hook: x + 0.1)
+
+
+@pytest.mark.parametrize("change", [_through_data, _in_place, _hooked])
+def test_a_changed_model_is_read_again(change):
+    model = tiny_model("hooked/ln")
+    tokens = some_tokens()
+    with one_reading():
+        before = tlens.freeze(model, tokens)
+        change(model)
+        after = tlens.freeze(model, tokens)
+        scores = after.operator().in_out().scores
+    assert after.view is not before.view
+    assert torch.equal(scores, tlens.freeze(model, tokens).operator().in_out().scores)
+    model.reset_hooks()
+
+
+def test_another_model_is_read_by_itself():
+    models = [tiny_model("hooked/ln"), tiny_model("bridge/gpt2")]
+    with one_reading():
+        views = [tlens.freeze(model, some_tokens()).view for model in (*models, models[0])]
+    assert [view.model for view in views] == [*models, models[0]]
+
+
+def test_gelu_of_the_libraries_is_computed_by_one_kernel():
+    from transformers.activations import NewGELUActivation
+
+    written = NewGELUActivation()
+    z = torch.linspace(-12, 12, 999, dtype=torch.float64)
+    assert in_one_kernel(written, z.dtype) is not written
+    torch.testing.assert_close(in_one_kernel(written, z.dtype)(z), written(z), rtol=1e-9, atol=1e-14)
+    assert in_one_kernel(written, torch.bfloat16) is written
+
+
+def test_an_activation_with_anything_of_somebody_else_stays():
+    from transformers.activations import NewGELUActivation
+
+    hooked = NewGELUActivation()
+    hooked.register_forward_hook(lambda *_: None)
+    replaced = NewGELUActivation()
+    replaced.forward = torch.relu
+    for phi in (hooked, replaced, torch.relu, torch.nn.SiLU()):
+        assert in_one_kernel(phi, torch.float32) is phi
