@@ -5,12 +5,12 @@ import torch
 from conftest import some_tokens
 
 import tensorlens_tl as tlens
+from tensorlens_tl.models.kernels import in_one_kernel
 from tensorlens_tl.passes import one_reading
-from tensorlens_tl.passes.kernels import in_one_kernel
 from tensorlens_tl.testing import tiny_model
 
 
-@pytest.fixture(params=["hooked/ln", "bridge/gpt2"])
+@pytest.fixture(params=["bridge/llama", "bridge/gpt2"])
 def model(request):
     return tiny_model(request.param)
 
@@ -24,7 +24,7 @@ def test_passes_inside_share_a_view_and_those_outside_do_not(model):
 
 
 def _through_data(model):
-    model.blocks[0].mlp.W_in.data[0] += 0.1
+    next(model.parameters()).data[:] += 0.1
 
 
 def _in_place(model):
@@ -38,7 +38,7 @@ def _hooked(model):
 
 @pytest.mark.parametrize("change", [_through_data, _in_place, _hooked])
 def test_a_changed_model_is_read_again(change):
-    model = tiny_model("hooked/ln")
+    model = tiny_model("bridge/gpt2")
     tokens = some_tokens()
     with one_reading():
         before = tlens.freeze(model, tokens)
@@ -51,7 +51,7 @@ def test_a_changed_model_is_read_again(change):
 
 
 def test_another_model_is_read_by_itself():
-    models = [tiny_model("hooked/ln"), tiny_model("bridge/gpt2")]
+    models = [tiny_model("bridge/llama"), tiny_model("bridge/gpt2")]
     with one_reading():
         views = [tlens.freeze(model, some_tokens()).view for model in (*models, models[0])]
     assert [view.model for view in views] == [*models, models[0]]

@@ -9,6 +9,7 @@
 | `patches`, `dictionaries` | how are patch embeddings and sparse dictionaries read? |
 | `layouts` | how are blocks put together? |
 | `activations` | how is an activation replaced by a linear form? |
+| `kernels` | which activation functions does torch compute at once? |
 | `lifecycle` | is a model in a state to be frozen, and still in that of its pass? |
 | `writing` | how are other weights put on a model, and taken off again? |
 | `names` | which parts are known by their names alone, and why? |
@@ -25,6 +26,7 @@ from tensorlens_tl.models.activations import (
 )
 from tensorlens_tl.models.block import BlockView
 from tensorlens_tl.models.dictionaries import DictionaryWeights as DictionaryWeights, read_dictionary as read_dictionary
+from tensorlens_tl.models.kernels import in_one_kernel as in_one_kernel
 from tensorlens_tl.models.layouts import (
     LAYOUTS,
     Layout,

@@ -13,7 +13,6 @@
 | `frozen` | the pass that users hold, composed of capture, maps and proof |
 | `freezing` | how does one run of the model become a pass? |
 | `readings` | is a model still what another pass of the same run has read? |
-| `kernels` | which activation functions does torch compute at once? |
 | `two_runs` | which exact linear map takes the difference of two runs' inputs to that of their outputs? |
 | `backward`, `replacement` | what gives the live model under other backward rules, or with a token replaced? |
 """

@@ -30,8 +30,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import Offset
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints, StreamPlace, StreamPoint
-from tensorlens_tl.models import Coefficients, Layout, Place, Within, coefficients
-from tensorlens_tl.models.kernels import in_one_kernel
+from tensorlens_tl.models import Coefficients, Layout, Place, Within, coefficients, in_one_kernel
 from tensorlens_tl.models.parameters import InverseScale, NormWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.blocks import Blocks, reads_weights

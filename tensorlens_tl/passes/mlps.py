@@ -8,8 +8,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Branch, Chain, Diagonal, Linear, Routed, Sum
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models import Coefficients, coefficients
-from tensorlens_tl.models.kernels import in_one_kernel
+from tensorlens_tl.models import Coefficients, coefficients, in_one_kernel
 from tensorlens_tl.models.parameters import MLPWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
 
