@@ -351,7 +351,7 @@ def test_a_pruned_graph_says_what_it_left_out(model_named):
     assert frame["weight"].abs().is_monotonic_decreasing
     assert list(frame) == [
         "source", "source_pos", "source_token", "destination", "destination_pos", "destination_token", "weight",
-        "reads",
+        "reads", "target",
     ]  # fmt: skip
     few = circuits.contribution_graph(tlens.freeze(model_named("bridge/gpt2"), some_tokens(batch=1)), 5, threshold=0.1)
     assert float(few.edges["weight"].abs().min()) >= 0.1 * float(made.edges["weight"].abs().max())

@@ -211,9 +211,9 @@ def test_command_line_leaves_out_what_does_not_fit(capsys, monkeypatch, tmp_path
         (["--ratio", "1e9"], "the largest here is"),
         (["--ratio", "0.5"], "at least 1"),
         (["--methods", "laser", "--ratio", "2", "--save", "plan.html"], "no page"),
-        (["--matrices", "XY"], "matrices='XY'"),
+        (["--matrices", "XY"], "--matrices 'XY'"),
         (["--task", "recall", "--prompts", "nothing.txt"], "pass one of them"),
-        (["--layers", "9"], "layers=9"),
+        (["--layers", "9"], "--layers 9"),
     ],
 )
 def test_command_line_refusals(words, message, capsys):

@@ -293,7 +293,7 @@ def _mixer_points(block: BlockView) -> dict[str, Any]:
     points: dict[str, Any] = {"heads": _attention_points(name)}
     if not block.attention.hooked:
         points["attention"] = _ends(name)
-    if block.beside is not None:
+    if block.has_beside:
         points["beside"] = _ends(f"{block.name}.{block.beside_name}")
     if block.cross_attention is not None:
         points["cross"] = _attention_points(f"{block.name}.cross_attn")

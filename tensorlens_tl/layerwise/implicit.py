@@ -54,7 +54,7 @@ def implicit_attention(
     """
     check_pass(frozen)
     layer = whole_number("layer", layer, 0, frozen.n_layers - 1, why="a layer of this model")
-    if frozen.view.blocks[layer].beside is not None:
+    if frozen.view.blocks[layer].has_beside:
         raise InvalidInputError(
             f"implicit_attention: layer {layer} has attention and a mixer beside it, and no one matrix of both. Take "
             "frozen.pattern(layer), and scan_of(frozen.maps.beside(layer)).implicit_attention()."

@@ -187,7 +187,7 @@ def source_to_output(
     spread = Spread(rule, _reach(frozen), frozen.mask.long().argmax(1), _budget(frozen, rule, width, memory))
     stages = _stages(frozen.maps.block_map(0, activation=activation))
     first = frozen.view.blocks[0]
-    attends = first.mixer is None and first.beside is None
+    attends = first.mixer is None and not first.has_beside
     has_head_vectors = attends and first.attention.output_factor is None
     if frozen.maps.whitening(0) is None and frozen.sides is None and has_head_vectors:
         vectors = _first_attention(frozen, spread, activation, width)

@@ -37,7 +37,7 @@ class SharedPrefix:
         """Whether nothing but token ids is read, causally and without padding, by attention alone."""
         view = frozen.view
         plain = set(frozen.inputs) <= {"input", "attention_mask"} and view.reads == "tokens" and not view.is_whitened
-        attends = all(block.mixer is None and block.beside is None for block in view.blocks)
+        attends = all(block.mixer is None and not block.has_beside for block in view.blocks)
         # keys that are repeated for their queries do not fit TransformerLens' own cache
         fits = not getattr(view.cfg, "ungroup_grouped_query_attention", False)
         # somebody's hooks may count positions

@@ -144,7 +144,7 @@ class BlockView:
         """Numbers that a pass stores of the block, for each token and for each pair of tokens; read once."""
         with self.loaded():
             by_token = 3 * self.model.cfg.d_model + self.mlp_hidden
-            if self.beside is not None:
+            if self.has_beside:
                 by_token += self.width
             if self.mixer is None:
                 return by_token, 2 * self.attention.heads
@@ -175,7 +175,12 @@ class BlockView:
     @weights_read
     def beside(self) -> Mixer | None:
         """What mixes positions beside attention, reading the same norm (Falcon-H1); None where nothing does."""
-        return self._read_mixer() if self._has_attention else None
+        return self._read_mixer() if self.has_beside else None
+
+    @property
+    def has_beside(self) -> bool:
+        """Whether a mixer stands beside attention; no weights are read for it."""
+        return self._has_attention and any(name in self.module._modules for name in MIXERS)
 
     @property
     def _has_attention(self) -> bool:
@@ -209,7 +214,7 @@ class BlockView:
         Raises:
             UnsupportedModelError: nothing that mixes positions is attention, or a mixer stands beside it.
         """
-        if self.beside is not None:
+        if self.has_beside:
             raise self._refuse(
                 f"{self.beside_name} stands beside its attention, so that its patterns do not say what tokens take "
                 "from each other. The operator and what is made from it work (tensorlens, gradients, "
@@ -221,7 +226,7 @@ class BlockView:
     def width(self) -> int:
         """Numbers that a vector takes inside attention, or inside a mixer instead of it or beside it, at most."""
         heads = 0 if self.mixer is not None else 3 * self.attention.W_O.shape[0]
-        if self.mixer is None and self.beside is None:
+        if self.mixer is None and not self.has_beside:
             return heads
         parameters = innermost(self.module._modules[self.beside_name]).parameters()
         return max(heads, 3 * max(max(parameter.shape) for parameter in parameters))

@@ -115,7 +115,7 @@ def check_dtype(capture: Capture) -> None:
         weights = next(block.module.parameters()).dtype
         if stream == weights or weights not in (torch.float16, torch.bfloat16):
             continue  # nothing is read of weights that are offloaded
-        if block.mixer is not None or block.beside is not None:
+        if block.mixer is not None or block.has_beside:
             raise UnsupportedModelError(
                 f"{block.name} of this {capture.view.description} reads a residual stream in {stream} with weights in "
                 f"{weights} (residual_in_fp32). Load the model in float32."

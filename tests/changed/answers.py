@@ -35,6 +35,7 @@ EXACT, SUM, REFUSED, RAN, WRONG, CRASH, ABSENT = "exact", "sum exact", "refused"
 FAILURES = (WRONG, CRASH)
 FLOAT64, FACTOR = 1e-9, 3.0
 """What is exact in float64, and by how many times the question's own rounding an answer in another dtype may be off."""
+HALF = ("float16", "bfloat16")
 
 
 class Cell(NamedTuple):
@@ -387,12 +388,27 @@ class _Runner:
         floor = 1e-6 if single else FLOAT64
         if self.dtype == "float64":
             return floor
-        rounded = truth(self.name, self.dtype, edit, self.dtype, question)
         eps = torch.finfo(DTYPES[self.dtype]).eps
-        if rounded is None or isinstance(rounded, Exception):
+        rounding = self._rounding(question, edit)
+        if rounding is None:
             return max(floor, 64 * eps)
-        own = max(FACTOR * apart(rounded, exact), self._rounding_of_runs(question, exact, edit))
+        own = max(FACTOR * rounding * eps, self._rounding_of_runs(question, exact, edit))
         return max(own, (32 if self.dtype == "float32" else 2) * eps, floor)
+
+    def _rounding(self, question: Question, edit: Callable[[Any], None]) -> float | None:
+        """The rounding of an answer, in units of its dtype's spacing; None where there is no answer.
+
+        One answer's rounding is one draw, which may be small by chance: both half precisions are tried for either.
+        """
+        draws = []
+        for dtype in HALF if self.dtype in HALF else (self.dtype,):
+            exact = truth(self.name, dtype, edit, "float64", question)
+            rounded = truth(self.name, dtype, edit, dtype, question)
+            if isinstance(rounded, dict) and isinstance(exact, dict):
+                draws.append(apart(rounded, exact) / torch.finfo(DTYPES[dtype]).eps)
+            elif dtype == self.dtype:
+                return None
+        return max(draws)
 
     def _rounding_of_runs(self, question: Question, exact: dict[str, Tensor], edit: Callable[[Any], None]) -> float:
         """What rounding of two runs leaves in an answer that explains their difference, over its largest number.

@@ -418,7 +418,7 @@ def _check_parts(frozen: PassLike, layer: int) -> None:
             part.after or part.outer for part in sublayers
         ),
         "its attention has a gate, a norm or a latent inside": not hooked,
-        "a mixer stands beside its attention": block.beside is not None,
+        "a mixer stands beside its attention": block.has_beside,
         "whitening stands before it": block.whitening is not None,
         "an input of each token or a factor is added to it": block.per_layer is not None or block.scalar is not None,
         "its position embeddings are added to queries and keys only": shortformer,

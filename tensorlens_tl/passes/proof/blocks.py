@@ -104,7 +104,7 @@ def prove(
 def _kind(block: BlockView) -> tuple[object, ...]:
     """What blocks of one kind share."""
     hooked = block.mixer is None and block.attention.hooked
-    return frozenset(block.norms), type(block.mlp), block.mixer is None, block.beside is None, hooked
+    return frozenset(block.norms), type(block.mlp), block.mixer is None, not block.has_beside, hooked
 
 
 def _prove_head(maps: BlockMaps) -> dict[str, float]:

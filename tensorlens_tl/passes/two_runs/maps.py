@@ -164,7 +164,7 @@ class SecantMaps(Blocks):
     def beside(self, layer: int) -> Chain | None:
         """The secant of a mixer beside attention, which reads what attention reads; None where nothing does."""
         blocks = [maps.view.blocks[layer] for maps in (self.a, self.b)]
-        if blocks[0].beside is None:
+        if not blocks[0].has_beside:
             return None
         parts = self._parts(layer)
         if parts.beside is None:

@@ -381,7 +381,7 @@ def _parts(block: BlockView) -> str:
         names.append(block.mlp_name)
     with block.loaded():
         mixes = ["attention"] if block.mixer is None else [block.mixer.form]
-        if block.beside is not None:
+        if block.has_beside:
             mixes.append(block.beside.form)
     return "+".join([*mixes, *names])
 
