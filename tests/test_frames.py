@@ -427,3 +427,13 @@ def test_lists_of_tokens_in_titles(demo):
     frozen = tlens.freeze(demo, ["Return the value of the", "Raise an exception if the"])
     terms = circuits.logit_attribution(frozen, [" first", " file"])
     assert "'logit of each answer'" in repr(terms)
+
+
+def test_words_name_the_token_that_was_explained(demo_model):
+    """The next token of a query, where its word is longer than the token."""
+    prompts = ["def f(x):", "for x in range"]
+    result = tlens.attribute(demo_model, prompts, target=tlens.NEXT, query=1)
+    expected = [f"logit of {row[2]!r}" for row in result.tokens]
+    words = result.merge_words()
+    assert words.tokens[0] != result.tokens[0]
+    assert list(dict.fromkeys(words.to_dataframe()["target"])) == expected

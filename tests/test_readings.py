@@ -76,3 +76,11 @@ def test_an_activation_with_anything_of_somebody_else_stays():
     replaced.forward = torch.relu
     for phi in (hooked, replaced, torch.relu, torch.nn.SiLU()):
         assert in_one_kernel(phi, torch.float32) is phi
+
+
+def test_without_proof_nothing_is_shared(model):
+    """A lone number that was written through .data may be missed by the check of a shared reading; a proof sees it."""
+    with one_reading():
+        first = tlens.freeze(model, some_tokens(batch=1))
+        assert tlens.freeze(model, some_tokens(batch=1)).view is first.view
+        assert tlens.freeze(model, some_tokens(batch=1), verify=False).view is not first.view

@@ -158,7 +158,8 @@ def freeze(
         raise InvalidInputError("cache: patterns='recompute' sees patterns while the model runs; leave one out.")
     # activations must be usable with gradients later, also when the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():
-        view = view_of(model)
+        # without proof nothing would notice a weight that changed unseen since the model was read
+        view = view_of(model) if verify else ModelView(model)
         with unheld_run(view.model):
             refuse_dropout(view.model)
             refuse_devices(view.model)

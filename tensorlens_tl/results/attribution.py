@@ -16,7 +16,7 @@ from tensorlens_tl.passes.inputs import find_real, query_positions, without_mark
 from tensorlens_tl.results.entry import Entry, both_provenances, largest, query_row, shown_target
 from tensorlens_tl.results.frames import long_frame
 from tensorlens_tl.results.means import refuse_ranked
-from tensorlens_tl.results.targets import OF_GENERATED, TOKENS_OF_QUERIES
+from tensorlens_tl.results.targets import OF_GENERATED, TOKENS_OF_QUERIES, with_next_tokens
 from tensorlens_tl.results.views import AXES, Shown
 
 if TYPE_CHECKING:
@@ -235,6 +235,7 @@ class Attribution(Shown):
         scores = self.scores @ membership
         n_queries = self.queries.shape[1]
         first_queries = torch.arange(n_queries).to(self.queries).expand_as(self.queries)
+        options = with_next_tokens(self)
         left_out = {*OF_GENERATED}  # options that hold positions of tokens
         if n_queries > 1 and torch.equal(self.queries, first_queries):
             # every query, or the first of them: the last key may be a bias instead of a token
@@ -254,7 +255,7 @@ class Attribution(Shown):
             layers=None,
             stderr=None,
             word_starts=[[True] * count for _ in words],
-            options={name: value for name, value in self.options.items() if name not in left_out},
+            options={name: value for name, value in options.items() if name not in left_out},
         )
 
     def _averaged(

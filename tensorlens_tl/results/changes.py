@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 LONGEST = 80
 """Letters of a target in the title of a mean: one that names each prompt's own token is longer."""
 
-ROUNDING = 64
-"""Units of the dtype's rounding that the number of either model may be off by."""
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ModelChange(Terms):
@@ -43,16 +40,16 @@ class ModelChange(Terms):
 
     @property
     def gap(self) -> Float[Tensor, "batch query"]:
-        """abs(Σ scores + remainder − total) beyond the rounding of the two numbers, relative to the terms' size.
+        """abs(Σ scores + remainder − total), relative to the size of the terms and of the two models' numbers.
 
-        Of a change that has no effect, such as that of a bias of keys, rounding is all there is.
+        The total is a difference of two numbers, each of which is rounded: of a change that has no effect, such as that
+        of a bias of keys, their rounding is all there is.
         """
         assert self.remainder is not None
         miss = (self.scores.sum(-1) + self.remainder - self.total).abs()
-        if self.base is not None and self.tuned is not None:
-            epsilon = torch.finfo(self.total.dtype).eps
-            miss = (miss - ROUNDING * epsilon * (self.base.abs() + self.tuned.abs())).clamp_min(0)
         size = self.scores.abs().sum(-1) + self.remainder.abs()
+        if self.base is not None and self.tuned is not None:
+            size = size + self.base.abs() + self.tuned.abs()
         return miss / size.clamp_min(torch.finfo(size.dtype).tiny)
 
     def mean(self, *, level: float = 0.95) -> "ModelChange":

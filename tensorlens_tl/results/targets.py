@@ -141,6 +141,20 @@ def _spans(result: Explained, batch: int) -> list[int]:
     return rows[batch] if rows else []
 
 
+def with_next_tokens(result: Explained) -> dict[str, Any]:
+    """The options of a result, with each query's next token in words: a result of words has its tokens no more."""
+    options = result.options
+    if EACH_NEXT not in result.target or MEAN_QUERY in result.target or TOKENS_OF_QUERIES in options:
+        return options
+    minus = plain(options.get("minus"))
+    others = [] if minus is None else [minus if isinstance(minus, str) else str(minus)]
+    texts = [
+        [[*row[position + 1 : position + 2], *others] for position in positions]
+        for row, positions in zip(result.tokens, result.queries.tolist(), strict=True)
+    ]
+    return {**options, TOKENS_OF_QUERIES: texts}
+
+
 def _label_of_query(result: Explained, batch: int, row: int) -> str:
     """The target in words; where prompts or queries have tokens of their own, those of one query."""
     if result.target == SEVERAL_TARGETS:

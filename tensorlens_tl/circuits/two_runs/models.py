@@ -28,7 +28,7 @@ from tensorlens_tl.circuits.two_runs.reading import Number, Reading
 from tensorlens_tl.circuits.two_runs.weights import BY, BY_HEAD, CROSS, Directions, WeightTerms, term_name
 from tensorlens_tl.errors import InvalidInputError, PromptNumber
 from tensorlens_tl.models import BlockView, ModelLike, ModelView, Query, TokenLike, Within
-from tensorlens_tl.passes import check_one_architecture, difference as difference_of, freeze
+from tensorlens_tl.passes import Difference, check_one_architecture, difference as difference_of, freeze
 from tensorlens_tl.passes.inputs import InputLike, check_slice, one_per_prompt, prompt_batches, taken, tokenized
 from tensorlens_tl.passes.operator import target_ids
 from tensorlens_tl.results import ModelChange, joined_changes
@@ -184,9 +184,23 @@ class _Comparison:
             tuned=numbers[0].value,
             base=numbers[1].value,
             by=self.by,
-            **reading.fields(),
+            **reading.fields() | {"provenance": _provenance(difference)},
         )
         return difference.checked(change)
+
+
+def _provenance(difference: Difference) -> dict[str, str]:
+    """What both models have in common, and the facts that tell them apart as ``"base …"`` and ``"tuned …"``."""
+    tuned = difference.a.provenance()
+    base = difference.b.provenance()
+    common = {name: value for name, value in tuned.items() if base.get(name) == value}
+    apart = {
+        f"{which} {name}": value
+        for which, facts in (("base", base), ("tuned", tuned))
+        for name, value in facts.items()
+        if name not in common
+    }
+    return common | apart
 
 
 def _pulled(reading: Reading, g: Float[Tensor, "query batch pos d"], terms: WeightTerms) -> WeightTerms:
