@@ -141,9 +141,9 @@ def _spans(result: Explained, batch: int) -> list[int]:
     return rows[batch] if rows else []
 
 
-def with_next_tokens(result: Explained) -> dict[str, Any]:
+def with_next_tokens(result: Any) -> dict[str, Any]:
     """The options of a result, with each query's next token in words: a result of words has its tokens no more."""
-    options = result.options
+    options: dict[str, Any] = result.options
     if EACH_NEXT not in result.target or MEAN_QUERY in result.target or TOKENS_OF_QUERIES in options:
         return options
     minus = plain(options.get("minus"))

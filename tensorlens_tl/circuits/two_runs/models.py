@@ -176,6 +176,8 @@ class _Comparison:
         if self.positions:
             keys = scores
             scores = keys.sum(-1)
+        fields = reading.fields()
+        fields["provenance"] = _provenance(difference)
         change = ModelChange(
             names=list(values),
             scores=scores,
@@ -184,7 +186,7 @@ class _Comparison:
             tuned=numbers[0].value,
             base=numbers[1].value,
             by=self.by,
-            **reading.fields() | {"provenance": _provenance(difference)},
+            **fields,
         )
         return difference.checked(change)
 
