@@ -41,6 +41,7 @@ def test_demo_escapes_its_text(tmp_path):
         (["Return the value", "--target", " a b"], "--target ' a b' is 2 tokens [' a', ' b']"),
         (["graph", "Return the", "--target", " a b"], "--target ' a b' is 2 tokens"),
         (["dataset", "ROWS", "-o", "RUN", "--target", " a"], "Say which one holds the prompts, such as --text 'txt'."),
+        (["dataset", "ROWS", "--text", "tx", "-o", "RUN"], "there is no column 'tx', only 'txt'. Did you mean 'txt'?"),
         (["dataset", "ROWS", "--text", "txt", "-o", "RUN", "--memory", "1X"], "--memory '1X': pass bytes"),
         (["dataset", "ROWS", "--text", "txt", "-o", "RUN", "--query", "9", "--target", " a"], "--query 9 is out"),
     ],
@@ -466,6 +467,9 @@ def test_prompts_of_a_table_are_its_column(name, text, tmp_path):
         ("p.csv", b"prompt\n", "the file is empty"),
         ("p.csv", b"prompt\na, b\n", "has more fields than the header"),
         ("p.jsonl", b'{"text": 3}\n', "'text' of row 1 is 3, no text"),
+        ("p.csv", b'id,prompt\n1,a\n2,\n3,b\n4,"  "\n', "'prompt' is empty in rows 2, 4"),
+        ("p.csv", b"id,text\n1,a\n2,\n", "'text' is empty in row 2; fill it in, or take the row out"),
+        ("p.jsonl", b'{"text": ""}\n' * 9, "'text' is empty in rows 1, 2, 3, 4, 5 and 4 more"),
         ("p.txt", b"\xff\xfe\x00", "not a text file in UTF-8"),
         ("p.txt", b"\n \n", "the file is empty"),
     ],
@@ -496,11 +500,11 @@ def perturbed(path, *words):
 
 
 def test_a_table_of_prompts_says_what_is_asked(tmp_path, capsys):
-    """The columns are those of the options in Python; a row without a prompt is left out with its target."""
+    """The columns are those of the options in Python."""
     texts = ["Return the value of the", "Raise an error if the"]
     columns = tmp_path / "p.csv"
     columns.write_text(
-        f"prompt,target,minus,query\n{texts[0]}, file, first,-1\n,x,y,-1\n{texts[1]}, list,runner-up,-1\n",
+        f"prompt,target,minus,query\n{texts[0]}, file, first,-1\n{texts[1]}, list,runner-up,-1\n",
         encoding="utf-8",
     )
     model = tlens.load_demo_model()

@@ -4,7 +4,9 @@ import csv
 import json
 import warnings
 from html.parser import HTMLParser
+from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from conftest import close
@@ -283,6 +285,16 @@ def test_hundreds_of_active_features_are_said(demo_model):
         ([[1, 2], [1, 5000]], {}, "row 1 has the token id 5000"),
         ([[1] * 2000], {}, "row 0 has 2000 tokens.*truncate=True"),
         ([[[1, 2], [3, 4]]], {}, "row 0 holds 2 rows"),
+        ("q.csv", {}, r"input: 'q.csv' is the name of a file.*pandas.read_csv\('q.csv'\)\['text'\].*input=\['q.csv'\]"),
+        (Path("q.jsonl"), {}, r"'q.jsonl' is the name of a file.*read_json\('q.jsonl', lines=True\)\['text'\]"),
+        ("q.json", {}, r"read_json\('q.json'\)"),
+        ("Q.PARQUET", {}, r"read_parquet\('Q.PARQUET'\)"),
+        ("q.tsv", {}, r"read_csv\('q.tsv', sep='\\t'\)"),
+        ("q.txt", {}, r"open\('q.txt', encoding='utf-8'\)"),
+        (Path("rows"), {}, "cannot read (Posix|Windows)Path as rows"),
+        (pd.DataFrame({"id": [1], "prompt": ["a"]}), {}, r"is a table with 'id', 'prompt'; pass the column"),
+        (["a"], {"features": ["F357@7", "F357@8"]}, "F357 is there twice"),
+        (["a"], {"features": "error@7"}, "feature='error@7'"),
         (["a"], {"features": ["F9999"]}, "F9999|9999"),
         (["a"], {"features": []}, r"features=\[\]"),
         (["a"], {"features": [3, "F3"]}, "F3 is there twice"),
@@ -318,3 +330,25 @@ def test_entries_of_active_features_are_named_features(demo_model, rows):
     assert [f"F{number}" for number in by_entry.features] == [entry.name for entry in entries]
     one = circuits.feature_examples(demo_model, shipped(), rows[:4], entries[0], k=1)
     assert one.features == by_entry.features[:1]
+
+
+def test_entries_of_effects_are_named_features(demo_model, rows):
+    """Names of terms, such as ``"F357@34"``, are features at any token."""
+    active = circuits.features(tlens.freeze(demo_model, tlens.demo.PROMPT), shipped())
+    entries = circuits.feature_effects(active, " raised").top(2, names="F*")
+    assert [entry.name for entry in entries] == ["F156@34", "F357@34"]
+    assert circuits.feature_examples(demo_model, shipped(), rows[:4], entries, k=1).features == [156, 357]
+    assert circuits.feature_examples(demo_model, shipped(), rows[:4], "F357@34", k=1).features == [357]
+
+
+def test_one_text_that_ends_like_a_file_is_a_list_of_one(demo_model):
+    assert circuits.feature_examples(demo_model, shipped(), ["q.csv"], 357).n_rows == 1
+    for text in ("Return the value.", "Read\nthe rows of q.csv"):
+        assert circuits.feature_examples(demo_model, shipped(), text, 357).n_rows == 1
+
+
+def test_a_column_of_a_file_is_rows(demo_model, tmp_path):
+    path = tmp_path / "q.csv"
+    path.write_text("id,text\n1,Return the value\n2,Raise an error\n", encoding="utf-8")
+    made = circuits.feature_examples(demo_model, shipped(), pd.read_csv(path)["text"], 357)
+    assert made.n_rows == 2

@@ -14,6 +14,9 @@ COLUMNS = ("prompt", "text")
 QUESTIONS = ("target", "minus", "query")
 """The columns of a table that say what is asked of each prompt."""
 
+SHOWN = 5
+"""Rows that an error lists by their numbers."""
+
 HELP = "a text file, one prompt a line, or a .csv, .jsonl or .parquet file with a column 'prompt' or 'text'"
 """What ``--prompts`` takes, for its help."""
 
@@ -38,10 +41,11 @@ def prompts_of(args: argparse.Namespace, model: Any, *, most: int = PROMPTS, len
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file; empty ones are left out.
+    """The prompts of a file; empty lines of a text file are left out.
 
     Raises:
-        InvalidInputError: no such file, an empty one, one that is no text, or a table without a column of prompts.
+        InvalidInputError: no such file, an empty one, one that is no text, a table without a column of prompts, or one
+            with a prompt that is empty.
     """
     from tensorlens_tl.datasets import FILES
 
@@ -88,10 +92,10 @@ def _column(path: Path) -> list[str]:
 
 
 def _rows(path: Path) -> tuple[list[Mapping[str, Any]], str]:
-    """The rows of a table that have a prompt, and the column that it is in.
+    """The rows of a table, and the column that their prompts are in.
 
     Raises:
-        InvalidInputError: no such table, or none with prompts.
+        InvalidInputError: no such table, none with prompts, or a row whose prompt is empty.
     """
     from tensorlens_tl.datasets import file_rows
 
@@ -110,7 +114,24 @@ def _rows(path: Path) -> tuple[list[Mapping[str, Any]], str]:
         text = row.get(name)
         if not isinstance(text, str):
             raise InvalidInputError(f"--prompts {path}: {name!r} of row {number} is {text!r}, no text.")
-    rows = [row for row in rows if row[name].strip()]
     if not rows:
         raise InvalidInputError(f"--prompts {path}: the file is empty.")
+    _check_filled(path, rows, name)
     return rows, name
+
+
+def _check_filled(path: Path, rows: list[Mapping[str, Any]], name: str) -> None:
+    """Raise `InvalidInputError` for empty prompts: without their rows, those that follow would have other numbers."""
+    empty = [number for number, row in enumerate(rows, 1) if not row[name].strip()]
+    if not empty:
+        return
+    which = f"row {empty[0]}"
+    advice = "fill it in, or take the row out"
+    if len(empty) > 1:
+        which = f"rows {', '.join(map(str, empty[:SHOWN]))}"
+        advice = "fill them in, or take the rows out"
+    if len(empty) > SHOWN:
+        which += f" and {len(empty) - SHOWN} more"
+    raise InvalidInputError(
+        f"--prompts {path}: {name!r} is empty in {which}; {advice}. Rows are counted from 1, without a header."
+    )

@@ -250,8 +250,9 @@ def _check_present(row: Mapping[str, Any], reading: Reading) -> None:
     missing = [name for name in columns if name not in row]
     if missing:
         hint = nearest(missing[0], map(str, row))
-        if missing[0] == reading.text:
-            hint = f" Say which one holds the prompts, such as text={next(iter(row), 'prompt')!r}."
+        if missing[0] == reading.text and (reading.text == Reading.text or not hint):
+            longest = max(row, key=lambda name: len(str(row[name])), default="prompt")
+            hint = f" Say which one holds the prompts, such as text={longest!r}."
         raise InvalidInputError(f"rows: there is no column {missing[0]!r}, only {', '.join(map(repr, row))}.{hint}")
 
 

@@ -4,8 +4,11 @@ Rows pass by in batches. Of each batch only what is among a feature's k largest 
 batch and of the examples, however many rows there are. A row gives a feature one example at most: its largest token.
 """
 
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +38,16 @@ ROWS_AT_ONCE = 256
 PROBED = 64
 """Tokens of the first row on which the dictionary is compared with its hook point and with its own `encode`."""
 
+READERS = {
+    ".csv": "pandas.read_csv({})['text']",
+    ".tsv": "pandas.read_csv({}, sep='\\t')['text']",
+    ".json": "pandas.read_json({})['text']",
+    ".jsonl": "pandas.read_json({}, lines=True)['text']",
+    ".parquet": "pandas.read_parquet({})['text']",
+    ".txt": "open({}, encoding='utf-8').read().splitlines()",
+}
+"""What gives the rows of a file, by the end of its name."""
+
 
 def feature_examples(
     model: ModelLike,
@@ -59,8 +72,10 @@ def feature_examples(
         model: a TransformerLens model that reads tokens.
         dictionary, hook, any_model: as in `circuits.features`.
         input: texts or rows of token ids: a list, a tensor `[row, pos]`, or anything that gives them one by one, such
-            as ``dataset["text"]`` or a generator. It is read once, some rows at a time.
-        features: numbers or names (``"F12"``) of features, one or several; None is all of them.
+            as ``dataset["text"]``, ``pandas.read_csv("rows.csv")["text"]`` or a generator. It is read once, some rows
+            at a time. A file's name and a whole table are refused.
+        features: numbers or names (``"F12"``) of features, one or several; None is all of them. The position in
+            a term's name, ``"F12@7"``, is not used: examples are of all tokens.
         k: examples of each feature, of different rows.
         window: how many tokens before and after the largest one an example shows.
         skip: so many tokens at the beginning of each row are not looked at; 1 leaves out a token that every row begins
@@ -78,8 +93,8 @@ def feature_examples(
         scale; there is none where no matrix leads from the stream to the logits.
 
     Raises:
-        InvalidInputError: what `circuits.features` refuses; no rows, or one that is no text and no token ids; no such
-            feature, or one twice; a window or a number that is none.
+        InvalidInputError: what `circuits.features` refuses; no rows, a file's name or a table in their place, or a row
+            that is no text and no token ids; no such feature, or one twice; a window or a number that is none.
         UnsupportedModelError: a model that reads no tokens, an encoder–decoder.
 
     >>> rows = tlens.demo.held_out_prompts(model, 8, 32)
@@ -126,6 +141,7 @@ class _Reading(NamedTuple):
                 f"feature_examples: {self.view.description} reads no tokens. circuits.features(frozen, dictionary) "
                 "gives the features of its passes."
             )
+        _check_no_file_or_table(input)
         if isinstance(input, str):
             input = [input]
         if isinstance(input, Mapping) or not isinstance(input, Iterable):
@@ -304,12 +320,41 @@ def _as_texts(view: ModelView, ids: list[Int[Tensor, "..."]]) -> tuple[list[str]
     ]
 
 
+def _check_no_file_or_table(input: Any) -> None:
+    """Raise `InvalidInputError` for a file's name, which would be a text, and a table, whose columns' names would."""
+    if hasattr(input, "to_dict") and hasattr(input, "columns"):  # a data frame
+        names = ", ".join(map(repr, input.columns))
+        raise InvalidInputError(
+            f"input: {type(input).__name__} is a table with {names}; pass the column that holds the texts, such as "
+            "table['text']."
+        )
+    if not isinstance(input, str | os.PathLike):
+        return
+    path = os.fspath(input)
+    reader = READERS.get(Path(path).suffix.lower())
+    if reader is not None and "\n" not in path:
+        raise InvalidInputError(
+            f"input: {path!r} is the name of a file, and rows are texts or token ids; read it first, and pass the "
+            f"column that holds the texts, such as {reader.format(repr(path))}. If it is the text itself, pass "
+            f"input=[{path!r}]."
+        )
+
+
 def _window(window: Any) -> tuple[int, int]:
     values = plain(window)
     if not isinstance(values, list | tuple) or len(values) != 2:
         raise InvalidInputError(f"window={window!r}: pass how many tokens before and how many after, such as (12, 4).")
     before, after = (whole_number("window", size, least=0, why="tokens before and after") for size in values)
     return before, after
+
+
+def _without_position(feature: Any) -> Any:
+    """The feature of a term: ``"F12"`` of ``"F12@7"``."""
+    if isinstance(feature, Entry):
+        feature = feature.name
+    if isinstance(feature, str):
+        return re.sub(r"^(F\d+)@\d+$", r"\1", feature)
+    return feature
 
 
 def _chosen(probe: Features, features: Any) -> list[int]:
@@ -319,7 +364,7 @@ def _chosen(probe: Features, features: Any) -> list[int]:
     values = plain(features)
     if isinstance(values, str | Entry) or not isinstance(values, Iterable):
         values = [values]
-    numbers = [probe.checked(feature) for feature in values]
+    numbers = [probe.checked(_without_position(feature)) for feature in values]
     if not numbers:
         raise InvalidInputError("features=[]: name at least one, or leave it out for all of them.")
     if len(set(numbers)) < len(numbers):

@@ -176,7 +176,18 @@ def token_label(view: ModelView, token: int) -> str:
 
 
 def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None) -> str:
-    """What a token target explains, in words: ids are named by their text, and so is a list of one."""
+    """What a token target explains, in words: ids are named by their text, and so is a list of one.
+
+    Args:
+        view: the model, `frozen.view` of a pass.
+        target, minus: tokens, as in `FrozenOperator.target`.
+
+    >>> from tensorlens_tl.passes.operator import logit_label
+    >>> logit_label(frozen.view, model.to_single_token(" file"))
+    "logit of ' file'"
+    >>> logit_label(frozen.view, " file", "runner-up")
+    "logit of ' file' − the runner-up"
+    """
 
     def named(token: Any) -> str:
         while isinstance(token, list | tuple) and len(token) == 1:

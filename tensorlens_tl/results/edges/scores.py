@@ -103,7 +103,8 @@ class EdgeScores(Result):
         """The circuit of so many edges, without those that no path from the input to the target goes through.
 
         Args:
-            edges: how many are chosen, before pruning.
+            edges: how many are chosen. Those on no path from the input to the target are then taken out, so that the
+                circuit may have fewer, 28 of 30.
             batch: by one prompt's scores, or (None) by the mean over prompts.
             absolute: choose by size; else by score, the most positive first.
             choice: ``"top"`` takes the best edges wherever they are, ``"greedy"`` the best of those that lead into
