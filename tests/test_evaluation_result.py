@@ -199,3 +199,23 @@ def test_methods_with_the_same_numbers_are_named(capsys):
     assert "the same numbers: a, b" in capsys.readouterr().out
     assert "the same numbers: a, b" in result.to_html()
     assert result.only("a", "c").same_numbers == []
+
+
+def test_a_figure_names_random_and_methods_with_the_same_numbers():
+    """The best five lines have colours, others are grey; equal lines would hide each other."""
+    pytest.importorskip("matplotlib").use("Agg")
+    axis = torch.linspace(0, 1, 4, dtype=torch.float64)
+    heights = torch.tensor([9.0, 9, 7, 6, 5, 4, 3, 2, 1], dtype=torch.float64)
+    curves = heights[None, :, None, None] * (1 + axis.expand(1, 9, 3, 4))
+    methods = ["best", "twin", "c", "d", "e", "f", "g", "h", "random"]
+    values = curves.mean(-1)
+    result = Evaluation("test", values, {"score": True}, methods, ["p", "q", "r"], curves, axis)
+    axes = result.plot()
+    names = [text.get_text() for text in axes.figure.legends[0].get_texts()]
+    assert names == ["best = twin", "c", "d", "e", "f", "random"]
+    assert len(axes.lines) == 8
+    (line,) = (line for line in axes.lines if line.get_label() == "random")
+    assert line.get_linestyle() == ":"
+    assert line.get_ydata().tolist() == curves[0, -1].mean(0).tolist()
+    few = result.plot(methods=["random", "best"])
+    assert [text.get_text() for text in few.figure.legends[0].get_texts()] == ["random", "best"]

@@ -1,6 +1,7 @@
 """Top activating examples of features: a running top-k over batches is what a literal loop over all tokens gives."""
 
 import csv
+import itertools
 import json
 import warnings
 from html.parser import HTMLParser
@@ -16,6 +17,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.circuits.dictionary_features import examples as module
 from tensorlens_tl.circuits.dictionary_features.running_top import Examples
+from tensorlens_tl.drawing import figure
 
 HOOK = "blocks.2.hook_resid_post"
 FEATURES = [357, 156, 3, 98]
@@ -352,3 +354,16 @@ def test_a_column_of_a_file_is_rows(demo_model, tmp_path):
     path.write_text("id,text\n1,Return the value\n2,Raise an error\n", encoding="utf-8")
     made = circuits.feature_examples(demo_model, shipped(), pd.read_csv(path)["text"], 357)
     assert made.n_rows == 2
+
+
+def test_sizes_below_a_histogram_do_not_overlap():
+    pytest.importorskip("matplotlib").use("Agg")
+    for least, bins in ((1.0, 1), (1.1, 3), (0.5, 8), (0.0001, 40)):
+        edges = [least * 2 ** (0.5 * step) for step in range(bins + 1)]
+        axes = figure.histogram(edges, [1] * bins, "title", "activation", figure.axes(None, (2.6, 2.4)))
+        axes.figure.canvas.draw()
+        labels = [label for label in axes.get_xticklabels(which="both") if label.get_text()]
+        boxes = [label.get_window_extent() for label in labels]
+        assert 2 <= len(boxes) <= 5
+        assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+        assert {label.get_text() for label in labels} <= {f"{edge:.3g}" for edge in edges}

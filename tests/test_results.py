@@ -587,3 +587,57 @@ def test_one_prompt_is_no_prompts():
     assert "1 prompt," in repr(heads)
     assert "of 1 prompt" in heads.to_html()
     assert "1 prompts" not in heads.to_html()
+
+
+def title(axes):
+    return axes.get_title(loc="left").replace("\n", " ")
+
+
+def test_a_figure_of_a_batch_names_its_prompt():
+    pytest.importorskip("matplotlib").use("Agg")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    several = tlens.freeze(model(), some_tokens(batch=3))
+    generated = tlens.attribute_generation(model(), some_tokens(batch=3), max_new_tokens=3)
+    first_choice = tlens.attribute(several, "first-choice", query="all")
+    rollout = tlens.attribute(several, method="rollout", query="all")
+    pairs = circuits.qk_attribution(several, 1, 0, key=2)
+    for result in (generated, first_choice, rollout, pairs, tlens.attribute(several, "first-choice")):
+        assert title(result.plot()).endswith(" · prompt 0 of 3")
+        assert title(result.plot(batch=1)).endswith(" · prompt 1 of 3")
+        assert title(result.plot(batch=-1)).endswith(" · prompt 2 of 3")
+        pyplot.close("all")
+    assert title(circuits.logit_attribution(several, 5, by="head").plot_heads(batch=1)).endswith(" · prompt 1 of 3")
+    one = tlens.freeze(model(), some_tokens(batch=1))
+    assert "prompt" not in title(tlens.attribute(one, 5, query="all").plot())
+    assert "prompt" not in title(circuits.qk_attribution(one, 1, 0, key=2).plot())
+
+
+def test_attention_scores_of_a_batch_say_which_prompt_is_shown(capsys):
+    several = tlens.freeze(model(), some_tokens(batch=2))
+    other = tlens.freeze(model(), some_tokens(batch=2, seed=1))
+    for asked in (several, tlens.difference(several, other)):
+        result = circuits.qk_attribution(asked, 1, 0, key=2)
+        for batch, name in ((0, "prompt 0 of 2"), (1, "prompt 1 of 2"), (-1, "prompt 1 of 2")):
+            result.show(batch=batch)
+            assert name in " ".join(capsys.readouterr().out.split())
+            assert name in result.to_html(batch=batch)
+            assert f"{result.places[batch]} · {name}" in result._title(batch)
+
+
+def test_save_draws_the_prompt_that_was_chosen(tmp_path):
+    pytest.importorskip("matplotlib").use("Agg")
+    several = tlens.freeze(model(), some_tokens(batch=2))
+    attribution = tlens.attribute(several, 5, query="all")
+    terms = circuits.logit_attribution(several, 5, by="head")
+    for of_batch in (attribution, terms, circuits.qk_attribution(several, 1, 0, key=2)):
+        text = of_batch.save(tmp_path / "second.svg", batch=1).read_text()
+        assert text != of_batch.save(tmp_path / "first.svg", batch=0).read_text()
+    for suffix in ("", ".safetensors", ".html", ".csv", ".parquet", ".json"):
+        with pytest.raises(tlens.InvalidInputError, match=r"batch= chooses the prompt of a figure"):
+            attribution.save(tmp_path / f"all{suffix}", batch=0)
+    with pytest.raises(tlens.InvalidInputError, match="holds 2 prompts"):
+        attribution.save(tmp_path / "third.svg", batch=2)
+    circuit = result("Circuit")
+    with pytest.raises(tlens.InvalidInputError, match="Circuit has no prompt to choose"):
+        circuit.save(tmp_path / "circuit.svg", batch=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first.svg", "second.svg"]

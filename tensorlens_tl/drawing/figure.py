@@ -25,6 +25,9 @@ LABEL = 7
 MOST_ACROSS = 3
 """Panels in a row."""
 
+MOST_SIZES = 4
+"""Bins between the first and the last size that is written below a histogram, at most."""
+
 GREY = "0.72"
 """Of bars that are sums."""
 
@@ -149,6 +152,7 @@ def curves(
     ax: Axes | None,
     *,
     legend: bool = True,
+    baseline: str = "",
 ) -> Axes:
     """Mean, low and high of each line over the steps; the first few in colours and dashes, the others thin and grey.
 
@@ -158,9 +162,13 @@ def curves(
         labels: matplotlib's ``xlabel``, ``ylabel``, ``title``.
         ax: draw here; None makes a figure of fitting size.
         legend: name the coloured lines beside the axes, or leave it to the caller (`legend_beside`).
+        baseline: a line that is named even where it is not among the first few: dotted and grey then.
     """
     ax = axes(ax, (5.5, 3.2))
     for number, (name, (mean, low, high)) in reversed(list(enumerate(lines.items()))):
+        if number >= len(LINES) and name == baseline:
+            ax.plot(steps, mean, label=plain(name), color="0.45", linestyle=":", linewidth=1.2, zorder=1)
+            continue
         if number >= len(LINES):
             ax.plot(steps, mean, color="0.75", linewidth=0.8, zorder=1)
             continue
@@ -255,6 +263,9 @@ def histogram(edges: Sequence[float], counts: Sequence[int], title: str, name: s
     ax = axes(ax, (5.5, 2.6))
     ax.stairs(counts, edges, fill=True, color=of_sign(1.0))
     ax.set_xscale("log")
+    ax.minorticks_off()
+    marked = edges[:: -(-(len(edges) - 1) // MOST_SIZES)]
+    ax.set_xticks(marked, [f"{edge:.3g}" for edge in marked])
     _dress(ax, {"title": title, "xlabel": name, "ylabel": "tokens"})
     return ax
 

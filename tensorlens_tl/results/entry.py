@@ -133,16 +133,21 @@ def check_batch(batch: int, prompts: Sequence[Any]) -> None:
         raise InvalidInputError(f"batch={batch}, but this result holds {len(prompts)} prompts.")
 
 
+def shown_prompt(batch: int, prompts: int) -> str:
+    """Which prompt is shown, where a result holds several; nothing where it holds one."""
+    if prompts == 1:
+        return ""
+    return f"prompt {batch % prompts} of {prompts}"
+
+
 def shown_query(queries: Int[Tensor, "batch query"], tokens: Sequence[Sequence[str]], row: int, batch: int) -> str:
     """Which query and which prompt are shown, where a result holds several."""
     prompts, count = queries.shape
     position = int(queries[batch, row])
-    parts: list[str] = []
-    if prompts > 1:
-        parts.append(f"prompt {batch % prompts} of {prompts}")
+    parts = [shown_prompt(batch, prompts)]
     if count > 1:
         parts.append(f"query {position} {tokens[batch][position]!r}, one of {count}")
-    return ", ".join(parts)
+    return ", ".join(filter(None, parts))
 
 
 def shown_target(target: str) -> str:

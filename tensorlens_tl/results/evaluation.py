@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _ENDS = ("mean", "low", "high")
 
+BASELINE = "random"
+"""The method that a figure always names."""
+
 
 def area(
     curves: Float[Tensor, "metric method unit step"], axis: Float[Tensor, "step"]
@@ -258,7 +261,7 @@ class Evaluation(Result):
         """Mean curves with 95 % bootstrap intervals, or bars where there are none (extra ``plot``).
 
         The best few methods by the first metric have colours and dashes of their own, in every panel the same; others
-        are thin and grey.
+        are thin and grey, and ``random`` among them is dotted and named. Methods with the same numbers are one line.
 
         Args:
             metric: one metric; None draws a panel for each, or, with `ax`, the first.
@@ -292,16 +295,28 @@ class Evaluation(Result):
             figure.legend_beside(every[0])
         return every
 
+    def _lines(self, methods: list[str]) -> list[list[str]]:
+        """The methods that share a line: those with the same numbers, which would hide each other."""
+        first = {name: names[0] for names in self.same_numbers for name in names}
+        lines: dict[str, list[str]] = {}
+        for method in methods:
+            lines.setdefault(first.get(method, method), []).append(method)
+        return list(lines.values())
+
     def _plot_metric(self, metric: str, methods: list[str], ax: Any, *, legend: bool = True) -> Any:
         arrow = {True: " ↑", False: " ↓", None: ""}[self.metrics[metric]]
         if self.curves is not None and self.axis is not None:
             lines = {}
-            for method in methods:
-                values = self.curves[list(self.metrics).index(metric), self.methods.index(method)]
+            baseline = ""
+            for names in self._lines(methods):
+                values = self.curves[list(self.metrics).index(metric), self.methods.index(names[0])]
                 low, high = bootstrap_interval(values.T)
-                lines[method] = (values.nanmean(0).numpy(), low.numpy(), high.numpy())
+                name = " = ".join(names)
+                lines[name] = (values.nanmean(0).numpy(), low.numpy(), high.numpy())
+                if BASELINE in names:
+                    baseline = name
             labels = {"xlabel": self.axis_name, "title": metric + arrow}
-            return figure.curves(self.axis.numpy(), lines, labels, ax, legend=legend)
+            return figure.curves(self.axis.numpy(), lines, labels, ax, legend=legend, baseline=baseline)
         frame = self.table(metric)
         frame = frame.where(np.isfinite(frame))
         bars = {method: [float(frame.loc[method, (metric, end)]) for end in _ENDS] for method in methods}

@@ -12,7 +12,15 @@ from torch import Tensor
 from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.drawing import figure, graphs, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
-from tensorlens_tl.results.entry import Entry, check_batch, largest, provenance_note, with_others, with_style
+from tensorlens_tl.results.entry import (
+    Entry,
+    check_batch,
+    largest,
+    provenance_note,
+    shown_prompt,
+    with_others,
+    with_style,
+)
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.views import array
 
@@ -122,7 +130,7 @@ class ScoreAttribution(Result):
         return self._title(0)
 
     def _title(self, batch: int) -> str:
-        return " · ".join(["Attention score by source in the query and in the key", *self.places[batch : batch + 1]])
+        return _title("Attention score by source in the query and in the key", self.places, batch, len(self.names))
 
     def _square(self, batch: int) -> tuple[list[str], np.ndarray]:
         """Labels of the sources, and their pairs `[source_q, source_k]`."""
@@ -170,6 +178,12 @@ class ScoreAttribution(Result):
         sums = self._sums(batch)
         rows, below = ([(name, number(score)) for name, score in part] for part in (lines, sums))
         terminal.show_table(self._title(batch), ("query source × key source", "score"), rows, below)
+
+
+def _title(what: str, places: Sequence[str], batch: int, prompts: int) -> str:
+    """What is shown, at which head, query and key, and of which prompt where there are several."""
+    batch %= prompts
+    return " · ".join(filter(None, [what, *places[batch : batch + 1], shown_prompt(batch, prompts)]))
 
 
 def _last(used: np.ndarray) -> int:
@@ -276,7 +290,7 @@ class ScoreChange(Result):
 
     def _title(self, batch: int) -> str:
         what = {"score": "Change of an attention score", "pattern": "Change of an entry of the pattern"}[self.of]
-        return " · ".join([what, *self.places[batch : batch + 1]])
+        return _title(what, self.places, batch, len(self.names))
 
     def _lines(self, k: int, batch: int) -> tuple[list[tuple[str, float]], list[tuple[str, float]]]:
         """The k largest parts with all others in one line, and the total."""

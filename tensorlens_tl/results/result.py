@@ -12,6 +12,8 @@ import io
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -78,19 +80,21 @@ class Result(Stored, ABC):
     def _repr_html_(self) -> str:
         return self.to_html()
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: str | os.PathLike[str], *, batch: int | None = None) -> Path:
         """Write one file; what its name ends in says which kind. An older file is replaced in one step.
 
         Args:
             path: without a suffix, or ending in ``.safetensors``: what `load` reads back (facts as JSON, never pickle).
                 ``.html`` is a page, ``.csv``, ``.parquet`` and ``.json`` are tables, ``.pdf``, ``.svg`` and ``.png``
                 figures.
+            batch: of a figure: the prompt that it shows, as in `plot`.
 
         Returns:
             The path.
 
         Raises:
-            InvalidInputError: no such folder, or a name with another ending.
+            InvalidInputError: no such folder, or a name with another ending; no such prompt, or one chosen for a file
+                that is no figure, or of a result whose `plot` has no `batch`.
             ImportError: a figure, and matplotlib is not installed.
             OSError: it cannot be written, as on a full disk.
 
@@ -102,9 +106,13 @@ class Result(Stored, ABC):
         path = Path(path)
         check_file(path, type(self))
         suffix = path.suffix.lower()
-        if suffix in self.LOADABLE:
+        if batch is not None:
+            _check_choice(self, path)
+            content = _drawn(suffix, self, batch=batch)
+        elif suffix in self.LOADABLE:
             return self._keep(path)
-        content = self._writers()[suffix](self)
+        else:
+            content = self._writers()[suffix](self)
         with replacing(path) as temporary:
             temporary.write_bytes(content)
         return path
@@ -146,6 +154,20 @@ def check_file(path: str | os.PathLike[str], kind: type[Result] = Result, name: 
         )
 
 
+def _check_choice(result: Result, path: Path) -> None:
+    """Raise `InvalidInputError` unless the file is a figure, and one that shows a chosen prompt."""
+    if path.suffix.lower() not in FIGURES:
+        endings = ", ".join(FIGURES)
+        raise InvalidInputError(
+            f"save: batch= chooses the prompt of a figure, and {path.name!r} is none. Leave it out, or use one of "
+            f"{endings}."
+        )
+    if "batch" not in signature(result.plot).parameters:
+        raise InvalidInputError(
+            f"save: the figure of {type(result).__name__} has no prompt to choose; leave out batch=."
+        )
+
+
 SAME_BYTES: Any = {"svg.hashsalt": "tensorlens", "pdf.fonttype": 42}
 """Settings of matplotlib: the same figure gives the same file, and text of a PDF stays text."""
 DOTS = 200
@@ -169,30 +191,27 @@ def _parquet(result: Result) -> bytes:
     return result.to_dataframe().to_parquet(index=False)
 
 
-def _figure(suffix: str) -> Callable[[Result], bytes]:
-    def drawn(result: Result) -> bytes:
-        from matplotlib import pyplot, rc_context
+def _drawn(suffix: str, result: Result, **chosen: Any) -> bytes:
+    """The figure of a result, of what was chosen as `plot` takes it."""
+    from matplotlib import pyplot, rc_context
 
-        axes = result.plot()
-        first = axes[0] if isinstance(axes, list) else axes
-        file = io.BytesIO()
-        with rc_context(SAME_BYTES):
-            options = {"bbox_inches": "tight", "metadata": NO_DATE.get(suffix), "dpi": DOTS}
-            first.figure.savefig(file, format=suffix.removeprefix("."), **options)
-        pyplot.close(first.figure)
-        return file.getvalue()
-
-    return drawn
+    axes = result.plot(**chosen)
+    first = axes[0] if isinstance(axes, list) else axes
+    file = io.BytesIO()
+    with rc_context(SAME_BYTES):
+        options = {"bbox_inches": "tight", "metadata": NO_DATE.get(suffix), "dpi": DOTS}
+        first.figure.savefig(file, format=suffix.removeprefix("."), **options)
+    pyplot.close(first.figure)
+    return file.getvalue()
 
 
+FIGURES = (".pdf", ".svg", ".png")
 WRITERS: Mapping[str, Callable[[Any], bytes]] = {
     ".html": _page,
     ".csv": _csv,
     ".parquet": _parquet,
     ".json": _json,
-    ".pdf": _figure(".pdf"),
-    ".svg": _figure(".svg"),
-    ".png": _figure(".png"),
+    **{suffix: partial(_drawn, suffix) for suffix in FIGURES},
 }
 RESULT_ENDINGS = (*Result.LOADABLE, *WRITERS)
 """What the name of any result's file may end in."""

@@ -172,7 +172,7 @@ def _label_of_query(result: Explained, batch: int, row: int) -> str:
 def _tokens_of_query(result: Explained, batch: int, row: int) -> list[str]:
     """Target and foil of one query of one prompt, in words; none where all queries have the same, or it is unknown."""
     texts: Sequence[Sequence[Sequence[str]]] = result.options.get(TOKENS_OF_QUERIES, [])
-    if batch < len(texts) and row < len(texts[batch]):
+    if -len(texts) <= batch < len(texts) and row < len(texts[batch]):
         return [repr(text) for text in texts[batch][row]]
     named = [plain(result.options.get(name)) for name in ("target", "minus")]
     prompts, queries = result.queries.shape

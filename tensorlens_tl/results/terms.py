@@ -24,6 +24,7 @@ from tensorlens_tl.results.entry import (
     mean_title,
     provenance_note,
     query_row,
+    shown_prompt,
     shown_query,
     shown_target,
     some_numbers,
@@ -407,6 +408,7 @@ class Terms(Result):
             scores = self._of_query(query).scores[:, 0].mean(0)
         else:
             scores = self.scores[batch or 0, self.query_row(query, batch or 0)]
+            title = " · ".join(filter(None, [title, shown_prompt(batch or 0, len(self.tokens))]))
         cells = self._cells(scores)
         if not cells:
             raise InvalidInputError("plot_heads: no term is a head or an MLP; logit_attribution(by='head') has them.")

@@ -16,6 +16,7 @@ from tensorlens_tl.results.entry import (
     check_batch,
     provenance_note,
     query_row,
+    shown_prompt,
     shown_query,
     shown_target,
     with_others,
@@ -181,7 +182,8 @@ class Shown(Result):
             names = ("query", "source token")
             if self._is_generated():
                 names = ("generated token", "source token")
-            return figure.heat_map(plane, labels, tokens, self.describe(batch), ax, values, names)
+            title = " · ".join(filter(None, [self.describe(batch), shown_prompt(batch, len(self.tokens))]))
+            return figure.heat_map(plane, labels, tokens, title, ax, values, names)
         if self.image is not None and _patches(tokens)[0]:
             patches, height, width = _patches(tokens)
             square = plane[0][patches].reshape(height, width)
@@ -214,9 +216,8 @@ class Shown(Result):
             text = "".join(self.tokens[batch][position] for position in self._explained(batch, row))
             if repr(text) not in notes[0]:
                 notes.append(f"of {text!r}")
-        if len(self.tokens) > 1:
-            notes.append(f"prompt {batch % len(self.tokens)} of {len(self.tokens)}")
-        return " · ".join(notes)
+        notes.append(shown_prompt(batch, len(self.tokens)))
+        return " · ".join(filter(None, notes))
 
     # ------------------------------------------------------------------ arrays
 

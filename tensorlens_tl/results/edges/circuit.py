@@ -234,7 +234,7 @@ class Circuit(Result):
         title = f"{self.heading} · {len(rows)} shown"
         terminal.show_table(title, ("edge", "score"), rows, [], left=("edge",))
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: str | os.PathLike[str], *, batch: int | None = None) -> Path:
         """Write one file; what its name ends in says which kind. An older file is replaced in one step.
 
         | a name ends in | the file is |
@@ -249,17 +249,18 @@ class Circuit(Result):
 
         Args:
             path: of the file.
+            batch: None: a circuit is of no single prompt.
 
         Returns:
             The path.
 
         Raises:
-            InvalidInputError: no such folder, or a name with another ending; or scores that are infinite, or nodes
-                without a name in the benchmark's JSON.
+            InvalidInputError: no such folder, or a name with another ending; a `batch`; or scores that are infinite, or
+                nodes without a name in the benchmark's JSON.
             ImportError: a figure, and matplotlib is not installed.
             OSError: it cannot be written, as on a full disk.
         """
-        return super().save(path)
+        return super().save(path, batch=batch)
 
     @classmethod
     def _writers(cls) -> Mapping[str, Callable[[Any], bytes]]:
