@@ -204,7 +204,7 @@ def test_live_effects_are_those_of_the_free_model(frozen, name):
     for effect, (layer, head, cross) in zip(nodes, ((1, 2, False), (2, 0, False), (2, 3, True)), strict=True):
         removed = without(frozen, layer, head, cross=cross)
         lost = held_number(frozen, live=True) - held_number(frozen, [removed], live=True)
-        assert close(effects[effect][:, 0], lost, atol=max(tolerance(name), 1e-7))
+        assert close(effects[effect][:, 0], lost, atol=tolerance(name))
     encoder = circuits.total_effects(
         frozen, direction=torch.randn(16, dtype=torch.float64), query=1, layers=range(2), live=True, nodes=["MLP0"]
     )
@@ -422,7 +422,7 @@ def test_a_qk_circuit_of_cross_attention_gives_its_pattern(frozen, name):
             scores = queries @ circuit.A @ circuit.B @ keys.mT + (queries @ circuit.A + b_Q) @ b_K[:, None]
             scores = scores + (b_Q @ circuit.B @ keys.mT)[:, None]
             pattern = reading.capped(reading.scale * scores).softmax(-1)
-            assert close(pattern, frozen.cross_pattern(layer)[:, head].to(pattern), atol=max(tolerance(name), 1e-7))
+            assert close(pattern, frozen.cross_pattern(layer)[:, head].to(pattern), atol=tolerance(name))
 
 
 def test_norms_are_folded_into_what_reads_after_them(model_named):

@@ -1,5 +1,6 @@
 """docs/evaluation.md and its CSV file say what the tables say."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -36,3 +37,60 @@ def test_a_cell_is_a_mean_with_its_interval():
         ("A", "m", "y", "3e-05", "", ""),
         ("A", "n", "y", "2", "", ""),
     ]
+
+
+# ------------------------------------------------------------------ docs/howto/26_evaluate_circuits.md
+
+CIRCUITS = (Path(__file__).parents[1] / "docs" / "howto" / "26_evaluate_circuits.md").read_text(encoding="utf-8")
+METHODS = ["frozen", "frozen+qk", "gradient", "integrated", "integrated, left", "difference"]
+SOURCE = (0, 2)
+QUESTION = (1, 3)
+"""Columns in which the source or the question changes, of recall and of induction."""
+
+
+def means(row, table="agreement"):
+    """The means of a row of a table, `recall, source` first."""
+    text = CIRCUITS.split(f"<!-- {table}: written by")[1].split("<!-- end -->")[0]
+    (line,) = re.findall(rf"^\| {re.escape(row)} \| (.*) \|$", text, flags=re.M)
+    return [float(cell.strip("* ").split("*")[0].split(" ")[0]) for cell in line.split(" | ")]
+
+
+def correlations(part, table="agreement"):
+    return {method: means(f"{part}: `{method}`", table) for method in METHODS}
+
+
+def circuits(measure, method):
+    return means(f"{measure} {method}", "circuits")
+
+
+def test_difference_agrees_with_patching_best_or_nearly_best():
+    nodes, edges = correlations("nodes"), correlations("edges")
+    behind = [max(row[column] for row in nodes.values()) - nodes["difference"][column] for column in range(4)]
+    assert behind[:2] == [0, 0]
+    assert max(behind) < 0.0045
+    first = [edges["difference"][column] == max(row[column] for row in edges.values()) for column in range(4)]
+    assert sum(first) == 3
+    assert "within 0.004 of the first on induction, and over the edges first or\n  level in three of four" in CIRCUITS
+
+
+def test_frozen_scores_hold_where_the_source_changes_and_fail_where_the_question_does():
+    parts = [correlations("nodes"), correlations("edges")]
+    for column, least in zip(SOURCE, (0.001, 0.021), strict=True):
+        behind = [max(row[column] for row in part.values()) - part["frozen"][column] for part in parts]
+        assert round(max(behind), 3) <= least
+    assert "within 0.001 on recall, and within 0.021 on induction" in CIRCUITS
+    gradients = [part["gradient"][column] for part in parts for column in QUESTION]
+    assert (round(min(gradients), 2), round(max(gradients), 1)) == (0.28, 0.5)
+    for column in QUESTION:
+        assert circuits("CPR", "`frozen`")[column] < 1.05 * circuits("CPR", "random scores")[column]
+        assert circuits("CMD", "`frozen`")[column] > circuits("CMD", "random scores")[column]
+    assert [circuits("CPR", "`gradient`")[column] for column in QUESTION] == [0.919, 0.259]
+
+
+def test_patterns_by_gradient_are_behind_difference_and_ahead_by_rank():
+    for part in ("nodes", "edges"):
+        rows = correlations(part)
+        behind = [exact - slope for exact, slope in zip(rows["difference"], rows["frozen+qk"], strict=True)]
+        assert 0 <= min(behind) <= max(behind) < 0.07
+    ranks = correlations("edges", "ranks")
+    assert all(slope > exact for exact, slope in zip(ranks["difference"], ranks["frozen+qk"], strict=True))
