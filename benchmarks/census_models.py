@@ -294,6 +294,8 @@ OVERRIDES: dict[str, Overrides] = {
     "Wav2Vec2ForCTC": _SPEECH,
     "Wav2Vec2ForPreTraining": _SPEECH,
     "Wav2Vec2Model": _SPEECH,
+    # others
+    "HrmTextForCausalLM": {"L_bp_cycles": [3, 3]},  # by default some calls record no gradients
     # multimodal
     "AudioFlamingo3ForConditionalGeneration": lambda: transformers.AudioFlamingo3Config(
         audio_config=_flamingo_sound(), text_config=small("Qwen2Config", sliding_window=None), audio_token_id=60

@@ -25,6 +25,7 @@ from tensorlens_tl.algebra import (
     Recursion,
     Routed,
     SelectiveScan,
+    Streams,
     Tap,
     Transpose,
 )
@@ -187,6 +188,8 @@ MAPS = {
     "attention block": lambda: Chain(
         (Linear(normal(WIDTH, 4), normal(4)), Attention(pattern(), 2), Linear(normal(WIDTH, WIDTH), normal(WIDTH)))
     ),
+    "streams": lambda: Streams(normal(2, 2)),
+    "streams, more than it reads": lambda: Streams(normal(3, 2)) @ MAPS["linear"](),
     "transpose": lambda: MAPS["rectangular"]().T,
     "recursion": lambda: Recursion(0.3 * normal(WIDTH, WIDTH)),
     "padded recursion": lambda: Recursion(0.3 * normal(WIDTH, WIDTH), torch.arange(BATCH * POS).view(BATCH, POS) > 1),

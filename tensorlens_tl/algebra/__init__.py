@@ -8,6 +8,7 @@
 | `recomputed`, `held_scores` | what attends by a pattern that is recomputed, a few queries at a time? |
 | `segments` | what acts on one side of an encoder–decoder, or attends across? |
 | `routing` | what acts on some tokens only? |
+| `streams` | what adds several streams to each other? |
 | `recursion` | what passes from each position to the next? |
 | `state_space` | what do state-space layers pass on, with their gates held? |
 | `positions` | where do vectors live, so that no work is done elsewhere? |
@@ -45,6 +46,7 @@ from tensorlens_tl.algebra.recursion import (
 from tensorlens_tl.algebra.routing import Beside, Branch, GroupSum, Routed
 from tensorlens_tl.algebra.segments import CrossAttention as CrossAttention, Segment as Segment
 from tensorlens_tl.algebra.state_space import CausalConvolution, SelectiveScan
+from tensorlens_tl.algebra.streams import Streams
 
 __all__ = [
     "ZERO",
@@ -70,6 +72,7 @@ __all__ = [
     "Routed",
     "RowPositions",
     "SelectiveScan",
+    "Streams",
     "Sum",
     "Tap",
     "Transpose",

@@ -32,6 +32,7 @@ from tensorlens_tl.hooks.inspection import (
     unembeds_by_libraries as unembeds_by_libraries,
     with_other_names,
 )
+from tensorlens_tl.hooks.loops import without_numbers as without_numbers
 from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, CallPoint, Ends, ModelPoints, model_points
 from tensorlens_tl.hooks.rules import BackwardRule, RuleHooks
 from tensorlens_tl.hooks.running import FwdHook, hook_points, in_this_thread, lock_of, progress_hooks, run, unheld_run

@@ -52,7 +52,7 @@ class Passed:
 def hooked_stream_points(view: ModelView, points: ModelPoints) -> list[StreamPoint]:
     """The points of the stream that somebody else's hooks are on, in the order of the pass."""
     names = other_hooks(view.model)
-    if not names or view.is_encoder_decoder:
+    if not names or view.is_encoder_decoder or view.loop is not None:
         return []
     known = hook_points(view.model)
     hooked = {id(known[name]) for name in names if name in known}

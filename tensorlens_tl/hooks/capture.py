@@ -13,6 +13,7 @@ from torch import Tensor
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks.calls import seen_calls
 from tensorlens_tl.hooks.inspection import other_hooks, unembeds_by_libraries
+from tensorlens_tl.hooks.loops import numbered
 from tensorlens_tl.hooks.points import CallPoint
 from tensorlens_tl.hooks.running import FwdHook, hook_points, in_this_thread, run
 from tensorlens_tl.models import HookedModel
@@ -54,7 +55,7 @@ def observe(
     blocks.0.hook_resid_pre
     blocks.1.hook_resid_pre
     """
-    points = hook_points(model)
+    points = numbered(model, hook_points(model))
     calls = calls or {}
     names = list(names)
     wanted: dict[int, list[str]] = {}

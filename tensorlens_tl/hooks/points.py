@@ -32,8 +32,10 @@ from typing import Any
 from torch import nn
 
 from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.hooks.loops import START, numbered
 from tensorlens_tl.hooks.running import hook_points
 from tensorlens_tl.models import BlockView, ModelView
+from tensorlens_tl.models.names import END_NORM
 from tensorlens_tl.models.parameters import NormWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
 
@@ -76,7 +78,7 @@ class BlockPoints:
 
     Attributes:
         resid_pre: what the block reads.
-        whitened: the same after whitening; None unless the model is whitened.
+        whitened: the same after whitening, or after what a loop makes of the embedding; None of other blocks.
         heads: of attention; None for another mixer (a state-space layer, a convolution). `pattern`, `value` and `z` are
             its three.
         scales: of each norm, the point of its scale; of a norm in `norms`, of what it reads.
@@ -95,6 +97,7 @@ class BlockPoints:
         attention_write, mlp_write: what a sublayer hands to the block, in some classes after the norm that follows it;
             None where no hook point shows it.
         head_writes: what each head writes, ``hook_result``, which fires only where the model was told to compute it.
+        call_end: what it gives, where it ends a call of a stack that runs in a loop.
     """
 
     resid_pre: str
@@ -118,6 +121,7 @@ class BlockPoints:
     attention_write: str | None = None
     mlp_write: str | None = None
     head_writes: str | None = None
+    call_end: str | None = None
 
     @property
     def pattern(self) -> str | None:
@@ -140,7 +144,7 @@ class BlockPoints:
         names = [self.resid_pre, self.whitened, self.pattern, *self.scales.values(), self.pre, self.pre_linear]
         names.append(self.cross and self.cross.pattern)
         names += [ends and ends.into for ends in (self.attention, self.beside, self.mlp, self.shared, self.per_layer)]
-        names += [self.index, self.weight, self.per_layer_input]
+        names += [self.index, self.weight, self.per_layer_input, self.call_end]
         return _given(names)
 
     @property
@@ -199,7 +203,7 @@ def model_points(view: ModelView) -> ModelPoints:
     >>> points.blocks[0].pattern, points.output
     ('blocks.0.attn.hook_pattern', 'unembed.hook_in')
     """
-    known = hook_points(view.model)
+    known = numbered(view.model, hook_points(view.model))
     blocks: list[BlockPoints] = []
     calls: dict[str, CallPoint] = {}
     routers: dict[str, CallPoint] = {}
@@ -280,6 +284,8 @@ def _block_points(view: ModelView, block: BlockView, known: Collection[str]) -> 
 def _stream_points(block: BlockView) -> dict[str, Any]:
     """Where the stream enters."""
     block.require_one_stream()
+    if block.reads_embedding:
+        return {"resid_pre": START, "whitened": f"{block.name}.hook_resid_pre"}
     if block.whitening is None:
         return {"resid_pre": f"{block.name}.hook_resid_pre"}
     return {"resid_pre": f"{block.name}.whitening.hook_in", "whitened": f"{block.name}.whitening.hook_out"}
@@ -340,9 +346,12 @@ def _per_layer_points(block: BlockView) -> dict[str, Any]:
 def _norm_points(block: BlockView) -> dict[str, Any]:
     """The scales of its norms, and the ends of those that are held as a whole."""
     norms = {f"{block.name}.{name}": (name, norm) for name, norm in (block.norms | block.inner_norms).items()}
+    if block.has_end_norm:
+        norms[block.end_norm] = norms.pop(f"{block.name}.{END_NORM}")
     return {
         "scales": {name: _scale_point(at, norm) for at, (name, norm) in norms.items()},
         "norms": {name: _ends(at) for at, (name, norm) in norms.items() if norm.epsilon is not None},
+        "call_end": f"{block.end_norm}.hook_out" if block.has_end_norm else None,
     }
 
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from tensorlens_tl.algebra.numerics import refuse_autocast
 from tensorlens_tl.algebra.progress import is_watched, note_progress
-from tensorlens_tl.models import HookedModel
+from tensorlens_tl.hooks.loops import without_numbers
+from tensorlens_tl.models import HookedModel, is_looped
 from tensorlens_tl.models.parameters import lock_of as lock_of, whole
 
 FwdHook = tuple[Any, Callable[..., Any]]
@@ -47,7 +48,10 @@ def run(model: HookedModel, inputs: Mapping[str, Any], hooks: Sequence[FwdHook])
     """
     refuse_autocast(next(model.parameters()).device)
     with lock_of(model), _patterns_dropped(model):
-        return model.run_with_hooks(**inputs, fwd_hooks=[*hooks, *progress_hooks()])
+        placed = [*hooks]
+        if is_looped(model):
+            placed = without_numbers(model, hook_points(model), hooks)
+        return model.run_with_hooks(**inputs, fwd_hooks=[*placed, *progress_hooks()])
 
 
 def progress_hooks(note: Callable[[], None] = note_progress) -> list[FwdHook]:

@@ -182,6 +182,7 @@ def source_to_output(
         through_head: go on through a masked language model's prediction head.
         memory: that of `decompx`.
     """
+    frozen.view.refuse_loop("decompx")
     rule = check_bias_rule(bias)
     width = 3 * frozen.resid_pre(0).shape[-1] + _widest(frozen)
     spread = Spread(rule, _reach(frozen), frozen.mask.long().argmax(1), _budget(frozen, rule, width, memory))

@@ -8,6 +8,7 @@
 | `sublayers` | how is each kind of part read: attention, MLPs, experts, and mixers in attention's place? |
 | `patches`, `dictionaries` | how are patch embeddings and sparse dictionaries read? |
 | `layouts` | how are blocks put together? |
+| `loops` | which call of a stack follows which, where stacks run several times each? |
 | `activations` | how is an activation replaced by a linear form? |
 | `kernels` | which activation functions does torch compute at once? |
 | `lifecycle` | is a model in a state to be frozen, and still in that of its pass? |
@@ -34,6 +35,13 @@ from tensorlens_tl.models.layouts import (
     Within as Within,
     candidates as candidates,
     compose as compose,
+)
+from tensorlens_tl.models.loops import (
+    FAST as FAST,
+    SLOW as SLOW,
+    Loop as Loop,
+    call_counts as call_counts,
+    is_looped as is_looped,
 )
 from tensorlens_tl.models.patches import PatchWeights as PatchWeights
 from tensorlens_tl.models.protocol import (

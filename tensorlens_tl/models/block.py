@@ -18,7 +18,17 @@ from torch import Tensor, nn
 
 from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.names import ATTENTION, EXPERTS_BESIDE, MIXERS, MLPS, NORMS, PER_LAYER_NORM, STREAMS
+from tensorlens_tl.models.loops import StackCall
+from tensorlens_tl.models.names import (
+    ATTENTION,
+    END_NORM,
+    EXPERTS_BESIDE,
+    MIXERS,
+    MLPS,
+    NORMS,
+    PER_LAYER_NORM,
+    STREAMS,
+)
 from tensorlens_tl.models.parameters import (
     AttentionWeights,
     MLPWeights,
@@ -87,7 +97,8 @@ class BlockView:
 
     Attributes:
         layer: which of all the model's blocks, those of an encoder before those of its decoder.
-        name: where its hook points are: ``"blocks.0"``, ``"decoder_blocks.0"``.
+        name: where its hook points are: ``"blocks.0"``, ``"decoder_blocks.0"``, ``"L_blocks.0@3"``.
+        call: of a block that runs in a loop, the call of its stack; None of any other.
         offloaded: whether its weights are read when they are needed, and dropped after.
         loads: how often its weights were read so far, where they are offloaded.
 
@@ -96,10 +107,12 @@ class BlockView:
     ('blocks.0', ['ln1', 'ln2'], 4, (128, 512))
     """
 
-    def __init__(self, model: Owner, layer: int, stack: str, number: int):
+    def __init__(self, model: Owner, layer: int, stack: str, number: int, call: StackCall | None = None):
         self.model = model
         self.layer = layer
-        self.name = f"{stack}.{number}"
+        self.call = call
+        self.name = f"{stack}.{number}" if call is None else f"{stack}.{number}@{call.number}"
+        self.ends_call = call is not None and number + 1 == call.length
         self.module: Any = getattr(model.model, stack)[number]
         self.offloaded = offloaded(self.module)
         self.loads = 0
@@ -245,13 +258,33 @@ class BlockView:
 
     @weights_read
     def inner_norms(self) -> dict[str, NormWeights]:
-        """Norms inside its sublayers: around experts that stand beside an MLP, and after an input of its own."""
+        """Norms that no layout has: around experts that stand beside an MLP, after an input of its own, and at the end
+        of a stack that runs in a loop."""
         names: list[str] = []
         if self.has_experts_beside:
             names = [name for pair in EXPERTS_BESIDE.values() for name in pair]
         if PER_LAYER_NORM in self.module._modules:
             names.append(PER_LAYER_NORM)
-        return self._norms(names)
+        norms = self._norms(names)
+        if self.has_end_norm:
+            norms[END_NORM] = norm_weights(getattr(self.model.model, self.end_norm.partition("@")[0]), self.model.cfg)
+        return norms
+
+    @property
+    def reads_embedding(self) -> bool:
+        """Whether it is the first of a loop, which reads the embedding as it is looked up."""
+        return self.call is not None and self.layer == 0
+
+    @property
+    def has_end_norm(self) -> bool:
+        """Whether it is the last of its stack's call, in a loop that goes on."""
+        return self.call is not None and self.ends_call and not self.call.ends
+
+    @property
+    def end_norm(self) -> str:
+        """Where the hook points of the norm that ends its stack's call are."""
+        assert self.call is not None
+        return self.call.norm
 
     def _norms(self, names: Iterable[str]) -> dict[str, NormWeights]:
         modules = {name: getattr(self.module, name, None) for name in names}
@@ -264,12 +297,11 @@ class BlockView:
             UnsupportedModelError: naming what mixes them.
         """
         inner = innermost(self.module)
-        mixed = [kind for name, kind in STREAMS.items() if isinstance(getattr(inner, name, None), nn.Module)]
+        mixed = [cause for name, cause in STREAMS.items() if isinstance(getattr(inner, name, None), nn.Module)]
         if mixed:
             raise self._refuse(
-                f"its stream has several vectors for each token, mixed before and after its sublayers ({mixed[0]}) by "
-                "factors that depend on them, so that no single one of them determines what the block gives. Only "
-                "models with one vector for each token can be frozen."
+                f"its stream has several vectors for each token, and {mixed[0]}. Only models with one vector for each "
+                "token can be frozen."
             )
 
     @property

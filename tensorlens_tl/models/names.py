@@ -24,11 +24,19 @@ EXPERTS_BESIDE = {
 """The norms before and after each, where experts stand beside an MLP (Gemma 4): six norms of one class and shape in one
 block, of which only their names tell which belongs to what. The proof of the block shows whether that is right."""
 
-STREAMS = {"altup": "AltUp", "attn_hc": "hyper-connections"}
-"""What mixes several streams before and after a block's sublayers (Gemma 3n, DeepSeek-V4), by its module's name."""
+STREAMS = {
+    "altup": "AltUp computes the factors that mix them outside of every hook point of TransformerLens, so that no hook "
+    "sees or holds them",
+    "attn_hc": "hyper-connections mix them; TransformerLens shows these, but no pattern of the attention between them",
+}
+"""What mixes several streams before and after a block's sublayers (Gemma 3n, DeepSeek-V4), by its module's name, and
+what TransformerLens does not show there."""
 
 LOOPS = ("H_blocks", "L_blocks")
-"""Stacks that a model runs several times each, in a loop (HRM-Text)."""
+"""Stacks that a model runs several times each, in a loop, the slow one first (HRM-Text)."""
+
+END_NORM = "ln_final"
+"""The norm that ends a call of such a stack, among the norms of its last block."""
 
 PER_LAYER_NORM = "post_per_layer_input_norm"
 """The norm of what a block adds for an input of each token at this layer (Gemma 3n, Gemma 4); as above."""

@@ -20,6 +20,7 @@ from tensorlens_tl.algebra.numerics import maybe, plus, refuse_autocast, times
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.block import BlockView, Owner
 from tensorlens_tl.models.lifecycle import newly_initialised
+from tensorlens_tl.models.loops import is_looped, read_loop
 from tensorlens_tl.models.names import LOOPS, NORMS, STABLE, UNSCALED
 from tensorlens_tl.models.parameters import (
     MLMHead,
@@ -89,14 +90,11 @@ class ModelView:
         self._stacks: Sequence[str] = ("blocks",)
         if self.is_encoder_decoder:
             self._stacks = HOOKED_STACKS if self.is_hooked_encoder_decoder else STACKS
+        if is_looped(model):
+            self._stacks = LOOPS
         for needed in ("cfg", *self._stacks, "hook_dict", "run_with_hooks"):
             # the class comes first: a Bridge puts its hook_dict together anew whenever it is read
             if not hasattr(type(model), needed) and not hasattr(model, needed):
-                if needed == "blocks" and all(hasattr(model, stack) for stack in LOOPS):
-                    raise UnsupportedModelError(
-                        f"{' and '.join(LOOPS)} of this {type(model).__name__} run several times each, in a loop: one "
-                        "activation for each block does not describe it. Such models cannot be frozen."
-                    )
                 raise UnsupportedModelError(
                     f"{type(model).__name__} has no `{needed}`: pass a HookedTransformer, a HookedEncoder, a "
                     "HookedEncoderDecoder or a TransformerBridge." + _hint(model)
@@ -111,9 +109,12 @@ class ModelView:
             raise UnsupportedModelError(
                 f"{self.description} reads neither tokens nor, as far as its config says, images or sound."
             )
-        blocks = [(stack, number) for stack in self._stacks for number in range(len(getattr(model, stack)))]
+        self.loop = read_loop(model)
+        blocks: list[Any] = [(stack, number) for stack in self._stacks for number in range(len(getattr(model, stack)))]
+        if self.loop is not None:
+            blocks = [(call.stack, number, call) for call, number in self.loop.blocks]
         owner = Owner(model, self.cfg, self.description, self.is_hooked_encoder_decoder)
-        self.blocks = [BlockView(owner, layer, stack, number) for layer, (stack, number) in enumerate(blocks)]
+        self.blocks = [BlockView(owner, layer, *block) for layer, block in enumerate(blocks)]
         self.read_names: set[str] = set()
         self._opened: set[str] = set()
         parts = {part for parts in READ_FROM.values() for part in parts}
@@ -185,12 +186,39 @@ class ModelView:
         Raises:
             UnsupportedModelError: the model is one.
         """
+        self.refuse_loop(what)
         if self.is_encoder_decoder:
             raise UnsupportedModelError(
                 f"{what}: not read of an encoder–decoder yet, whose blocks are of two stacks ({self.description}). The "
                 "operator, method='tensorlens', 'decompx' and 'difference', gradients, the circuits logit_attribution, "
                 "total_effects, head_map, paths and contribution_graph, and ov, qk, virtual_head and "
                 "composition_scores take it."
+            )
+
+    def refuse_loop(self, what: str) -> None:
+        """Refuse a model whose blocks run in a loop where something reads them as a chain.
+
+        Raises:
+            UnsupportedModelError: the model is one.
+        """
+        if self.loop is not None:
+            raise UnsupportedModelError(
+                f"{what}: not read of a model whose blocks run in a loop ({self.description}): {' and '.join(LOOPS)} "
+                "each have a state, and a block reads the sum of both. The operator and method='tensorlens' take it."
+            )
+
+    def refuse_gradients(self, what: str) -> None:
+        """Refuse a model that records no gradients in a part of its forward pass.
+
+        Raises:
+            UnsupportedModelError: the model is one.
+        """
+        if self.loop is not None and self.loop.without_gradients:
+            raise UnsupportedModelError(
+                f"{what}: {self.description} runs {self.loop.without_gradients} of its {len(self.loop.calls)} calls of "
+                "a stack without recording gradients (config.L_bp_cycles), so that those of the live model lack what "
+                "passes through them. method='tensorlens' has all of it; or load the model with L_bp_cycles="
+                f"{[self.config.L_cycles] * self.config.H_cycles}."
             )
 
     @property
@@ -331,7 +359,9 @@ class ModelView:
 
     @property
     def final_norm_name(self) -> str:
-        """What the model calls the norm after its last block."""
+        """Where the hook points of the norm after the last block are."""
+        if self.loop is not None:
+            return self.loop.calls[-1].norm
         if self.is_hooked_encoder_decoder:
             return "decoder_final_ln"
         if getattr(self.config, STABLE, False):
@@ -350,7 +380,7 @@ class ModelView:
         return self._end_norm("encoder_ln_final")
 
     def _end_norm(self, name: str) -> NormWeights | None:
-        norm = getattr(self.model, name, None)
+        norm = getattr(self.model, name.partition("@")[0], None)
         if not is_norm(norm):
             return None
         return norm_weights(norm, self.cfg)

@@ -5,6 +5,7 @@
 | `inputs` | what does a model take, which positions does a query stand for, where does a text stand? |
 | `capture` | what does one pass leave behind? |
 | `block_maps`, `mlps` | which maps do the parts of a block become? |
+| `loops` | which map do blocks become that run in a loop? |
 | `attention_scores` | how are attention scores computed, and how is a pattern recomputed from them? |
 | `preflight`, `proof` | can this pass be frozen, and is what the weights say what the model does? |
 | `linearisation` | what do operators, targets and circuits need of a pass? |

@@ -109,7 +109,8 @@ class BlockMaps(Blocks):
         """What a vector allocates on its way at most: the stream, a sublayer's input, and the widest hidden layer."""
         widest = max((block.widest for block in self.view.blocks), default=0)
         x = self.capture.resid_pre(0)
-        return x[..., 0].numel() * (3 * x.shape[-1] + widest) * x.element_size()
+        vectors = 3 if self.view.loop is None else 4  # the state of the stack that is not called, too
+        return x[..., 0].numel() * (vectors * x.shape[-1] + widest) * x.element_size()
 
     # ------------------------------------------------------------------ maps
 
@@ -154,7 +155,14 @@ class BlockMaps(Blocks):
         return Within(start, stop, length, read, Linear(weights.W_O, weights.b_O))
 
     def whitening(self, layer: int) -> Chain | None:
-        """The whitening of the stream before a block of a whitened model, a linear map; None of any other model."""
+        """The whitening of the stream before a block of a whitened model, a linear map; None of any other model.
+
+        Before the first block of a loop, what that makes of the embedding.
+        """
+        loop = self.view.loop
+        if loop is not None and layer == 0:
+            start = loop.start.to(self.capture.resid_pre(0))[None, None]
+            return Chain((Diagonal(start.new_full(start.shape, loop.scale), start),))
         weights = self.view.blocks[layer].whitening
         if weights is None:
             return None

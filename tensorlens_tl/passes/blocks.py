@@ -11,7 +11,7 @@ from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, LazyMap,
 from tensorlens_tl.algebra.secants import Offset
 from tensorlens_tl.hooks import StreamPoint
 from tensorlens_tl.models import Layout, ModelView, Within, compose
-from tensorlens_tl.models.names import PER_LAYER_NORM
+from tensorlens_tl.models.names import END_NORM, PER_LAYER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.capture import Capture
 
@@ -234,6 +234,8 @@ class Blocks(ABC):
         scalar = self.view.blocks[layer].scalar
         if scalar is not None:
             ends.append(Diagonal(scalar.to(self.capture.resid_pre(layer)).reshape(1, 1, 1)))
+        if self.view.blocks[layer].has_end_norm:
+            ends.append(self.norm(layer, END_NORM))
         norm = self.encoder_norm() if layer + 1 == self.view.encoder_layers else None
         if norm is not None:
             ends.append(Segment(norm, *self.capture.side(layer), self.capture.tokens.shape[1]))

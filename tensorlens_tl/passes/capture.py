@@ -210,6 +210,9 @@ class Capture:
     def output_name(self, layer: int) -> str:
         """The hook point that holds a block's output."""
         blocks = self.points.blocks
+        call_end = blocks[layer].call_end
+        if call_end is not None:
+            return call_end
         if self.points.encoder_output is not None and layer + 1 == self.view.encoder_layers:
             return self.points.encoder_output
         if layer + 1 == len(blocks):
@@ -226,10 +229,18 @@ class Capture:
         streams = [self.activation(name) for name in self.stream_names(layer)]
         return streams[0] if len(streams) == 1 else torch.cat(streams, dim=1)
 
+    def resid_post(self, layer: int) -> Float[Tensor, "batch pos d_model"]:
+        """What a block gives: what the next one reads, but at the end of a stack that runs in a loop."""
+        if self.view.loop is None:
+            return self.resid_pre(layer + 1)
+        return self.activation(self.output_name(layer))
+
     def stream_names(self, layer: int) -> list[str]:
         """The hook points that together hold what `resid_pre` gives."""
         blocks = self.points.blocks
         first = self.view.encoder_layers
+        if self.view.loop is not None and layer < self.n_layers:
+            return [blocks[layer].resid_pre]
         if self.sides is None and layer > 0:
             return [self.output_name(layer - 1)]
         if self.sides is None:

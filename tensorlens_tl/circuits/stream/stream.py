@@ -102,6 +102,7 @@ class Stream:
             InvalidInputError: no such activation rule or layers.
             FrozenModelError: the weights were changed since the pass.
         """
+        frozen.view.refuse_loop("the stream of a circuit")
         rule = check_rule(activation)
         chosen = chosen_layers(frozen.n_layers, layers)
         frozen.check_fresh()

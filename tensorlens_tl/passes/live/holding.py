@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from tensorlens_tl.hooks import (
     FwdHook,
     attention_hooks,
     capture,
+    hook_points,
     leave_out,
     mlp_hooks,
     other_hooks,
@@ -30,6 +30,7 @@ from tensorlens_tl.hooks import (
     replace,
     unheld_run,
     whole_hooks,
+    without_numbers,
 )
 from tensorlens_tl.models.lifecycle import OncePerWeights
 from tensorlens_tl.passes.block_maps import BlockMaps
@@ -67,7 +68,8 @@ def holding_hooks(
     Raises:
         UnsupportedModelError: the model ignores what a hook returns.
     """
-    return _hooks(maps, prove_obedience(maps), patterns, activations, norms, activation)
+    hooks = _hooks(maps, prove_obedience(maps), patterns, activations, norms, activation)
+    return without_numbers(maps.capture.model, hook_points(maps.capture.model), hooks)
 
 
 def _hooks(
@@ -244,6 +246,7 @@ def _prove(maps: BlockMaps) -> frozenset[str]:
     others = [replace(name, _other(maps.capture.activation(name))) for name in maps.capture.stream_names(0)]
     depths = range(maps.capture.n_layers + 1)
     names = [name for layer in depths for name in maps.capture.stream_names(layer)]
+    names += [block.call_end for block in points.blocks if block.call_end is not None]
     last = points.last_output
     final = maps.final_map()
     if final is not None:
@@ -254,12 +257,12 @@ def _prove(maps: BlockMaps) -> frozenset[str]:
     with _norms_taken(maps):
         seen, _ = capture(model, maps.capture.inputs, [*dict.fromkeys(names)], hooks=hooks, last=last, changed=True)
     live = dataclasses.replace(maps.capture, activations=seen)
-    streams = [live.resid_pre(layer) for layer in depths]
+    ends = [(live.resid_pre(layer), live.resid_post(layer)) for layer in depths[:-1]]
     steps: dict[str, AffineMap] = {f"blocks.{layer}": maps.stage(layer) for layer in depths[:-1]}
     if final is not None:
-        streams.append(live.output)
+        ends.append((live.resid_pre(depths[-1]), live.output))
         steps["ln_final"] = final
-    for (where, step), (before, after) in zip(steps.items(), pairwise(streams), strict=True):
+    for (where, step), (before, after) in zip(steps.items(), ends, strict=True):
         error = relative_error(step(before), after, maps.mask)
         if not error <= maps.tolerance:
             raise UnsupportedModelError(

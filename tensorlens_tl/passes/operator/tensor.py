@@ -20,6 +20,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query, Rule, check_rule
 from tensorlens_tl.passes.inputs import is_all, one_query, query_positions
 from tensorlens_tl.passes.linearisation import Linearisation
+from tensorlens_tl.passes.loops import unrolled
 from tensorlens_tl.passes.operator.selection import Keys, chosen_heads, chosen_keys, chosen_layers, chosen_mlps, end_of
 
 OperatorType = TypeVar("OperatorType", bound="FrozenTensor")
@@ -74,6 +75,11 @@ class FrozenTensor:
             frozen.stage(layer, activation=rule, heads=head_choice.get(layer), mlp=layer in with_mlp)
             for layer in chosen
         ]
+        loop = frozen.view.loop
+        if loop is not None:
+            if len(chosen) < frozen.n_layers:
+                frozen.view.refuse_loop(f"layers={layers}")
+            stages = unrolled(loop, stages, frozen.resid_pre(0))
         reaches_last = chosen.stop == frozen.n_layers
         final = frozen.final_map()
         if final is not None and final_norm and reaches_last:

@@ -23,6 +23,7 @@ from tensorlens_tl.hooks import observe
 from tensorlens_tl.models import BlockView, Layout
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.blocks import BlockParts
+from tensorlens_tl.passes.loops import check_loop
 from tensorlens_tl.passes.proof.layouts import LayoutSearch
 from tensorlens_tl.passes.proof.sampled import attention_at, can_be_sampled
 from tensorlens_tl.passes.proof.writes import SeenWrites, WriteError, tapped, write_errors
@@ -98,6 +99,7 @@ def prove(
     note_progress("proof of the blocks", 1.0)
     if every_block:
         errors |= _prove_head(maps)
+    errors |= check_loop(maps.capture, maps.tolerance)
     return Proof(tuple(layouts), errors, positions)
 
 
@@ -196,7 +198,7 @@ class _BlockProof:
         block = maps.composed(self.layer, layout, tapped(parts, activations))
         capture = maps.capture
         activations["output"] = block(capture.resid_pre(self.layer))
-        error = relative_error(activations["output"], capture.resid_pre(self.layer + 1), capture.mask)
+        error = relative_error(activations["output"], capture.resid_post(self.layer), capture.mask)
         return BlockErrors(error, write_errors(maps, self.layer, layout, self.seen, activations))
 
     def _refusal(self) -> str:

@@ -18,7 +18,7 @@ _unambiguous: OncePerWeights[dict[int, Layout]] = OncePerWeights()
 def block_error(maps: BlockMaps, layer: int, block: AffineMap) -> float:
     """The relative error of a block's output when a map stands for the block."""
     capture = maps.capture
-    return relative_error(block(capture.resid_pre(layer)), capture.resid_pre(layer + 1), capture.mask)
+    return relative_error(block(capture.resid_pre(layer)), capture.resid_post(layer), capture.mask)
 
 
 class LayoutSearch:

@@ -223,7 +223,7 @@ class _Comparison:
         It may differ from what hook points show, where something stands between them and the stream.
         """
         before = self._by_token(self.stream)
-        after = self._by_token(self.maps.capture.resid_pre(self.layer + 1)[:, self.side])
+        after = self._by_token(self.maps.capture.resid_post(self.layer)[:, self.side])
         composed = self._by_token(output[:, self.side])
         rounding = (self._stream_size + after.abs()).mul_(self.rounding)
         errors = self._beyond(composed - after, rounding, after - before)

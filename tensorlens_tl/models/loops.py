@@ -1,0 +1,101 @@
+"""Two stacks that a model runs several times each, in a loop (HRM-Text): which call follows which.
+
+A slow stack H and a fast one L each have a state of the size of the residual stream. A call of either reads the sum of
+both states, and what it gives, after the norm that ends it, is its new state. Every call of a block is a block of its
+own here: its weights are those of the others, its activations are not. ``"L_blocks.0@3"`` is the fourth call of
+``L_blocks.0``, and ``"L_blocks.0@3.attn.hook_pattern"`` is what that hook point shows the fourth time.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.models.names import LOOPS
+from tensorlens_tl.models.parameters import innermost
+
+SLOW, FAST = LOOPS
+
+
+@dataclass(frozen=True)
+class StackCall:
+    """One call of a stack.
+
+    Attributes:
+        stack: `SLOW` or `FAST`.
+        number: how many calls of the same stack came before.
+        length: how many blocks the stack has.
+        ends: whether it is the model's last.
+    """
+
+    stack: str
+    number: int
+    length: int
+    ends: bool
+
+    @property
+    def norm(self) -> str:
+        """The norm that ends it."""
+        return f"{self.stack.removesuffix('_blocks')}_ln_final@{self.number}"
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """The calls of both stacks, in the order of the forward pass.
+
+    Attributes:
+        calls: of the stacks.
+        scale: what the embedding is multiplied by; that is the state of the slow stack before its first call.
+        start: the state of the fast stack before its first call.
+        without_gradients: how many calls the model runs without recording gradients.
+    """
+
+    calls: tuple[StackCall, ...]
+    scale: float
+    start: Float[Tensor, "d_model"]
+    without_gradients: int
+
+    @property
+    def blocks(self) -> list[tuple[StackCall, int]]:
+        """Every call of a block: the call of its stack, and its number in the stack."""
+        return [(call, number) for call in self.calls for number in range(call.length)]
+
+
+def is_looped(model: Any) -> bool:
+    """Whether a model has both stacks in the place of one."""
+    parts = getattr(model, "_modules", {})
+    if not all(stack in parts for stack in LOOPS):
+        return False
+    return hasattr(model.original_model.config, "L_cycles")
+
+
+def call_counts(model: Any) -> dict[str, int]:
+    """How often each stack is called in a forward pass, by the first letter of its name."""
+    config = model.original_model.config
+    return {SLOW[0]: config.H_cycles, FAST[0]: config.H_cycles * config.L_cycles}
+
+
+def read_loop(model: Any) -> Loop | None:
+    """The loop of a model; None of any other model.
+
+    Raises:
+        UnsupportedModelError: its weights are offloaded.
+    """
+    if not is_looped(model):
+        return None
+    config = model.original_model.config
+    inner = innermost(model.original_model).model
+    if inner.z_L_init.is_meta:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: its blocks run in a loop, and its weights are offloaded; load it into memory."
+        )
+    calls: list[StackCall] = []
+    without_gradients = 0
+    for slow in range(config.H_cycles):
+        for fast in range(config.L_cycles):
+            calls.append(StackCall(FAST, slow * config.L_cycles + fast, len(getattr(model, FAST)), ends=False))
+            without_gradients += fast < config.L_cycles - inner.L_bp_cycles_padded[slow]
+        calls.append(StackCall(SLOW, slow, len(getattr(model, SLOW)), ends=slow + 1 == config.H_cycles))
+    return Loop(tuple(calls), float(inner.embedding_scale), inner.z_L_init.detach(), without_gradients)
