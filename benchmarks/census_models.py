@@ -259,7 +259,7 @@ OVERRIDES: dict[str, Overrides] = {
     "Qwen3_5ForCausalLM": _FOUR_LAYERS,
     "Qwen3_5MoeForCausalLM": _FOUR_LAYERS,
     "RecurrentGemmaForCausalLM": {"lru_width": WIDTH, "attention_window_size": 4},
-    "RwkvForCausalLM": {"attention_hidden_size": WIDTH, "context_length": 64},
+    "RwkvForCausalLM": {"attention_hidden_size": WIDTH, "context_length": 64, "rescale_every": 2},
     "Zamba2ForCausalLM": {
         **_FOUR_LAYERS, **_UNGROUPED, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "n_mamba_heads": 8,
         "mamba_headdim": 8, "mamba_ngroups": 1, "num_mem_blocks": 1, "adapter_rank": 4, "attention_head_dim": 16,

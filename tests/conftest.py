@@ -36,7 +36,7 @@ FEW = 12
 """A list of models that a test names itself runs as it stands, up to so many."""
 
 
-MIXED = ("mamba", "mamba2", "jamba", "falcon-h1", "lfm2", "qwen3-next")
+MIXED = ("mamba", "mamba2", "jamba", "falcon-h1", "lfm2", "qwen3-next", "rwkv")
 """Families with layers that have no attention, or a mixer beside it: what heads do, and what compresses them, is asked
 of others; these have `test_mixers`."""
 

@@ -179,7 +179,7 @@ LLAMAS = (
 PADDING_THE_MODEL_GETS_WRONG = {
     *((name, side) for name in ("hooked/bidirectional", "bridge/gpt1") for side in ("left", "right")),
     *((f"bridge/{family}", "left") for family in (*LLAMAS, "phi", "phi3", "opt", "opt-350m", "olmo2")),
-    *((f"bridge/{family}", "left") for family in ("jamba", "falcon-h1", "lfm2", "qwen3-next")),
+    *((f"bridge/{family}", "left") for family in ("jamba", "falcon-h1", "lfm2", "qwen3-next", "rwkv")),
 }
 """Where the model's own output is NaN, mixes padding in, or looks ahead; there we refuse."""
 

@@ -8,15 +8,16 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, compress, evaluate
-from tensorlens_tl.algebra import Attention, CausalConvolution, Chain
+from tensorlens_tl.algebra import Attention, CausalConvolution, Chain, Sum
 from tensorlens_tl.models import scan_of
 from tensorlens_tl.testing import tiny_model
 
 pytestmark = pytest.mark.numeric
 
-MAMBA, DELTA, LFM2 = "bridge/mamba", "bridge/qwen3-next", "bridge/lfm2"
-FEW = [MAMBA, DELTA]
-"""One whose channels are heads of their own and all of whose layers are mixers; one of heads, beside attention."""
+MAMBA, DELTA, LFM2, RWKV = "bridge/mamba", "bridge/qwen3-next", "bridge/lfm2", "bridge/rwkv"
+FEW = [MAMBA, DELTA, RWKV]
+"""One whose channels are heads of their own and all of whose layers are mixers; one of heads, beside attention; one
+whose MLP mixes positions as well."""
 NO_ATTENTION = r"blocks\.\d of this .* is no softmax attention"
 
 
@@ -67,14 +68,14 @@ def test_a_logit_of_a_state_space_model_is_attributed_completely(frozen):
 def what_mixes(mixer):
     """The part of a mixer's map that implicit attention is of."""
     for number, stage in enumerate(mixer.stages):
-        if isinstance(stage, Attention):
+        if isinstance(stage, Attention) or (isinstance(stage, Sum) and isinstance(stage.terms[0], Chain)):
             return stage
         if isinstance(stage, CausalConvolution) and number == 2:  # between two gates
             return Chain(mixer.stages[1:4])
     return scan_of(mixer)
 
 
-@pytest.mark.parametrize("frozen", [MAMBA, "bridge/mamba2", DELTA, LFM2], indirect=True)
+@pytest.mark.parametrize("frozen", [MAMBA, "bridge/mamba2", DELTA, LFM2, RWKV], indirect=True)
 def test_what_is_shown_is_what_the_maps_hold(frozen):
     """A one at each key, in every channel, through the part of the map that mixes positions."""
     shown, mixer = tlens.implicit_attention(frozen, 0), frozen.maps.mixer(0)
@@ -221,7 +222,6 @@ SMALL = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "intermedi
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 NOT_READ = {
     "RecurrentGemma": (SMALL | HEADS | {"lru_width": 16}, r"blocks\.0 .*DecoderLayer. shows nothing inside"),
-    "Rwkv": (SMALL, r"blocks\.0 .*time_mix.*: no attention, and no mixer under a name that is read"),
     "NemotronH": (
         SMALL
         | HEADS

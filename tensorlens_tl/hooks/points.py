@@ -238,6 +238,8 @@ def _end(view: ModelView) -> dict[str, Any]:
         unembed_in = "unembed.hook_in" if view.projection is None else "project_out.hook_in"
         if view.is_bridge and view.final_norm is None and view.mlm_head is None:
             last = unembed_in  # nothing lies between; the hook after the block does not fire everywhere (GPT-1)
+    if view.blocks[-1].halved:
+        last = f"{view.final_norm_name}.hook_in"
     points: dict[str, Any] = {"last_output": last, "output": last, "final_scale": None}
     if view.final_norm is not None:
         norm_out = f"{view.final_norm_name}.hook_out"
@@ -286,6 +288,8 @@ def _stream_points(block: BlockView) -> dict[str, Any]:
     block.require_one_stream()
     if block.reads_embedding:
         return {"resid_pre": START, "whitened": f"{block.name}.hook_resid_pre"}
+    if block.entry_norm is not None:
+        return {"resid_pre": f"{block.name}.{block.entry_norm}.hook_out"}
     if block.whitening is None:
         return {"resid_pre": f"{block.name}.hook_resid_pre"}
     return {"resid_pre": f"{block.name}.whitening.hook_in", "whitened": f"{block.name}.whitening.hook_out"}

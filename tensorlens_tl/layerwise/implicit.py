@@ -8,10 +8,12 @@ What stands where attention has its pattern, with all that depends on the input 
 | a state-space layer | α of `SelectiveScan` (Ali, Zimerman & Wolf 2024) | its own |
 | the gated delta rule | M of `tensorlens_tl.models.sublayers.delta` | its own |
 | a gated short convolution | ``C_i·w_{i−j}·B_j`` of a channel | every channel |
+| time mixing (RWKV) | the weights of a channel's mean | every channel |
 
-In Mamba 1 every channel is a head of its own, too. All but patterns have negative numbers, and rows that do not sum to
-1. None of them holds what lies before and after: value and output weights, and for mixers the short convolution, the
-activation, the gates and D, through which tokens reach each other as well. All of it is in `FrozenPass.mixer`.
+In Mamba 1 every channel is a head of its own, too. All but patterns and the weights of means have negative numbers, and
+rows that do not sum to 1. None of them holds what lies before and after: value and output weights, and for mixers the
+short convolution, the activation, the gates and D, through which tokens reach each other as well. All of it is in
+`FrozenPass.mixer`.
 """
 
 from typing import Any
@@ -21,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra import AnyAttention, CausalConvolution, Chain, Diagonal, SelectiveScan
+from tensorlens_tl.algebra import AnyAttention, CausalConvolution, Chain, Diagonal, SelectiveScan, Sum
 from tensorlens_tl.algebra.memory import Memory, check_size, chunks
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes import PassLike, check_pass
@@ -78,6 +80,11 @@ def _of_heads(mixer: Chain, channels: bool, memory: Memory) -> tuple[Tensor, boo
             if term.head_dim > 1 or channels:
                 return term.implicit_attention(), term.head_dim == 1
             return term.mean_attention(memory)[:, None], True
+    means = [stage for stage in mixer.stages if isinstance(stage, Sum) and stage.mixes]
+    if means:
+        like = means[0].terms[-1]
+        assert isinstance(like, Diagonal)
+        return _convolved(Chain((means[0],)), like.factor, channels, memory), True
     at = next(number for number, term in enumerate(terms) if isinstance(term, CausalConvolution))
     before, _, after = gated = tuple(terms[at - 1 : at + 2])
     assert isinstance(before, Diagonal)

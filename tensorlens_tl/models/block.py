@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from tensorlens_tl.models.loops import StackCall
 from tensorlens_tl.models.names import (
     ATTENTION,
     END_NORM,
+    ENTRY_NORM,
     EXPERTS_BESIDE,
     MIXERS,
     MLPS,
@@ -51,10 +53,13 @@ from tensorlens_tl.models.parameters import (
     weights_read,
 )
 from tensorlens_tl.models.sublayers import (
+    ChannelMixWeights,
     ExpertsWeights,
     Mixer,
     PerLayerWeights,
+    channel_mix_weights,
     has_experts,
+    is_channel_mix,
     projection,
     read_attention,
     read_experts,
@@ -544,8 +549,27 @@ class BlockView:
 
     @property
     def scalar(self) -> Tensor | None:
-        """What the block multiplies its output by (Gemma 4), `[1]`; None for nothing."""
+        """What the block's output is multiplied by, in it (Gemma 4) or after it (RWKV), `[1]`; None for nothing."""
+        if self.halved:
+            return torch.tensor([0.5])
         return detached(getattr(innermost(self.module), "layer_scalar", None))
+
+    @cached_property
+    def halved(self) -> bool:
+        """Whether the model halved the stream after the block, past its hook points, when this was first asked for."""
+        return self.is_halving
+
+    @property
+    def is_halving(self) -> bool:
+        """Whether it does now (RWKV): not in train mode, in which the weights that write to the stream are larger."""
+        inner = innermost(self.module)
+        every = getattr(getattr(inner, "config", None), "rescale_every", 0)
+        return every > 0 and not inner.training and (self.layer + 1) % every == 0
+
+    @property
+    def entry_norm(self) -> str | None:
+        """What the first block calls a norm that the embeddings go through inside it; None without."""
+        return ENTRY_NORM if is_norm(self.module._modules.get(ENTRY_NORM)) else None
 
     @property
     def has_mlp(self) -> bool:
@@ -570,11 +594,13 @@ class BlockView:
         return shared or None
 
     @weights_read
-    def mlp(self) -> MLPWeights | ExpertsWeights | None:
-        """The weights of the MLP, or of its experts; None without; refuses what is neither plain nor gated."""
+    def mlp(self) -> MLPWeights | ExpertsWeights | ChannelMixWeights | None:
+        """The weights of the MLP, of its experts or of a channel mixing; None without; refuses anything else."""
         mlp: Any = self._mlp_module
         if mlp is None:
             return None
+        if is_channel_mix(innermost(mlp)):
+            return channel_mix_weights(innermost(mlp))
         if self.has_experts_beside:
             read = read_experts(self.module, self.model.cfg, self._refuse)
             return replace(read, shared=read_mlp(mlp, self.model.cfg, self._refuse), around=EXPERTS_BESIDE)
@@ -588,7 +614,12 @@ class BlockView:
 
     @property
     def dense_mlp(self) -> MLPWeights | None:
-        """The MLP's weights; refuses a mixture of experts, whose neurons are not the same for every token."""
+        """The MLP's weights; refuses neurons that are not the same for every token, or read two of them."""
+        if isinstance(self.mlp, ChannelMixWeights):
+            raise self._refuse(
+                f"its {self.mlp_name} reads each token mixed with the one before it, and gates what its neurons write: "
+                "it is held as a whole. The operator and what is made from it work; this needs an MLP of each token."
+            )
         if isinstance(self.mlp, ExpertsWeights):
             raise self._refuse(
                 "its MLP is a mixture of experts: which neurons a token meets depends on where it is sent. The "

@@ -11,11 +11,14 @@ NORMS = ("ln1", "ln1_post", "ln2", "ln2_post", "ln3", "ln3_post")
 ATTENTION = ("attn", "self_attn")
 """Self-attention."""
 
-MIXERS = ("mixer", "mamba", "conv", "linear_attn")
+MIXERS = ("mixer", "mamba", "conv", "linear_attn", "time_mix")
 """What mixes positions in place of attention."""
 
-MLPS = ("mlp", "moe", "shared_mlp")
+MLPS = ("mlp", "moe", "shared_mlp", "channel_mix")
 """An MLP or experts, the first that a block has; then a shared expert that stands beside them."""
+
+ENTRY_NORM = "pre_ln"
+"""A norm that the embeddings go through inside the first block, before anything else (RWKV)."""
 
 EXPERTS_BESIDE = {
     "experts": ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"),

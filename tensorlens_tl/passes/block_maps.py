@@ -32,7 +32,7 @@ from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints, StreamPlace, StreamPoint
 from tensorlens_tl.models import Coefficients, Layout, Place, Within, coefficients, in_one_kernel
 from tensorlens_tl.models.parameters import InverseScale, NormWeights
-from tensorlens_tl.models.sublayers import ExpertsWeights
+from tensorlens_tl.models.sublayers import ChannelMixWeights, ExpertsWeights
 from tensorlens_tl.passes.blocks import Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.mlps import Routes, expert_maps, frozen_mlp, held_coefficients, mlp_chain
@@ -323,8 +323,11 @@ class BlockMaps(Blocks):
         weights = self.view.blocks[layer].mlp
         if isinstance(weights, ExpertsWeights):
             return self.mixture(layer, self.experts(layer, activation))
-        held = self.mlp_coefficients(layer, activation)
         ends = self.points.blocks[layer].mlp
+        if isinstance(weights, ChannelMixWeights):
+            assert ends is not None
+            return weights.hold(self.capture.activation(ends.into), activation)
+        held = self.mlp_coefficients(layer, activation)
         if weights is None or held is None:
             return None
         if weights.post_factor is not None and ends is not None:
@@ -430,6 +433,8 @@ class BlockMaps(Blocks):
         offsets: dict[StreamPoint, Offset] = {}
         for point, vectors in self.capture.additions.of(layer).items():
             factor = block.attention_factor if point.place == "attention" else block.branch_factor
+            if block.halved and point.name == f"{block.name}.hook_resid_post":
+                vectors = vectors / 2
             offsets[point] = Offset(vectors * factor if point.inside else vectors, point.name)
         return offsets
 

@@ -137,6 +137,11 @@ class Capture:
                 "changed them)."
             )
         self._check_configuration(now)
+        if any(block.halved != block.is_halving for block in self.view.blocks):
+            raise FrozenModelError(
+                "the model was put in train mode, or taken out of it, after this pass was frozen, and scales its "
+                "stream and its weights differently there. Put it back, or freeze again."
+            )
 
     def _check_configuration(self, now: Mapping[str, str]) -> None:
         if self.configuration is None:

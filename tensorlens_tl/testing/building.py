@@ -113,6 +113,8 @@ def build_bridge(family: str, compatibility: bool = False, **changes: Any) -> An
     model = builder.build_bridge_from_module(module, architecture, hf_config=config)
     if compatibility:
         model.enable_compatibility_mode(disable_warnings=True)
+    if hasattr(config, "rescale_every"):
+        model(torch.tensor([[3]]))  # in its first run the module scales its weights (RWKV)
     return model.eval()
 
 

@@ -142,6 +142,7 @@ _MIXERS: dict[str, Family] = {
         {**_GROUPED, "layer_types": ["conv", "full_attention"], "conv_bias": True},
     ),
     "qwen3-next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", _DELTA),
+    "rwkv": ("RwkvConfig", "RwkvForCausalLM", {**_WIDTHS, "intermediate_size": 24, "rescale_every": 1}),
 }
 """State-space layers, short convolutions and the gated delta rule in place of attention, in one layer or in both."""
 

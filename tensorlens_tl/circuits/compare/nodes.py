@@ -186,7 +186,8 @@ def _along(
             if by == "component":
                 names.append(sublayer.name)
                 scores.append(product.sum(-1)[:, None])
-            elif by == "neuron" and sublayer.is_positionwise and not sublayer.letter:
+            elif by == "neuron" and sublayer.has_neurons:
+                stream.frozen.view.blocks[sublayer.layer].require_dense_mlp()
                 names += sublayer.neurons(change)
                 scores.append(product.mT)
             else:

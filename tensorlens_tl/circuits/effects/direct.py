@@ -120,7 +120,7 @@ def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Te
     for number, step in enumerate(stream.steps):
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
             cotangent = sublayer.write.pull(pulled.sums[number])
-            if by == "neuron" and sublayer.is_positionwise and not sublayer.letter:
+            if by == "neuron" and sublayer.has_neurons:
                 stream.frozen.view.blocks[sublayer.layer].require_dense_mlp()
                 add(
                     sublayer.neurons(hidden),

@@ -11,6 +11,7 @@ from torch import Tensor
 from tensorlens_tl.algebra import Norm
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.hooks import capture
+from tensorlens_tl.models.names import ENTRY_NORM
 from tensorlens_tl.models.parameters import loaded, norm_weights
 from tensorlens_tl.passes import Difference, PassOrDifference
 
@@ -32,6 +33,7 @@ PARTS: tuple[tuple[dict[str, str], str | None], ...] = (
         },
         "embed.ln",
     ),
+    ({"embed": "embed.hook_out"}, f"blocks.0.{ENTRY_NORM}"),
     ({"embed": "hook_embed"}, None),  # last: on a BERT Bridge it is the whole sum, norm and all
 )
 """Hook points that add up to the first block's input, and the norm that they go through where there is one."""

@@ -83,9 +83,9 @@ class Sublayer:
         return self.kind == "mlp"
 
     @property
-    def is_positionwise(self) -> bool:
-        """Whether it moves nothing between positions: an MLP, or an input of each token."""
-        return not self.read.mixes
+    def has_neurons(self) -> bool:
+        """Whether its hidden vector is one of neurons: of an MLP or experts, or of an input of each token."""
+        return self.kind in ("mlp", "per_layer")
 
     @property
     def heads(self) -> int:

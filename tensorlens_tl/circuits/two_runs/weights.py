@@ -58,7 +58,7 @@ def term_name(weight: str, by: str) -> str:
         return f"{place}.attn"
     if part == "routing":
         return weight
-    if part in MLP:
+    if part in MLP or part.startswith("channel_mix."):
         return f"MLP{place[1:]}"
     if part.startswith("mixer."):
         return f"{place}.mixer"

@@ -13,22 +13,36 @@ from tensorlens_tl.models.sublayers.experts import (
 from tensorlens_tl.models.sublayers.mixers import Mixer, MixerWeights, ShortConvolution, mixer_map, read_mixer
 from tensorlens_tl.models.sublayers.mixing import Ends, GatedNorm
 from tensorlens_tl.models.sublayers.mlps import read_mlp, read_module
+from tensorlens_tl.models.sublayers.rwkv import (
+    ChannelMixWeights,
+    Mix,
+    TimeMixWeights,
+    channel_mix_weights,
+    is_channel_mix,
+    shifted,
+    squared_relu,
+)
 from tensorlens_tl.models.sublayers.scans import Mamba2Weights, MambaWeights, mixer_weights, scan_of
 
 __all__ = [
+    "ChannelMixWeights",
     "DeltaWeights",
     "Ends",
     "ExpertsWeights",
     "GatedNorm",
     "Mamba2Weights",
     "MambaWeights",
+    "Mix",
     "Mixer",
     "MixerWeights",
     "PerLayerWeights",
     "Routing",
     "ShortConvolution",
+    "TimeMixWeights",
+    "channel_mix_weights",
     "delta_pattern",
     "has_experts",
+    "is_channel_mix",
     "is_delta",
     "mixer_map",
     "mixer_weights",
@@ -41,4 +55,6 @@ __all__ = [
     "read_module",
     "read_per_layer",
     "scan_of",
+    "shifted",
+    "squared_relu",
 ]

@@ -5,6 +5,7 @@
 | state-space layers, Mamba 1 and 2 | `scans` | Mamba, FalconMamba, Jamba; Mamba 2, Bamba, GraniteMoeHybrid, NemotronH |
 | the gated delta rule | `delta` | Qwen3-Next, Qwen3.5, OLMo Hybrid |
 | gated short convolutions | here | LFM2 |
+| time mixing | `rwkv` | RWKV-4 |
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.parameters import innermost
 from tensorlens_tl.models.sublayers.delta import DeltaWeights, delta_weights, is_delta
 from tensorlens_tl.models.sublayers.mixing import Ends, Mask, read_convolution, read_linear, real_tokens, require
+from tensorlens_tl.models.sublayers.rwkv import TimeMixWeights, is_time_mix, time_mix_weights
 from tensorlens_tl.models.sublayers.scans import Mamba2Weights, MambaWeights, mixer_weights
 
 
@@ -67,7 +69,7 @@ def mixer_map(module: nn.Module, x: Float[Tensor, "batch pos d_model"], mask: Ma
     return weights.hold(x.detach(), mask)
 
 
-MixerWeights = MambaWeights | Mamba2Weights | DeltaWeights | ShortConvolution
+MixerWeights = MambaWeights | Mamba2Weights | DeltaWeights | ShortConvolution | TimeMixWeights
 """What a mixer is made of, by its kind."""
 
 
@@ -81,7 +83,7 @@ class Mixer:
     Attributes:
         module: the mixer, as Hugging Face has it.
         refuse: makes an error that names the block.
-        leaking: which part, if any, gives padded positions something that reaches later ones.
+        leaking: what, if anything, gives padded positions something that reaches later ones.
     """
 
     module: nn.Module
@@ -92,8 +94,8 @@ class Mixer:
         """Its map, from what it reads and which tokens are real, with all that depends on its input held."""
         if self.leaking and mask is not None and bool(((mask != 0).cumsum(1) == 0).any()):
             raise self.refuse(
-                f"{self.leaking} of {type(self.module).__name__} has a bias, which padding on the left passes on to "
-                "real tokens: padding changes what the model gives. Pad on the right, or freeze the prompts one by one."
+                f"{self.leaking}, which padding on the left passes on to real tokens: padding changes what the model "
+                "gives. Pad on the right, or freeze the prompts one by one."
             )
         return mixer_map(self.module, x, mask)
 
@@ -133,24 +135,28 @@ def read_mixer(module: nn.Module, refuse: Callable[[str], UnsupportedModelError]
     Raises:
         UnsupportedModelError: a mixer of no known kind; names the part.
     """
-    return Mixer(module, refuse, _leaking_bias(_weights(module)))
+    return Mixer(module, refuse, _leaking(_weights(module), type(module).__name__))
 
 
-def _leaking_bias(weights: MixerWeights) -> str:
-    """Which part, if any, gives padded positions something that reaches later ones."""
+def _leaking(weights: MixerWeights, kind: str) -> str:
+    """What, if anything, gives padded positions something that reaches later ones."""
+    if isinstance(weights, TimeMixWeights):
+        return f"{kind} reads padding as it reads tokens"
     ends = weights.ends
     if ends.b_in is not None and bool(ends.b_in.any()):
-        return "the first projection"
+        return f"the first projection of {kind} has a bias"
     offset = ends.convolution.offset
     # those of Mamba zero padding again after the convolution, and a short convolution is followed by nothing that mixes
     if isinstance(weights, DeltaWeights) and offset is not None and bool(offset.any()):
-        return "the convolution"
+        return f"the convolution of {kind} has a bias"
     return ""
 
 
 def _weights(module: nn.Module) -> MixerWeights:
     if is_delta(module):
         return delta_weights(module)
+    if is_time_mix(module):
+        return time_mix_weights(module)
     if _is_short_convolution(module):
         convolution = read_convolution(module, "conv")
         ends = Ends(*read_linear(module, "in_proj"), convolution, nn.Identity(), *read_linear(module, "out_proj"))

@@ -12,7 +12,14 @@ from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, Norm
 from tensorlens_tl.algebra.secants import WORKING_ARRAYS, Change, Offset, norm_secant
 from tensorlens_tl.hooks import StreamPoint
 from tensorlens_tl.models import BlockView, Layout, Within
-from tensorlens_tl.models.sublayers import DeltaWeights, Mamba2Weights, MambaWeights, Mixer
+from tensorlens_tl.models.sublayers import (
+    ChannelMixWeights,
+    DeltaWeights,
+    Mamba2Weights,
+    MambaWeights,
+    Mixer,
+    TimeMixWeights,
+)
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.blocks import Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
@@ -21,6 +28,7 @@ from tensorlens_tl.passes.two_runs.cross import CrossSecant, cross_secant
 from tensorlens_tl.passes.two_runs.experts import Mixture, experts_secant
 from tensorlens_tl.passes.two_runs.mixers import mixer_secant
 from tensorlens_tl.passes.two_runs.mlps import activated, hidden_secant
+from tensorlens_tl.passes.two_runs.rwkv import channel_mix_secant
 from tensorlens_tl.passes.two_runs.values import (
     BlockValues,
     block_values,
@@ -223,16 +231,22 @@ class SecantMaps(Blocks):
         if parts.mlp is None and parts.of_a.experts:
             parts.mlp = self.mixture(layer, self.experts(layer))
         if parts.mlp is None:
-            dense_a = self.a.view.blocks[layer].dense_mlp
-            dense_b = self.b.view.blocks[layer].dense_mlp
-            assert dense_a is not None
-            assert dense_b is not None
-            read = Change(parts.of_a.mlp, parts.of_b.mlp)
-            held = (hidden_values(self.a, layer), hidden_values(self.b, layer))
-            hidden = hidden_secant(dense_a, dense_b, read, f"L{layer}", held)
-            outs = (Linear(dense_a.W_out, dense_a.b_out), Linear(dense_b.W_out, dense_b.b_out))
-            parts.mlp = hidden.written(*outs, f"L{layer}.W_out")
+            parts.mlp = self._mlp_secant(layer, Change(parts.of_a.mlp, parts.of_b.mlp))
         return parts.mlp
+
+    def _mlp_secant(self, layer: int, read: Change) -> Chain:
+        """The secant of the two runs' MLPs, or of what they have in the place of one."""
+        of_a, of_b = (maps.view.blocks[layer].mlp for maps in (self.a, self.b))
+        if isinstance(of_a, ChannelMixWeights) and isinstance(of_b, ChannelMixWeights):
+            return channel_mix_secant(of_a, of_b, read, f"L{layer}")
+        dense_a = self.a.view.blocks[layer].dense_mlp
+        dense_b = self.b.view.blocks[layer].dense_mlp
+        assert dense_a is not None
+        assert dense_b is not None
+        held = (hidden_values(self.a, layer), hidden_values(self.b, layer))
+        hidden = hidden_secant(dense_a, dense_b, read, f"L{layer}", held)
+        outs = (Linear(dense_a.W_out, dense_a.b_out), Linear(dense_b.W_out, dense_b.b_out))
+        return hidden.written(*outs, f"L{layer}.W_out")
 
     @reads_weights
     def experts(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
@@ -313,4 +327,6 @@ def _numbers(block: BlockView, pos: int) -> int:
         return max(heads, 3 * weights.heads * pos)
     if isinstance(weights, MambaWeights):  # of a channel at least; of more, `CHUNK_BYTES` in all
         return max(heads, WORKING_ARRAYS * weights.A.shape[-1])
+    if isinstance(weights, TimeMixWeights):  # of a quotient: both sums, each with what it is of
+        return 6 * len(weights.A)
     return heads

@@ -5,6 +5,7 @@
 | gated short convolution | two products, and the convolution, which is linear |
 | selective scan (Mamba 1) | one more scan, driven by what differs (`ScanResponse`) |
 | scan of heads (Mamba 2) | its pattern, exp(Σ Δ·A)·⟨C_i, B_j⟩, by decays and by products (`DecayedProducts`) |
+| time mixing of RWKV | a quotient of two sums over earlier tokens (`rwkv`) |
 | gated delta rule | o = L·w, (I + β·S)·w = β·v, with patterns L and S of that kind; both products by the product rule |
 
 Of the delta rule, with bars for means of the two runs and Δ for their difference, T = I + β·S,
@@ -46,8 +47,10 @@ from tensorlens_tl.models.sublayers import (
     MambaWeights,
     MixerWeights,
     ShortConvolution,
+    TimeMixWeights,
 )
 from tensorlens_tl.passes.two_runs.mlps import activated
+from tensorlens_tl.passes.two_runs.rwkv import time_mix_secant
 
 Keep = Float[Tensor, "batch pos 1"] | None
 """1 at real tokens; None where all are."""
@@ -76,6 +79,8 @@ def mixer_secant(a: MixerWeights, b: MixerWeights, read: Change, keep: Keep, blo
             inside = _scan_of_heads(a, b, _Entry(a.ends, b.ends, read, name, keep))
         case (DeltaWeights(), DeltaWeights()):
             inside = _delta_rule(a, b, _Entry(a.ends, b.ends, read, name))
+        case (TimeMixWeights(), TimeMixWeights()):
+            inside = time_mix_secant(a, b, read, name)
         case _:
             raise UnsupportedModelError(f"difference: what mixes positions in {block} is of two kinds.")
     return inside.written(_output(a.ends), _output(b.ends), name("W_out"))

@@ -1,0 +1,213 @@
+"""The two sublayers of RWKV-4 (Peng and others 2023) as exact affine maps, with their gates held at one input.
+
+Both read each token mixed with the one before it, ``mix(x)_i = μ ⊙ x_i + (1 − μ) ⊙ x_{i−1}``, with a μ for each
+matrix. Time mixing gives every channel the weighted mean of its values so far,
+
+    y_i = (Σ_{j<i} exp(k_j − (i−1−j)·w)·v_j + exp(k_i + u)·v_i) / (the same without v)
+
+whose weights, which sum to 1, take the place of an attention pattern; w and u are parameters of the channel. With the
+weights and the gate σ(r) held, it is linear in the values. Channel mixing is an MLP, ``σ(r) ⊙ (relu(k)²·W_out)``. Right
+to left, with what a token's mean takes from earlier ones written as a scan,
+
+    time mixing:    Linear(out) @ σ(r) @ (SelectiveScan @ shift + Diagonal) @ Linear(value) @ mix
+    channel mixing: σ(r) @ Linear(out) @ ratio @ Linear(key) @ mix
+
+Hugging Face's module rounds the keys of time mixing to float32 whatever its dtype, and so does the map. Padding counts
+as any token does: the model takes no notice of its mask.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from tensorlens_tl.algebra import AffineMap, CausalConvolution, Chain, Diagonal, Identity, Linear, SelectiveScan, Sum
+from tensorlens_tl.models.activations import coefficients
+from tensorlens_tl.models.sublayers.mixing import Ends, Mask, read_linear, read_part, require
+
+TIME_MIX = ("time_decay", "time_first", "time_mix_key", "time_mix_value", "time_mix_receptance", "output")
+"""What a time mixing has; beside them, its matrices `key`, `value` and `receptance`."""
+
+CHANNEL_MIX = ("time_mix_key", "time_mix_receptance", "key", "value", "receptance")
+"""What a channel mixing has."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A matrix that reads each token mixed with the one before it."""
+
+    convolution: CausalConvolution
+    linear: Linear
+
+    def __call__(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos width"]:
+        """What the matrix gives."""
+        return self.linear(self.convolution(x))
+
+    def stages(self, length: int) -> tuple[AffineMap, AffineMap]:
+        """The same as maps of so many positions."""
+        return replace(self.convolution, length=length), self.linear
+
+
+@dataclass(frozen=True)
+class TimeMixWeights:
+    """Time mixing, in place of attention.
+
+    Attributes:
+        key, value, receptance: what the weights of the mean, its values and the gate are read by.
+        A: the rates at which weights decay, −w.
+        bonus: u, added to a token's key where the token itself reads it.
+        W_out, b_out: of what it writes.
+    """
+
+    key: Mix
+    value: Mix
+    receptance: Mix
+    A: Float[Tensor, "channel"]
+    bonus: Float[Tensor, "channel"]
+    W_out: Float[Tensor, "channel d_model"]
+    b_out: Float[Tensor, "d_model"] | None
+
+    @property
+    def ends(self) -> Ends:
+        """What comes before the mean of the values, and after it."""
+        value = self.value
+        return Ends(value.linear.weight, value.linear.offset, value.convolution, nn.Identity(), self.W_out, self.b_out)
+
+    def hold(self, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
+        """The sublayer as a map, with the weights of the mean and the gate held at `x`; no token is masked."""
+        gate = self.receptance(x).sigmoid()
+        mean = weighted_mean(self.key(x).float(), self.A, self.bonus, x.dtype)
+        return Chain((*self.value.stages(x.shape[1]), mean, Diagonal(gate), Linear(self.W_out, self.b_out)))
+
+
+def weighted_mean(
+    k: Float[Tensor, "batch pos channel"], A: Float[Tensor, "channel"], bonus: Tensor, dtype: torch.dtype
+) -> Sum:
+    """What every channel takes from earlier values, and what it takes from the token's value.
+
+    Args:
+        k: the keys.
+        A: the rates at which weights decay.
+        bonus: added to a token's key where the token itself reads it.
+        dtype: of the vectors that go through.
+    """
+    keys = k.double()  # weights of far tokens are small beside those of a channel's largest key, and must not vanish
+    largest = keys.amax(1, keepdim=True)
+    itself = (keys + bonus - largest).exp()
+    earlier = pad((keys - largest).exp(), (0, 0, 1, 0))[:, :-1, :, None]
+    ones = torch.ones_like(itself)
+    scan = SelectiveScan(ones, A.double(), earlier, ones[..., None])
+    shift = shifted(k, dtype)
+    total = scan.push(shift.push(ones)) + itself
+    held = replace(scan, C=total.reciprocal()[..., None])
+    return Sum((Chain((shift, held)), Diagonal((itself / total).to(dtype))))
+
+
+def shifted(like: Float[Tensor, "batch pos channel"], dtype: torch.dtype) -> CausalConvolution:
+    """Every channel of the position before; zero at the first one."""
+    weight = like.new_tensor([[1.0, 0.0]], dtype=dtype)
+    return CausalConvolution(weight.expand(like.shape[-1], -1), length=like.shape[1])
+
+
+@dataclass(frozen=True)
+class ChannelMixWeights:
+    """Channel mixing, in the place of an MLP; it is held as a whole, by what it reads.
+
+    Attributes:
+        key, receptance: what the neurons and the gate are read by.
+        W_out, b_out: of what the neurons write.
+    """
+
+    key: Mix
+    receptance: Mix
+    W_out: Float[Tensor, "d_mlp d_model"]
+    b_out: Float[Tensor, "d_model"] | None
+
+    @property
+    def hooked(self) -> bool:
+        """Whether its pre-activations are held one by one."""
+        return False
+
+    @property
+    def hidden(self) -> int:
+        """Numbers that a vector takes inside at most."""
+        return 2 * self.W_out.shape[0] + 2 * self.W_out.shape[1]
+
+    def hold(self, x: Float[Tensor, "batch pos d_model"], rule: str) -> Chain:
+        """The sublayer as a map, with neurons and gate held at `x` by an activation rule.
+
+        The neurons are those of a plain MLP; the product of what they write and the gate is that of a gated one.
+        """
+        length = x.shape[1]
+        pre = self.key(x)
+        neurons = coefficients(squared_relu, pre, None, rule)
+        out = Linear(self.W_out, self.b_out)
+        gate = self.receptance(x)
+        held = coefficients(torch.sigmoid, gate, out(squared_relu(pre)), rule)
+        written = (*self.key.stages(length), Diagonal(neurons.through, neurons.rest), out)
+        if held.gate is None:
+            return Chain((*written, Diagonal(held.through)))
+        by_gate = Chain((*self.receptance.stages(length), Diagonal(held.gate, held.rest)))
+        return Chain((Sum((Chain((*written, Diagonal(held.through))), by_gate)), Identity()))
+
+
+def squared_relu(z: Tensor) -> Tensor:
+    """relu(z)²."""
+    return z.relu().square()
+
+
+# ------------------------------------------------------------------ reading modules
+
+
+def is_time_mix(module: nn.Module) -> bool:
+    """Whether a mixer is a time mixing, by what it is made of."""
+    return all(hasattr(module, name) for name in TIME_MIX)
+
+
+def time_mix_weights(module: Any) -> TimeMixWeights:
+    """What a time mixing is made of.
+
+    Raises:
+        UnsupportedModelError: a part is not as expected.
+    """
+    key, value, receptance = (_mix(module, name) for name in ("key", "value", "receptance"))
+    W_out, b_out = read_linear(module, "output")
+    channels = len(W_out)
+    decay = module.time_decay.detach()
+    for name, mix in (("key", key), ("value", value), ("receptance", receptance)):
+        width = mix.linear.weight.shape[1]
+        require(width == channels, module, name, f"gives {width} numbers, not the {channels} that `output` reads")
+    require(decay.shape == (channels,), module, "time_decay", "is not one number for each channel")
+    return TimeMixWeights(key, value, receptance, -decay.exp(), module.time_first.detach(), W_out, b_out)
+
+
+def is_channel_mix(module: Any) -> bool:
+    """Whether what stands in the place of an MLP is a channel mixing, by what it is made of."""
+    return all(hasattr(module, name) for name in CHANNEL_MIX)
+
+
+def channel_mix_weights(module: Any) -> ChannelMixWeights:
+    """What a channel mixing is made of.
+
+    Raises:
+        UnsupportedModelError: a part is not as expected.
+    """
+    return ChannelMixWeights(_mix(module, "key"), _mix(module, "receptance"), *read_linear(module, "value"))
+
+
+def _mix(module: Any, name: str) -> Mix:
+    weight, bias = read_linear(module, name)
+    share = getattr(module, f"time_mix_{name}").detach().flatten()
+    require(len(share) == len(weight), module, f"time_mix_{name}", "is not one number for each channel of the stream")
+    require(_shifts_by_one(module), module, "time_shift", "does not give each token the one before it")
+    return Mix(CausalConvolution(torch.stack([1 - share, share], dim=-1)), Linear(weight, bias))
+
+
+@torch.no_grad()
+def _shifts_by_one(module: Any) -> bool:
+    """Whether its `time_shift` is what its name says."""
+    probe = torch.arange(1.0, 4.0)[None, :, None]
+    return read_part(module, "time_shift")(probe).flatten().tolist() == [0.0, 1.0, 2.0]
