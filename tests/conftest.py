@@ -150,8 +150,9 @@ def tolerance(name):
     return 1e-6 if any(family in name for family in FLOAT32_INSIDE) else 1e-9
 
 
-FLOAT32_SOFTMAX = ("bridge/opt", "neox", "gptj", "bridge/phi", "modernbert")
-"""Families of Hugging Face whose softmax, or the scores before it, compute in float32 whatever the dtype."""
+FLOAT32_SOFTMAX = ("bridge/opt", "neox", "gptj", "bridge/phi", "modernbert", "rwkv")
+"""Families of Hugging Face whose softmax, or the scores before it, compute in float32 whatever the dtype; so do keys of
+RWKV."""
 
 
 def rerun_tolerance(name):

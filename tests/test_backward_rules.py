@@ -45,7 +45,9 @@ def test_the_peers_numbers(case, peers):
     assert float((mine - theirs).abs().max()) <= allowed * float(theirs.abs().max())
 
 
-REFUSED = ("mamba", "jamba", "falcon-h1", "lfm2", "qwen3-next", "deepseek", "afmoe", "bitnet", "jetmoe", "llama4")
+REFUSED = (
+    "mamba", "jamba", "falcon-h1", "lfm2", "qwen3-next", "rwkv", "deepseek", "afmoe", "bitnet", "jetmoe", "llama4",
+)  # fmt: skip
 LAYOUTS = (
     "hooked/ln", "hooked/sandwich", "hooked/sinks", "encoder/bert", "bridge/neox", "bridge/llama", "bridge/gemma2",
     "bridge/opt", "bridge/bert", "bridge/whitened", "bridge/bart",

@@ -33,9 +33,10 @@ OTHER_SHAPE = {"bridge/opt-350m"}
 REFUSED = {
     "bridge/gptj", "bridge/mamba", "bridge/mamba2", "bridge/jamba", "bridge/lfm2", "bridge/llama4", "bridge/gpt-oss",
     "bridge/falcon-h1", "bridge/jetmoe", "bridge/native", "bridge/whitened-native", "bridge/llama-compatibility",
+    "bridge/rwkv",
 }  # fmt: skip
 """Models whose modules use each other's weights past the modules' own calls, so that accelerate's hooks do not bring
-them in: they cannot run. Some of them do where accelerate offloads them first."""
+them in: they cannot run. Some of them do where accelerate offloads them first. RWKV scales weights as it first runs."""
 
 
 def offload(module, where, folder):

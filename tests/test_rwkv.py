@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from conftest import close, some_tokens
+from test_offload import offload
 from test_scans import Wide
 from torch import nn
 
@@ -281,6 +282,17 @@ def test_the_secant_of_equal_runs_is_the_jacobian():
 
 
 # ------------------------------------------------------------------------------------------ what is refused
+
+
+def test_offloaded_weights_that_would_have_to_be_scaled_are_refused(tmp_path):
+    model = tiny_model(NAME)
+    offload(model.original_model, "cpu", tmp_path)
+    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0 .*halves its stream after every 1 blocks"):
+        tlens.freeze(model, some_tokens())
+    here, away = build_bridge("rwkv", rescale_every=0), build_bridge("rwkv", rescale_every=0)
+    away.original_model.load_state_dict(here.original_model.state_dict())
+    offload(away.original_model, "cpu", tmp_path)
+    assert close(*(tlens.attribute(tlens.freeze(model, some_tokens()), 7).scores for model in (here, away)))
 
 
 def test_padding_on_the_left_is_refused(model_named):

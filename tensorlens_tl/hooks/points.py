@@ -288,6 +288,7 @@ def _stream_points(block: BlockView) -> dict[str, Any]:
     block.require_one_stream()
     if block.reads_embedding:
         return {"resid_pre": START, "whitened": f"{block.name}.hook_resid_pre"}
+    block.require_scaled_weights()
     if block.entry_norm is not None:
         return {"resid_pre": f"{block.name}.{block.entry_norm}.hook_out"}
     if block.whitening is None:

@@ -562,9 +562,26 @@ class BlockView:
     @property
     def is_halving(self) -> bool:
         """Whether it does now (RWKV): not in train mode, in which the weights that write to the stream are larger."""
-        inner = innermost(self.module)
-        every = getattr(getattr(inner, "config", None), "rescale_every", 0)
-        return every > 0 and not inner.training and (self.layer + 1) % every == 0
+        every = self._halved_every
+        return every > 0 and not innermost(self.module).training and (self.layer + 1) % every == 0
+
+    @property
+    def _halved_every(self) -> int:
+        """After how many blocks the model halves its stream; 0 where it does not."""
+        return getattr(getattr(innermost(self.module), "config", None), "rescale_every", 0)
+
+    def require_scaled_weights(self) -> None:
+        """Refuse offloaded weights of a model that halves its stream.
+
+        Raises:
+            UnsupportedModelError: they are.
+        """
+        if self.offloaded and self._halved_every > 0:
+            raise self._refuse(
+                f"it halves its stream after every {self._halved_every} blocks, and in its first run scales the "
+                "weights that write to the stream, which does nothing to offloaded ones: what it computes is not what "
+                "it was trained for. Load the model into memory, or set config.rescale_every = 0 before it is loaded."
+            )
 
     @property
     def entry_norm(self) -> str | None:
