@@ -7,7 +7,7 @@ which is exact everywhere. Which of the two a layer needs is found by trying (`p
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from threading import get_ident
 from typing import Any
 
@@ -62,28 +62,48 @@ def leave_out(name: str, padding: Tensor) -> FwdHook:
     return name, _marked(hook)
 
 
-def attention_hooks(points: AttentionPoints, pattern: Held, takes_effect: bool) -> list[FwdHook]:
-    """Hooks that hold one layer's pattern fixed, at `hook_pattern` where that takes effect, else at `hook_z`."""
+def attention_hooks(
+    points: AttentionPoints, pattern: Held, takes_effect: bool, beside: Held | None = None
+) -> list[FwdHook]:
+    """Hooks that hold one layer's pattern fixed, at `hook_pattern` where that takes effect, else at `hook_z`.
+
+    Args:
+        points: the hook points of the layer.
+        pattern: what is held.
+        takes_effect: whether a hook at the pattern takes effect.
+        beside: the pattern over the values of a second call of the value projection, whose share is added.
+    """
     if takes_effect:
         return [replace(points.pattern, pattern)]
-    values: dict[int, Tensor] = {}  # by thread
+    patterns = [pattern] if beside is None else [pattern, beside]
+    values: dict[int, list[Tensor]] = {}  # by thread
     fired: set[str] = set()
 
     def record(v: Tensor, *, hook: Any) -> None:
-        values[get_ident()] = v
+        calls = values.setdefault(get_ident(), [])
+        if not calls or calls[-1] is not v:
+            calls.append(v)
+        del calls[: -len(patterns)]
         fired.add(points.value)
 
     def mix(z: Tensor, *, hook: Any) -> Tensor | None:
-        v = values.pop(get_ident(), None)  # stored no longer than needed: it may hold an autograd graph
-        if v is None:
+        calls = values.pop(get_ident(), [])  # stored no longer than needed: they may hold an autograd graph
+        if not calls:
             _check_fired(points.value, fired)
             return None  # a Bridge in compatibility mode calls a hook once for each of its point's names
-        held = _like(_now(pattern), v, points.pattern, batch_only=True)
-        grouped = rearrange(held, "b (kv group) q k -> b kv group q k", kv=v.shape[2])
-        mixed = torch.einsum("bcgqk,bkcd->bqcgd", grouped, v)
-        return mixed.reshape(z.shape)
+        if len(calls) < len(patterns):
+            raise FrozenModelError(f"{points.value} fired once in this run; what is held there needs two calls.")
+        shares = (_gathered(_now(held), v, points.pattern) for held, v in zip(patterns, calls, strict=True))
+        return reduce(torch.add, shares).reshape(z.shape)
 
     return [(points.value, _marked(record)), (points.z, _marked(mix))]
+
+
+def _gathered(pattern: Tensor, v: Tensor, name: str) -> Float[Tensor, "batch query kv group d_head"]:
+    """What the heads gather of some values by a held pattern."""
+    held = _like(pattern, v, name, batch_only=True)
+    grouped = rearrange(held, "b (kv group) q k -> b kv group q k", kv=v.shape[2])
+    return torch.einsum("bcgqk,bkcd->bqcgd", grouped, v)
 
 
 def mlp_hooks(

@@ -26,7 +26,7 @@ and once: the last block's output, `ln_final.hook_scale`, `unembed.hook_in` (d_m
 
 import inspect
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -89,7 +89,8 @@ class BlockPoints:
         per_layer: the same of what an input of each token at this layer adds; `per_layer_input` names that input in
             `ModelPoints.calls`.
         norms: the same of norms.
-        cross: of cross-attention.
+        cross: of cross-attention; of attention that reads both sides in one softmax, with the values and outputs of
+            `heads`.
         index, weight: where the routing of experts is seen, names in `ModelPoints.calls` or, of a HookedTransformer's
             mixture, hook points; `index` is None where the weights say it.
         experts: of a HookedTransformer's mixture, the points inside each expert, by which it is held: its `pre`,
@@ -137,6 +138,11 @@ class BlockPoints:
     def z(self) -> str | None:
         """The point of what its heads give, before the output weights."""
         return self.heads and self.heads.z
+
+    @property
+    def merged(self) -> bool:
+        """Whether self- and cross-attention give one output together (T5Gemma 2)."""
+        return self.heads is not None and self.cross is not None and self.heads.z == self.cross.z
 
     @property
     def captured(self) -> list[str]:
@@ -307,7 +313,9 @@ def _mixer_points(block: BlockView) -> dict[str, Any]:
     if block.has_beside:
         points["beside"] = _ends(f"{block.name}.{block.beside_name}")
     if block.cross_attention is not None:
-        points["cross"] = _attention_points(f"{block.name}.cross_attn")
+        points["cross"] = _attention_points(f"{block.name}.{block.cross_name}")
+    if block.is_merged:
+        points["cross"] = replace(points["cross"], pattern=f"{name}.hook_cross_pattern")
     return points
 
 

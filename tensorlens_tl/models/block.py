@@ -180,7 +180,13 @@ class BlockView:
     @property
     def cross_name(self) -> str:
         """What a decoder block calls its cross-attention."""
-        return "cross_attn"
+        return self.mixer_name if self.is_merged else "cross_attn"
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether its self-attention attends to the encoder's output as well, in the same softmax (T5Gemma 2)."""
+        attention = getattr(self.module, self.mixer_name, None)
+        return getattr(attention, "hook_cross_pattern", None) is not None
 
     @weights_read
     def mixer(self) -> Mixer | None:
@@ -388,10 +394,14 @@ class BlockView:
 
     @weights_read
     def cross_attention(self) -> AttentionWeights | None:
-        """The weights by which a decoder block reads the encoder's output, or None."""
+        """The weights by which a decoder block reads the encoder's output, or None.
+
+        Where self-attention reads it as well, they are the weights of that, without the output's bias, which is added
+        once.
+        """
+        if self.is_merged:
+            return replace(self.plain_attention, b_O=None)
         cross = self.module._modules.get(self.cross_name)
-        if getattr(getattr(self.module, self.mixer_name, None), "hook_cross_pattern", None) is not None:
-            raise self._refuse("self- and cross-attention in one softmax (T5Gemma 2), which is not read.")
         if cross is None:
             return None
         read = read_attention(cross, self.model.cfg, self._refuse)
@@ -469,6 +479,11 @@ class BlockView:
         return weight if gain is None else gain[:, None] * weight
 
     def _query_key(self, attn: Any) -> QueryKeyWeights:
+        if self.is_merged:
+            raise self._refuse(
+                "its self- and cross-attention share one softmax (T5Gemma 2), so that the attention scores of neither "
+                "alone give its pattern; they are not read."
+            )
         if hasattr(innermost(attn), "kv_proj") and hasattr(innermost(attn), "experts"):
             raise self._refuse(
                 "its queries are read by experts that each token is sent to (a mixture of attention heads), so "

@@ -74,6 +74,12 @@ LAYOUTS: tuple[Layout, ...] = (
         Place(before="ln3", after="ln3_post"),
         cross=Place(before="ln2", after="ln2_post"),
     ),
+    Layout(  # self- and cross-attention in one softmax: the norm after their sum is one of each
+        "sandwich",
+        Place(before="ln1", after="ln1_post"),
+        Place(before="ln2", after="ln2_post"),
+        cross=Place(after="ln1_post"),
+    ),
 )
 """Every known layout."""
 

@@ -116,6 +116,12 @@ def product_points(frozen: FrozenPass) -> tuple[list[AttentionPoints], list[str]
                 "hook points at the factors of its products, so this rule cannot be applied there. tensorlens, cp-lrp "
                 "and relp with attention='frozen' are exact for it."
             )
+        if points.merged:
+            raise UnsupportedModelError(
+                f"{block.name} of this {frozen.view.description}: its self-attention shares one softmax with "
+                "cross-attention, and its hook points only show the patterns, so this rule cannot be applied there. "
+                "tensorlens, cp-lrp and relp with attention='frozen' are exact for it."
+            )
         of_block = [site for site in (points.heads, points.cross) if site is not None]
         scales += [f"{norm}.hook_scale" for site in of_block for norm in _norms_inside(frozen, block, site)]
         sites += of_block

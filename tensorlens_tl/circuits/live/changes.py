@@ -171,7 +171,8 @@ def sublayer_nodes(live: LiveTarget, by: str, advice: str) -> Iterator[NodeChang
             if point is None:
                 raise UnsupportedModelError(
                     f"{live.question}: nothing inside {sublayer.name} of this {live.frozen.view.description} can be "
-                    f"changed by a hook (a gate or a norm inside, a mixer in place of attention). {advice}"
+                    f"changed by a hook (a gate or a norm inside, a mixer in place of attention, one output of self- "
+                    f"and cross-attention). {advice}"
                 )
             names = _node_names(live.frozen, sublayer, by)
             for part, name in enumerate(names):
@@ -183,6 +184,8 @@ def _hidden_point(frozen: FrozenPass, sublayer: Sublayer) -> str | None:
     points = frozen.points.blocks[sublayer.layer]
     if sublayer.is_mlp:
         return points.post
+    if points.merged:
+        return None
     if sublayer.is_cross:
         return points.cross and points.cross.z
     if sublayer.is_attention and points.attention is None:

@@ -126,11 +126,13 @@ def _pattern_hooks(maps: BlockMaps, layer: int, effective: frozenset[str]) -> li
     if points.attention is not None:
         hooks += whole_hooks(points.attention, _whole(maps, layer, maps.attention_alone), _shape(maps, layer))
     elif points.heads is not None:
-        hooks += attention_hooks(points.heads, _held_pattern(maps, layer), points.pattern in effective)
-    beside = maps.beside_alone(layer)
-    if beside is not None and points.beside is not None:
-        hooks += whole_hooks(points.beside, beside, _shape(maps, layer))
-    if points.cross is not None:
+        beside = maps.capture.cross_pattern(layer) if points.merged else None
+        takes_effect = points.pattern in effective and not points.merged
+        hooks += attention_hooks(points.heads, _held_pattern(maps, layer), takes_effect, beside)
+    second = maps.beside_alone(layer)
+    if second is not None and points.beside is not None:
+        hooks += whole_hooks(points.beside, second, _shape(maps, layer))
+    if points.cross is not None and not points.merged:
         pattern = maps.capture.activation(points.cross.pattern)
         hooks += attention_hooks(points.cross, pattern, points.cross.pattern in effective)
     return hooks

@@ -128,10 +128,10 @@ class _Comparison:
         self.layer = layer
         self.layout = layout
         self.seen = seen
-        self.noted = noted
         self.block = maps.view.blocks[layer]
         self.points = maps.points.blocks[layer]
         self.side = slice(*maps.capture.side(layer))
+        self.noted = self._merged(noted) if self.points.merged else noted
         mask = maps.mask[:, self.side]
         self.real = None if bool(mask.all()) else mask.flatten()
         self.stream = maps.capture.resid_pre(layer)[:, self.side]
@@ -150,7 +150,7 @@ class _Comparison:
             yield self._write(points.attention_write, noted["attention"], self.layout.attn, factor)
         cross = self.block.cross_attention
         crossing = points.cross
-        if cross is not None and crossing is not None and self._is_shown(crossing.z):
+        if cross is not None and crossing is not None and not points.merged and self._is_shown(crossing.z):
             yield self._heads(crossing.z, noted["crossing"][:, self.side], cross.heads)
         if self._is_shown(points.post) and "hidden" in noted:
             yield self._neurons(points.post)
@@ -158,6 +158,12 @@ class _Comparison:
             yield self._write(points.mlp_write, noted["mlp"], self.layout.mlp, self.block.branch_factor)
         if self.layout.attn.outer is None and self.layout.mlp.outer is None:
             yield self._added(noted["output"])
+
+    def _merged(self, noted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the map computes where self- and cross-attention give one output together."""
+        crossing = noted["crossing"][:, self.side]
+        written = noted["attention"] + crossing @ self.block.attention.W_O
+        return {**noted, "heads": noted["heads"] + crossing, "attention": written}
 
     def _is_shown(self, point: str | None) -> TypeGuard[str]:
         return point in self.seen
