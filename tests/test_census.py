@@ -74,7 +74,6 @@ REFUSALS = {
         "",
     ): "blocks.0 of this .* several vectors .* AltUp .* outside of every hook point",
     ("DeepseekV4ForCausalLM", ""): "blocks.0 of this .* several vectors .* hyper-connections .* no pattern",
-    ("Gemma4ForCausalLM", "shared keys and values"): "blocks.2 of this .* those of an earlier block",
     ("SwitchTransformersForConditionalGeneration", ""): "hook_pattern of this .* no attention probabilities",
 }
 

@@ -104,7 +104,7 @@ def test_every_block_gives_the_difference_of_its_outputs(name, change):
     assert list(change.errors)[: change.n_layers] == [f"blocks.{layer}" for layer in range(change.n_layers)]
     assert max(change.errors.values()) < tolerance(name)
     for layer in range(change.n_layers):
-        ours = change.stage(layer)(change.resid_pre(layer))
+        ours = change.maps.stage(layer)(change.resid_pre(layer))
         assert near(ours, change.resid_pre(layer + 1), name, change.a.resid_pre(layer + 1).norm(dim=-1).max())
 
 

@@ -14,9 +14,11 @@ from tensorlens_tl.algebra import (
     Branch,
     CausalConvolution,
     Chain,
+    ChainWithReads,
     ChannelGroup,
     Diagonal,
     DiagonalRecursion,
+    EarlierRead,
     GroupSum,
     Identity,
     LazyMap,
@@ -144,6 +146,13 @@ def cross_responses():
     return by_query + Chain((encoder, CrossKeyResponse(secant, (1, 3), (0, 1), POS)))
 
 
+def chain_with_reads():
+    """Four stages, the last two of which read what entered the second: one by attention, one position by position."""
+    attending, linear = MAPS["attention block"], MAPS["linear"]
+    stages = (linear(), attending() + Identity(), MAPS["sum"](), attending() + Identity())
+    return ChainWithReads(stages, {2: EarlierRead(1, attending()), 3: EarlierRead(1, linear())})
+
+
 MAPS = {
     "scan response": lambda: scan_response(),
     "decay response": lambda: decay_response(),
@@ -233,6 +242,8 @@ MAPS = {
     "made when used, in a chain": lambda: (
         MAPS["layer norm"]() @ lazy(MAPS["attention block"]() + Identity()) @ lazy(MAPS["recursion"]()) @ MAPS["sum"]()
     ),
+    "chain with reads": lambda: chain_with_reads(),
+    "chain with reads of a bias": lambda: MAPS["linear"]() @ chain_with_reads() @ MAPS["linear"](),
     "recursion in a chain": lambda: MAPS["linear"]() @ MAPS["padded recursion"]() @ MAPS["sum"]() @ MAPS["recursion"](),
 }
 

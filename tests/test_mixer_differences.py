@@ -115,7 +115,7 @@ def test_queries_in_chunks(name):
 def test_some_heads_of_a_mixer_are_refused():
     change = two_runs("bridge/mamba")
     with pytest.raises(UnsupportedModelError, match=r"blocks\.0 .*no softmax attention"):
-        change.stage(0, heads=[0])
+        change.maps.stage(0, heads=[0])
 
 
 def test_mixers_of_other_sizes_are_two_architectures():

@@ -7,6 +7,7 @@
 | `lazy` | what is made when it is used and dropped after, for models larger than memory? |
 | `recomputed`, `held_scores` | what attends by a pattern that is recomputed, a few queries at a time? |
 | `segments` | what acts on one side of an encoder–decoder, or attends across? |
+| `reads` | what also reads what entered an earlier map? |
 | `routing` | what acts on some tokens only? |
 | `streams` | what adds several streams to each other? |
 | `recursion` | what passes from each position to the next? |
@@ -35,6 +36,7 @@ from tensorlens_tl.algebra.maps import (
 )
 from tensorlens_tl.algebra.positions import RowPositions, Where
 from tensorlens_tl.algebra.primitives import Attention, Diagonal, Identity, Linear, Norm, Tap
+from tensorlens_tl.algebra.reads import ChainWithReads as ChainWithReads, EarlierRead as EarlierRead
 from tensorlens_tl.algebra.recomputed import AnyAttention, RecomputedAttention, query_chunks as query_chunks
 from tensorlens_tl.algebra.recursion import (
     DiagonalRecursion,

@@ -309,7 +309,7 @@ def _mixer_points(block: BlockView) -> dict[str, Any]:
         return {"attention": _ends(name)}
     points: dict[str, Any] = {"heads": _attention_points(name)}
     if not block.attention.hooked:
-        points["attention"] = _ends(name)
+        points["attention"] = Ends(block.reads_at, f"{name}.hook_out")
     if block.has_beside:
         points["beside"] = _ends(f"{block.name}.{block.beside_name}")
     if block.cross_attention is not None:

@@ -87,6 +87,7 @@ def decompx(
     >>> torch.allclose(result.scores.sum(-1) + result.bias, result.total, rtol=1e-3)
     True
     """
+    frozen.view.refuse_shared_values("decompx")
     if aggregate is None:
         aggregate = "norm" if target is None else "target"
     if (aggregate == "target") != (target is not None):

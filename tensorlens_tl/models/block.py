@@ -5,6 +5,7 @@ name; each is read in a separate module (`attention`, `mlps`, `experts`, `mixers
 refused, naming block and part.
 """
 
+import operator
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from copy import copy
@@ -68,6 +69,8 @@ from tensorlens_tl.models.sublayers import (
     read_mlp,
     read_module,
     read_per_layer,
+    read_shared_attention,
+    shared_source,
 )
 
 
@@ -353,8 +356,39 @@ class BlockView:
         attention: Any = getattr(self.module, self.mixer_name, None)
         if attention is None:
             raise self._refuse(self._missing_mixer())
-        read = read_attention(attention, self.model.cfg, self._refuse)
+        if self.values_layer is None:
+            read = read_attention(attention, self.model.cfg, self._refuse)
+        else:
+            read = self._shared_attention(attention, self.values_layer)
         return read.scaled(self.attention_factor, self._attention_in)
+
+    @cached_property
+    def values_layer(self) -> int | None:
+        """The earlier block whose keys and values its attention takes (Gemma 4); None where it has its own."""
+        stack, _, number = self.name.rpartition(".")
+        blocks = [getattr(self.model.model, stack)[earlier] for earlier in range(int(number) + 1)]
+        try:
+            source = shared_source([getattr(block, self.mixer_name, None) for block in blocks])
+        except UnsupportedModelError as error:
+            raise self._refuse(str(error)) from None
+        return maybe(partial(operator.add, self.layer - int(number)), source)
+
+    @property
+    def reads_at(self) -> str:
+        """Where attention that is held as a whole reads the vectors that its values are made of."""
+        stack = self.name.rpartition(".")[0]
+        name = self.name if self.values_layer is None else f"{stack}.{self.values_layer}"
+        return f"{name}.{self.mixer_name}.hook_in"
+
+    def _shared_attention(self, attention: Any, source: int) -> AttentionWeights:
+        """The weights of attention with the values of an earlier block."""
+        if self.offloaded:
+            raise self._refuse(
+                f"its attention takes keys and values of block {source}, and its weights are offloaded, so that the "
+                "two blocks are not loaded together. Load the model into memory."
+            )
+        values = self.model.model.get_submodule(self.reads_at.removesuffix(".hook_in"))
+        return read_shared_attention(attention, values, self.model.cfg, self._refuse)
 
     def require_attention(self) -> AttentionWeights:
         """The attention weights, for a caller that needs only their refusal."""
@@ -479,6 +513,11 @@ class BlockView:
         return weight if gain is None else gain[:, None] * weight
 
     def _query_key(self, attn: Any) -> QueryKeyWeights:
+        if self.values_layer is not None:
+            raise self._refuse(
+                f"its attention takes the keys of block {self.values_layer} (shared keys and values), so that its "
+                "attention scores depend on the stream there as well; they are not read."
+            )
         if self.is_merged:
             raise self._refuse(
                 "its self- and cross-attention share one softmax (T5Gemma 2), so that the attention scores of neither "

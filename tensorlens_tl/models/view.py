@@ -181,12 +181,13 @@ class ModelView:
             )
 
     def refuse_encoder_decoder(self, what: str) -> None:
-        """Refuse an encoder–decoder where something reads blocks as those of one stack.
+        """Refuse an encoder–decoder where something reads blocks as those of one stack, and shared keys and values.
 
         Raises:
-            UnsupportedModelError: the model is one.
+            UnsupportedModelError: the model is one, or a block of it reads the stream of an earlier one.
         """
         self.refuse_loop(what)
+        self.refuse_shared_values(what)
         if self.is_encoder_decoder:
             raise UnsupportedModelError(
                 f"{what}: not read of an encoder–decoder yet, whose blocks are of two stacks ({self.description}). The "
@@ -220,6 +221,20 @@ class ModelView:
                 "passes through them. method='tensorlens' has all of it; or load the model with L_bp_cycles="
                 f"{[self.config.L_cycles] * self.config.H_cycles}."
             )
+    def refuse_shared_values(self, what: str) -> None:
+        """Refuse a model with a block whose attention takes keys and values of an earlier one.
+
+        Raises:
+            UnsupportedModelError: naming both.
+        """
+        for block in self.blocks:
+            if block.values_layer is not None:
+                raise UnsupportedModelError(
+                    f"{what}: {block.name} of this {self.description} takes keys and values of block "
+                    f"{block.values_layer} (shared keys and values), so that what it writes depends on the stream "
+                    "there as well: no map of one block's stream is all of it. The operator, method='tensorlens' and "
+                    "gradients take both streams and are exact."
+                )
 
     @property
     def is_whitened(self) -> bool:

@@ -6,9 +6,23 @@ from contextlib import contextmanager
 from functools import cached_property, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
+import torch
+
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, LazyMap, Segment, Sum, stages_of
+from tensorlens_tl.algebra import (
+    AffineMap,
+    Chain,
+    ChainWithReads,
+    Diagonal,
+    EarlierRead,
+    Identity,
+    LazyMap,
+    Segment,
+    Sum,
+    stages_of,
+)
 from tensorlens_tl.algebra.secants import Offset
+from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import StreamPoint
 from tensorlens_tl.models import Layout, ModelView, Within, compose
 from tensorlens_tl.models.names import END_NORM, PER_LAYER_NORM
@@ -42,7 +56,7 @@ class BlockParts(NamedTuple):
     """What a block is composed of, in the order of `models.layouts.compose`.
 
     Attributes:
-        attention: or what mixes positions in its place.
+        attention: or what mixes positions in its place; None where it is left out.
         mlp: None where the block has none, or where it is left out.
         norms: by name.
         whitening: of a whitened model.
@@ -50,7 +64,7 @@ class BlockParts(NamedTuple):
         beside: what mixes positions beside attention.
     """
 
-    attention: AffineMap
+    attention: AffineMap | None
     mlp: AffineMap | None
     norms: Mapping[str, AffineMap]
     whitening: Chain | None = None
@@ -145,13 +159,51 @@ class Blocks(ABC):
 
     @reads_weights
     def parts(
-        self, layer: int, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
+        self,
+        layer: int,
+        activation: str = "ratio",
+        heads: Collection[int] | None = None,
+        mlp: bool = True,
+        attention: bool = True,
     ) -> BlockParts:
-        """What a block is composed of."""
+        """What a block is composed of, as maps of the stream that enters it."""
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
+        mixing = self._attention_of_stream(layer, heads) if attention else None
         branch = self.mlp(layer, activation) if mlp else None
         within = self.within(layer)
-        return BlockParts(self.mixer(layer, heads), branch, norms, self.whitening(layer), within, self.beside(layer))
+        return BlockParts(mixing, branch, norms, self.whitening(layer), within, self.beside(layer))
+
+    def _attention_of_stream(self, layer: int, heads: Collection[int] | None) -> AffineMap:
+        """Attention as a map of the stream that enters the block: a constant where it takes another block's values."""
+        mixing = self.mixer(layer, heads)
+        ends = self.capture.points.blocks[layer].attention
+        if self.view.blocks[layer].values_layer is None or ends is None:
+            return mixing
+        written = mixing(self.capture.activation(ends.into))
+        return Diagonal(torch.zeros_like(written), written)
+
+    def shared_read(self, layer: int, heads: Collection[int] | None = None) -> EarlierRead | None:
+        """What a block's attention adds to the stream, as a map of the stream of the block whose values it takes.
+
+        Returns:
+            None where it takes none.
+
+        Raises:
+            UnsupportedModelError: attention and MLP read one stream, beside each other.
+        """
+        source = self.view.blocks[layer].values_layer
+        if source is None:
+            return None
+        layout = self.layouts[layer]
+        if layout.parallel:
+            raise UnsupportedModelError(
+                f"{self.view.blocks[layer].name} of this {self.view.description}: attention and MLP are parallel, and "
+                "attention takes the values of an earlier block, which is not read."
+            )
+        before = self.layouts[source].attn.before
+        reads = () if before is None else (self.norm(source, before),)
+        writes = () if layout.attn.after is None else (self.norm(layer, layout.attn.after),)
+        return EarlierRead(source, Chain((*reads, *self.mixer(layer, heads).stages, *writes)))
 
     @reads_weights
     def block_map(
@@ -161,17 +213,19 @@ class Blocks(ABC):
         activation: str = "ratio",
         heads: Collection[int] | None = None,
         mlp: bool = True,
+        attention: bool = True,
         layout: Layout | None = None,
     ) -> AffineMap:
         """One block as a map; `heads` keeps only those of self-attention, ``mlp=False`` leaves the MLP's branch out.
 
-        An encoder's last block ends with the encoder's norm.
+        An encoder's last block ends with the encoder's norm. Values that are taken from an earlier block are constants
+        of it; ``attention=False`` leaves what attention writes out.
 
         Raises:
             InvalidInputError: no such layer.
         """
         layer = whole_number("layer", layer, 0, self.capture.n_layers - 1, why="a layer of this model")
-        parts = self.parts(layer, activation, heads, mlp)
+        parts = self.parts(layer, activation, heads, mlp, attention)
         return self.composed(layer, layout or self.layouts[layer], parts, activation)
 
     @reads_weights
@@ -214,6 +268,32 @@ class Blocks(ABC):
     def stage(self, layer: int, **options: Any) -> AffineMap:
         """`block_map`, `lazily`."""
         return self.lazily(layer, lambda: self.block_map(layer, **options))
+
+    def stages(
+        self, layers: range, *, activation: str, heads: Mapping[int, Collection[int]], mlp: Collection[int]
+    ) -> list[AffineMap]:
+        """Blocks that follow each other, as maps to be applied one after the other.
+
+        Where some take values from an earlier one of them, they are all one map. Values from a block before the first
+        are constants.
+
+        Args:
+            layers: which blocks.
+            activation: the rule for MLPs.
+            heads: of some layers, those to keep.
+            mlp: the layers whose MLPs are kept.
+        """
+        reads: dict[int, EarlierRead] = {}
+        blocks: list[AffineMap] = []
+        for number, layer in enumerate(layers):
+            only = heads.get(layer)
+            read = self.shared_read(layer, only)
+            if read is not None and read.source in layers:
+                reads[number] = read._replace(source=read.source - layers.start)
+            alone = number not in reads
+            options = {"activation": activation, "heads": only, "mlp": layer in mlp, "attention": alone}
+            blocks.append(self.stage(layer, **options))
+        return [ChainWithReads(tuple(blocks), reads)] if reads else blocks
 
     def lazily(self, layer: int, compose_part: Callable[[], AffineMap]) -> AffineMap:
         """A part of a block; where its weights are offloaded, composed each time it is used, and dropped afterwards."""

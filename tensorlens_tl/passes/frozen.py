@@ -5,7 +5,7 @@ independent ways to the same numbers.
 """
 
 import warnings
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -310,6 +310,9 @@ class FrozenPass(Linearisation):
     ) -> AffineMap:
         """One block as a map; `heads` keeps only those of self-attention, ``mlp=False`` leaves the MLP's branch out.
 
+        Values that it takes from an earlier block (shared keys and values) are constants of it; the operator of both
+        blocks carries them.
+
         >>> torch.allclose(frozen.block(0)(frozen.resid_pre(0)), frozen.resid_pre(1), atol=1e-4)
         True
 
@@ -321,11 +324,11 @@ class FrozenPass(Linearisation):
         self.check_fresh()
         return self.maps.block_map(layer, activation=activation, heads=heads, mlp=mlp, layout=layout)
 
-    def stage(
-        self, layer: int, *, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
-    ) -> AffineMap:
-        """`block` without its checks; where weights are offloaded, the map is composed each time it is used."""
-        return self.maps.stage(layer, activation=activation, heads=heads, mlp=mlp)
+    def stages(
+        self, layers: range, *, activation: str, heads: Mapping[int, Collection[int]], mlp: Collection[int]
+    ) -> list[AffineMap]:
+        """Consecutive blocks; where weights are offloaded, a map is composed each time it is used."""
+        return self.maps.stages(layers, activation=activation, heads=heads, mlp=mlp)
 
     def final_map(self) -> AffineMap | None:
         """The final norm, its scale frozen, or None; of an encoder–decoder it acts on the decoder's positions."""

@@ -7,7 +7,7 @@ block enters, biases are the constants, and the sum is a logit.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Bool, Float, Int
@@ -94,10 +94,17 @@ class Linearisation(ABC):
         """What the model unembeds."""
 
     @abstractmethod
-    def stage(
-        self, layer: int, *, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
-    ) -> AffineMap:
-        """One block as a map; `heads` keeps only those of self-attention, ``mlp=False`` leaves the MLP's branch out."""
+    def stages(
+        self, layers: range, *, activation: str, heads: Mapping[int, Collection[int]], mlp: Collection[int]
+    ) -> list[AffineMap]:
+        """Consecutive blocks as maps that follow each other.
+
+        Args:
+            layers: which.
+            activation: the rule for MLPs.
+            heads: of some layers, the heads of self-attention to keep.
+            mlp: the layers whose MLPs are kept.
+        """
 
     @abstractmethod
     def final_map(self) -> AffineMap | None:

@@ -152,6 +152,7 @@ class AttentionWeights:
         inner_values: values where they are more than x·W_V + b_V.
         output_factor: what multiplies what the heads give: a gate, or the scale of a norm before W_O. None for 1.
         routing: where heads belong to experts that a token is sent to; None where every token has all heads.
+        shared: whether values are those of an earlier block, read from the stream there.
     """
 
     value_matrix: Float[Tensor, "d_model kv_width"] | None
@@ -163,11 +164,12 @@ class AttentionWeights:
     inner_values: InnerValues | None = None
     output_factor: Gate | InverseScale | None = None
     routing: HeadRouting | None = None
+    shared: bool = False
 
     @property
     def hooked(self) -> bool:
         """Whether holding the pattern holds it; else it is held as a whole, by what it reads."""
-        return self.inner_values is None and self.output_factor is None and self.routing is None
+        return self.inner_values is None and self.output_factor is None and self.routing is None and not self.shared
 
     def scaled(self, factor: float, reads: float = 1.0) -> "AttentionWeights":
         """The same, with what it writes multiplied by a factor, and what it reads by another."""

@@ -1,6 +1,12 @@
 """How the parts of a block are read: attention, MLPs, experts, and mixers in place of attention."""
 
-from tensorlens_tl.models.sublayers.attention import projection, read_attention, read_latent_scores
+from tensorlens_tl.models.sublayers.attention import (
+    projection,
+    read_attention,
+    read_latent_scores,
+    read_shared_attention,
+    shared_source,
+)
 from tensorlens_tl.models.sublayers.delta import DeltaWeights, delta_pattern, is_delta
 from tensorlens_tl.models.sublayers.experts import (
     ExpertsWeights,
@@ -54,7 +60,9 @@ __all__ = [
     "read_mlp",
     "read_module",
     "read_per_layer",
+    "read_shared_attention",
     "scan_of",
     "shifted",
     "squared_relu",
+    "shared_source",
 ]

@@ -1,5 +1,6 @@
 """How is a block's attention read: values, output, and what stands between them and the pattern?"""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,12 +44,6 @@ def read_attention(attn: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
         UnsupportedModelError: what is not softmax attention with readable weights.
     """
     inner = innermost(attn)
-    if getattr(inner, "is_kv_shared_layer", False):
-        raise refuse(
-            "its attention has no keys and values of its own: it takes those of an earlier block (shared keys and "
-            "values), so that what it writes depends on the stream there as well, which no map of this block's stream "
-            "holds."
-        )
     if isinstance(getattr(inner, "kv_b_proj", None), nn.Module):
         return _latent(inner, cfg, refuse)
     if isinstance(getattr(inner, "kv_proj", None), nn.Module) and hasattr(inner, "experts"):
@@ -79,6 +74,43 @@ def read_attention(attn: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
         kv_heads=W_V.shape[0],
     )
     return _with_inner_norms(read, inner, cfg, refuse)
+
+
+def read_shared_attention(attn: Any, source: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
+    """The weights of attention that takes keys and values from an earlier block's (Gemma 4).
+
+    Args:
+        attn: the attention.
+        source: that of the earlier block.
+        cfg: of the model.
+        refuse: as elsewhere.
+
+    Raises:
+        UnsupportedModelError: a gate or a norm after the heads of either, or weights that are not read.
+    """
+    values = read_attention(source, cfg, refuse)
+    inner = innermost(attn)
+    W_O, b_O = read_linear(inner.o_proj, "attn.o_proj", refuse)
+    gated = isinstance(innermost(getattr(inner, "attn_sub_norm", None)), nn.Module)
+    if gated or values.output_factor is not None or values.routing is not None:
+        raise refuse("a gate or a norm before W_O beside values of an earlier block, which is not read.")
+    return replace(values, W_O=W_O, b_O=b_O, heads=len(W_O) // inner.head_dim, shared=True)
+
+
+def shared_source(attentions: Sequence[Any]) -> int | None:
+    """Which earlier attention the last of several takes its keys and values from; None where it has its own.
+
+    Raises:
+        UnsupportedModelError: it takes those of another, and no earlier one stores any.
+    """
+    *earlier, last = (innermost(attn) for attn in attentions)
+    if not getattr(last, "is_kv_shared_layer", False):
+        return None
+    for number in reversed(range(len(earlier))):
+        stores = getattr(earlier[number], "store_full_length_kv", False)
+        if stores and getattr(earlier[number], "layer_type", None) == getattr(last, "layer_type", None):
+            return number
+    raise UnsupportedModelError("it takes keys and values of an earlier block, and none that stores them is known.")
 
 
 def projection(attn: Any, letter: str, cfg: Any, refuse: Refuse) -> tuple[Any, Any]:

@@ -259,8 +259,15 @@ def _prove(maps: BlockMaps) -> frozenset[str]:
     with _norms_taken(maps):
         seen, _ = capture(model, maps.capture.inputs, [*dict.fromkeys(names)], hooks=hooks, last=last, changed=True)
     live = dataclasses.replace(maps.capture, activations=seen)
-    ends = [(live.resid_pre(layer), live.resid_post(layer)) for layer in depths[:-1]]
-    steps: dict[str, AffineMap] = {f"blocks.{layer}": maps.stage(layer) for layer in depths[:-1]}
+    steps: dict[str, AffineMap] = {}
+    ends: list[tuple[Tensor, Tensor]] = []
+    for layer in depths[:-1]:
+        read = maps.shared_read(layer)
+        steps[f"blocks.{layer}"] = maps.stage(layer, attention=read is None)
+        before = live.resid_pre(layer)
+        if read is not None:
+            before = before + read.map(live.resid_pre(read.source))
+        ends.append((before, live.resid_post(layer)))
     if final is not None:
         ends.append((live.resid_pre(depths[-1]), live.output))
         steps["ln_final"] = final

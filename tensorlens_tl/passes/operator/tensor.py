@@ -71,15 +71,7 @@ class FrozenTensor:
             with_mlp = set[int]()
         else:
             with_mlp = chosen_mlps(mlp, chosen)
-        stages = [
-            frozen.stage(layer, activation=rule, heads=head_choice.get(layer), mlp=layer in with_mlp)
-            for layer in chosen
-        ]
-        loop = frozen.view.loop
-        if loop is not None:
-            if len(chosen) < frozen.n_layers:
-                frozen.view.refuse_loop(f"layers={layers}")
-            stages = unrolled(loop, stages, frozen.resid_pre(0))
+        stages = frozen.stages(chosen, activation=rule, heads=head_choice, mlp=with_mlp)
         reaches_last = chosen.stop == frozen.n_layers
         final = frozen.final_map()
         if final is not None and final_norm and reaches_last:

@@ -34,12 +34,12 @@ def sampled_positions(mask: Bool[Tensor, "batch pos"], count: int = POSITIONS) -
 
 def can_be_sampled(view: ModelView, layer: int) -> bool:
     """Whether a block can be evaluated at some positions: whitening and mixers other than attention pass something on
-    from token to token, and a block of an encoder–decoder acts on one side only."""
+    from token to token, a block of an encoder–decoder acts on one side only, and shared values are another block's."""
     block = view.blocks[layer]
     if block.reads_embedding:
         return False
     mixes = block.whitening is not None or block.mixer is not None or block.has_beside
-    return not view.is_encoder_decoder and not mixes
+    return not view.is_encoder_decoder and not mixes and block.values_layer is None
 
 
 def attention_at(

@@ -7,7 +7,7 @@ two models. Each of those constants is the bias of its map.
 """
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -192,11 +192,11 @@ class Difference(Linearisation):
             self, layers=layers, heads=heads, mlp=mlp, final_norm=final_norm, activation=activation
         )
 
-    def stage(
-        self, layer: int, *, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
-    ) -> AffineMap:
-        """One block as a map of the difference; `heads` keeps only those, ``mlp=False`` leaves the MLP's branch out."""
-        return self.maps.stage(layer, activation=activation, heads=heads, mlp=mlp)
+    def stages(
+        self, layers: range, *, activation: str, heads: Mapping[int, Collection[int]], mlp: Collection[int]
+    ) -> list[AffineMap]:
+        """Consecutive blocks as maps of the difference."""
+        return self.maps.stages(layers, activation=activation, heads=heads, mlp=mlp)
 
     def final_map(self) -> AffineMap | None:
         """The secant of the final norm, or None."""
@@ -334,6 +334,7 @@ def refuse_without_secant(view: ModelView) -> None:
         UnsupportedModelError: names the part.
     """
     view.refuse_loop("a difference of two runs")
+    view.refuse_shared_values("difference")
     for block in view.blocks:
         with block.loaded():
             if block.mixer is None:
