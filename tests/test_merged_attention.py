@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 from conftest import close, hooks_left
-from transformers.models.t5gemma2 import modeling_t5gemma2
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+from transformers.models.t5gemma2 import modeling_t5gemma2
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
@@ -131,7 +131,7 @@ def test_one_softmax_over_the_keys_of_both_sides(frozen, patterns):
         assert close(frozen.pattern(layer)[0], decoder[layer - 2])
         assert close(frozen.cross_pattern(layer)[0], cross[layer - 2])
         both = frozen.pattern(layer).sum(-1) + frozen.cross_pattern(layer).sum(-1)
-        assert close(both, torch.ones_like(both))
+        assert close(both, torch.ones_like(both), 1e-6)  # the softmax computes in float32
         assert float(frozen.cross_pattern(layer).sum(-1).mean()) > 0.1
         assert frozen.layouts[layer].cross is not None
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 import transformers
 from conftest import close, hooks_left
-from transformers.models.gemma4 import modeling_gemma4
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+from transformers.models.gemma4 import modeling_gemma4
 
 import tensorlens_tl as tlens
-from tensorlens_tl import circuits, evaluate
+from tensorlens_tl import circuits
 from tensorlens_tl.testing import check_method
 from tensorlens_tl.testing.building import HookedTransformer, randomise
 
@@ -253,7 +253,8 @@ def test_what_reads_one_stream_is_refused(model, frozen):
         lambda: circuits.qk_attribution(frozen, 1, 0, query=-1, key=1),
         lambda: circuits.spectral_norm_bound(frozen),
         lambda: circuits.patch_scores(frozen, frozen, 7),
-        lambda: evaluate.perturbation(model, frozen.tokens),
+        lambda: tlens.whiten(deepcopy(model)),
+        lambda: tlens.registry.get_layer_map("attention")(frozen),
         *(
             lambda method=method: tlens.attribute(frozen, method=method)
             for method in ("decompx", "alti", "attention", "globenc", "ifr", "norm", "rollout", "value-zeroing")

@@ -43,6 +43,7 @@ class LocalLayer:
 
     def __post_init__(self) -> None:
         self.frozen.view.refuse_encoder_decoder("what the tokens of one layer give each other (layer maps)")
+        self.frozen.view.refuse_shared_values("what the tokens of one layer give each other (layer maps)")
         self.frozen.maps.additions(self.layer)  # refuses a patch
 
     @cached_property

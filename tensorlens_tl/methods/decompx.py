@@ -80,7 +80,8 @@ def decompx(
     Raises:
         InvalidInputError: an unknown option, a target that is missing or belongs to another aggregate, or a query out
             of range.
-        UnsupportedModelError: a target, and the model predicts no tokens.
+        UnsupportedModelError: a target, and the model predicts no tokens; a block that takes keys and values of
+            another.
         SizeError: the vectors alone take more than `memory`; says how much.
 
     >>> result = tlens.methods.decompx(frozen, target=" value", query=-1)

@@ -181,13 +181,12 @@ class ModelView:
             )
 
     def refuse_encoder_decoder(self, what: str) -> None:
-        """Refuse an encoder–decoder where something reads blocks as those of one stack, and shared keys and values.
+        """Refuse an encoder–decoder where something reads blocks as those of one stack.
 
         Raises:
-            UnsupportedModelError: the model is one, or a block of it reads the stream of an earlier one.
+            UnsupportedModelError: the model is one.
         """
         self.refuse_loop(what)
-        self.refuse_shared_values(what)
         if self.is_encoder_decoder:
             raise UnsupportedModelError(
                 f"{what}: not read of an encoder–decoder yet, whose blocks are of two stacks ({self.description}). The "

@@ -56,7 +56,7 @@ class BlockParts(NamedTuple):
     """What a block is composed of, in the order of `models.layouts.compose`.
 
     Attributes:
-        attention: or what mixes positions in its place; None where it is left out.
+        attention: or what mixes positions in its place.
         mlp: None where the block has none, or where it is left out.
         norms: by name.
         whitening: of a whitened model.
@@ -64,7 +64,7 @@ class BlockParts(NamedTuple):
         beside: what mixes positions beside attention.
     """
 
-    attention: AffineMap | None
+    attention: AffineMap
     mlp: AffineMap | None
     norms: Mapping[str, AffineMap]
     whitening: Chain | None = None
@@ -159,16 +159,11 @@ class Blocks(ABC):
 
     @reads_weights
     def parts(
-        self,
-        layer: int,
-        activation: str = "ratio",
-        heads: Collection[int] | None = None,
-        mlp: bool = True,
-        attention: bool = True,
+        self, layer: int, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
     ) -> BlockParts:
         """What a block is composed of, as maps of the stream that enters it."""
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
-        mixing = self._attention_of_stream(layer, heads) if attention else None
+        mixing = self._attention_of_stream(layer, heads)
         branch = self.mlp(layer, activation) if mlp else None
         within = self.within(layer)
         return BlockParts(mixing, branch, norms, self.whitening(layer), within, self.beside(layer))
@@ -183,27 +178,30 @@ class Blocks(ABC):
         return Diagonal(torch.zeros_like(written), written)
 
     def shared_read(self, layer: int, heads: Collection[int] | None = None) -> EarlierRead | None:
-        """What a block's attention adds to the stream, as a map of the stream of the block whose values it takes.
+        """What another stream at the block whose values a block takes adds to the stream that enters it.
 
         Returns:
-            None where it takes none.
+            A map of that stream, zero at the pass's own, whose share is a constant of the block; None where the block
+            takes no values.
 
         Raises:
-            UnsupportedModelError: attention and MLP read one stream, beside each other.
+            UnsupportedModelError: attention and MLP are parallel, or the stream of the other block is whitened.
         """
         source = self.view.blocks[layer].values_layer
         if source is None:
             return None
         layout = self.layouts[layer]
-        if layout.parallel:
+        if layout.parallel or self.view.is_whitened:
             raise UnsupportedModelError(
-                f"{self.view.blocks[layer].name} of this {self.view.description}: attention and MLP are parallel, and "
-                "attention takes the values of an earlier block, which is not read."
+                f"{self.view.blocks[layer].name} of this {self.view.description} takes the values of an earlier block, "
+                "which is not read where attention and MLP are parallel or the stream is whitened."
             )
         before = self.layouts[source].attn.before
         reads = () if before is None else (self.norm(source, before),)
         writes = () if layout.attn.after is None else (self.norm(layer, layout.attn.after),)
-        return EarlierRead(source, Chain((*reads, *self.mixer(layer, heads).stages, *writes)))
+        written = Chain((*reads, *self.mixer(layer, heads).stages, *writes))
+        constant = Offset(-written(self.capture.resid_pre(source)), f"L{layer}.attn")
+        return EarlierRead(source, Chain((*written.stages, constant)))
 
     @reads_weights
     def block_map(
@@ -213,19 +211,18 @@ class Blocks(ABC):
         activation: str = "ratio",
         heads: Collection[int] | None = None,
         mlp: bool = True,
-        attention: bool = True,
         layout: Layout | None = None,
     ) -> AffineMap:
         """One block as a map; `heads` keeps only those of self-attention, ``mlp=False`` leaves the MLP's branch out.
 
         An encoder's last block ends with the encoder's norm. Values that are taken from an earlier block are constants
-        of it; ``attention=False`` leaves what attention writes out.
+        of it.
 
         Raises:
             InvalidInputError: no such layer.
         """
         layer = whole_number("layer", layer, 0, self.capture.n_layers - 1, why="a layer of this model")
-        parts = self.parts(layer, activation, heads, mlp, attention)
+        parts = self.parts(layer, activation, heads, mlp)
         return self.composed(layer, layout or self.layouts[layer], parts, activation)
 
     @reads_weights
@@ -290,9 +287,7 @@ class Blocks(ABC):
             read = self.shared_read(layer, only)
             if read is not None and read.source in layers:
                 reads[number] = read._replace(source=read.source - layers.start)
-            alone = number not in reads
-            options = {"activation": activation, "heads": only, "mlp": layer in mlp, "attention": alone}
-            blocks.append(self.stage(layer, **options))
+            blocks.append(self.stage(layer, activation=activation, heads=only, mlp=layer in mlp))
         return [ChainWithReads(tuple(blocks), reads)] if reads else blocks
 
     def lazily(self, layer: int, compose_part: Callable[[], AffineMap]) -> AffineMap:

@@ -91,6 +91,7 @@ def whiten(model: Model, *, init: Init = "identity", reads: Reads = "stream", va
     """
     view = ModelView(model)
     view.refuse_encoder_decoder("whiten")
+    view.refuse_shared_values("whiten")
     adapter = adapter_of(view)
     options = WhitenOptions(reads, values)
     if options.reads == "keys and values":

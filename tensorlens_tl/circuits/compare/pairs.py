@@ -75,6 +75,7 @@ def check_pair(clean: PassLike, corrupted: PassLike) -> None:
             "circuits.compare_models."
         )
     clean.view.refuse_encoder_decoder("comparing two prompts")
+    clean.view.refuse_shared_values("comparing two prompts")
     for block in clean.view.blocks:
         if isinstance(block.mlp, ExpertsWeights):
             raise UnsupportedModelError(

@@ -263,7 +263,7 @@ def _prove(maps: BlockMaps) -> frozenset[str]:
     ends: list[tuple[Tensor, Tensor]] = []
     for layer in depths[:-1]:
         read = maps.shared_read(layer)
-        steps[f"blocks.{layer}"] = maps.stage(layer, attention=read is None)
+        steps[f"blocks.{layer}"] = maps.stage(layer)
         before = live.resid_pre(layer)
         if read is not None:
             before = before + read.map(live.resid_pre(read.source))

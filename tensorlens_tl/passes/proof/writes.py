@@ -85,7 +85,6 @@ def tapped(parts: BlockParts, seen: dict[str, Tensor]) -> BlockParts:
     ``"heads"`` is what the heads gather, ``"hidden"`` an MLP's hidden vector, ``"crossing"`` what cross-attention
     gathers, ``"attention"`` and ``"mlp"`` what the sublayers write.
     """
-    assert parts.attention is not None
     attention = _tapped_after(parts.attention, AnyAttention, Tap(seen, "heads"), Tap(seen, "attention"))
     mlp = parts.mlp
     if mlp is not None:
