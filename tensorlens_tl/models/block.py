@@ -105,6 +105,7 @@ class BlockView:
 
     Attributes:
         layer: which of all the model's blocks, those of an encoder before those of its decoder.
+        stack, number: the list of blocks that it is in, and its place there.
         name: where its hook points are: ``"blocks.0"``, ``"decoder_blocks.0"``, ``"L_blocks.0@3"``.
         call: of a block that runs in a loop, the call of its stack; None of any other.
         offloaded: whether its weights are read when they are needed, and dropped after.
@@ -118,6 +119,8 @@ class BlockView:
     def __init__(self, model: Owner, layer: int, stack: str, number: int, call: StackCall | None = None):
         self.model = model
         self.layer = layer
+        self.stack = stack
+        self.number = number
         self.call = call
         self.name = f"{stack}.{number}" if call is None else f"{stack}.{number}@{call.number}"
         self.ends_call = call is not None and number + 1 == call.length
@@ -365,19 +368,17 @@ class BlockView:
     @cached_property
     def values_layer(self) -> int | None:
         """The earlier block whose keys and values its attention takes (Gemma 4); None where it has its own."""
-        stack, _, number = self.name.rpartition(".")
-        blocks = [getattr(self.model.model, stack)[earlier] for earlier in range(int(number) + 1)]
+        blocks = [getattr(self.model.model, self.stack)[earlier] for earlier in range(self.number + 1)]
         try:
             source = shared_source([getattr(block, self.mixer_name, None) for block in blocks])
         except UnsupportedModelError as error:
             raise self._refuse(str(error)) from None
-        return maybe(partial(operator.add, self.layer - int(number)), source)
+        return maybe(partial(operator.add, self.layer - self.number), source)
 
     @property
     def reads_at(self) -> str:
         """Where attention that is held as a whole reads the vectors that its values are made of."""
-        stack = self.name.rpartition(".")[0]
-        name = self.name if self.values_layer is None else f"{stack}.{self.values_layer}"
+        name = self.name if self.values_layer is None else f"{self.stack}.{self.values_layer}"
         return f"{name}.{self.mixer_name}.hook_in"
 
     def _shared_attention(self, attention: Any, source: int) -> AttentionWeights:

@@ -220,6 +220,7 @@ class ModelView:
                 "passes through them. method='tensorlens' has all of it; or load the model with L_bp_cycles="
                 f"{[self.config.L_cycles] * self.config.H_cycles}."
             )
+
     def refuse_shared_values(self, what: str) -> None:
         """Refuse a model with a block whose attention takes keys and values of an earlier one.
 

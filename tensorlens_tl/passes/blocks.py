@@ -28,6 +28,7 @@ from tensorlens_tl.models import Layout, ModelView, Within, compose
 from tensorlens_tl.models.names import END_NORM, PER_LAYER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.capture import Capture
+from tensorlens_tl.passes.loops import unrolled
 
 Options = ParamSpec("Options")
 Result = TypeVar("Result")
@@ -272,7 +273,7 @@ class Blocks(ABC):
         """Blocks that follow each other, as maps to be applied one after the other.
 
         Where some take values from an earlier one of them, they are all one map. Values from a block before the first
-        are constants.
+        are constants. Blocks that run in a loop are put together as it does.
 
         Args:
             layers: which blocks.
@@ -288,6 +289,10 @@ class Blocks(ABC):
             if read is not None and read.source in layers:
                 reads[number] = read._replace(source=read.source - layers.start)
             blocks.append(self.stage(layer, activation=activation, heads=only, mlp=layer in mlp))
+        if self.view.loop is not None:
+            if len(layers) < self.view.n_layers:
+                self.view.refuse_loop(f"layers {layers.start} to {layers.stop - 1}")
+            return unrolled(self.view.loop, blocks, self.capture.resid_pre(0))
         return [ChainWithReads(tuple(blocks), reads)] if reads else blocks
 
     def lazily(self, layer: int, compose_part: Callable[[], AffineMap]) -> AffineMap:

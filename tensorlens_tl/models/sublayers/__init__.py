@@ -62,7 +62,7 @@ __all__ = [
     "read_per_layer",
     "read_shared_attention",
     "scan_of",
+    "shared_source",
     "shifted",
     "squared_relu",
-    "shared_source",
 ]

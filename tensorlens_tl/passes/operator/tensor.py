@@ -20,7 +20,6 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query, Rule, check_rule
 from tensorlens_tl.passes.inputs import is_all, one_query, query_positions
 from tensorlens_tl.passes.linearisation import Linearisation
-from tensorlens_tl.passes.loops import unrolled
 from tensorlens_tl.passes.operator.selection import Keys, chosen_heads, chosen_keys, chosen_layers, chosen_mlps, end_of
 
 OperatorType = TypeVar("OperatorType", bound="FrozenTensor")
