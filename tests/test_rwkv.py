@@ -230,6 +230,16 @@ def test_large_keys():
     assert tlens.attribute(narrow, 7).gap.max() < 1e-4
 
 
+def test_the_difference_with_large_keys():
+    """Sums of two runs that differ by many orders of magnitude."""
+    model = with_large_keys()
+    change = tlens.difference(*(tlens.freeze(model, some_tokens(2, 7, seed)) for seed in (0, 1)))
+    assert max(change.errors.values()) < 1e-9
+    assert close(
+        tlens.attribute(change, 5).scores.sum(-1), live(model, some_tokens(2, 7)) - live(model, some_tokens(2, 7, 1))
+    )
+
+
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
 def test_narrow_dtypes(frozen, dtype, allowed):
     exact = tlens.attribute(frozen, 7).scores

@@ -27,6 +27,7 @@ from tensorlens_tl.models.sublayers.rwkv import (
     is_channel_mix,
     shifted,
     squared_relu,
+    weighted_mean,
 )
 from tensorlens_tl.models.sublayers.scans import Mamba2Weights, MambaWeights, mixer_weights, scan_of
 
@@ -65,4 +66,5 @@ __all__ = [
     "shared_source",
     "shifted",
     "squared_relu",
+    "weighted_mean",
 ]

@@ -1,9 +1,9 @@
 """The secants of RWKV's two sublayers: nothing is held.
 
 The weighted mean of time mixing is a quotient N/D of two sums over earlier tokens, S(exp(k)⊙v) and S(exp(k)), with one
-linear map S: ``Δ(N/D) = ΔN·mean(1/D) + N̄·Δ(1/D)``, ``Δ(1/D) = −ΔD/(D_a·D_b)`` and ``Δexp(k) = L·Δk``, where L is the
-logarithmic mean of both exponentials. All of a channel's exponentials are divided by its largest one of both runs,
-which the quotient does not change by. Channel mixing is an MLP times a gate.
+linear map S. With y = N/D, ``Δy = (ΔN − ȳ·ΔD)/D̄``, which divides by neither run's sum alone, and ``Δexp(k) = L·Δk``,
+where L is the logarithmic mean of both exponentials. All of a channel's exponentials are divided by its largest one of
+both runs, which leaves the quotient as it is. Channel mixing is an MLP times a gate.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch import Tensor
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, DiagonalRecursion, Identity, Linear, Sum
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import Change, Offset, logarithmic_mean
-from tensorlens_tl.models.sublayers import ChannelMixWeights, Mix, TimeMixWeights, shifted, squared_relu
+from tensorlens_tl.models.sublayers import ChannelMixWeights, Mix, TimeMixWeights, shifted, squared_relu, weighted_mean
 from tensorlens_tl.passes.two_runs.mlps import activated
 
 Name = Callable[[str], str]
@@ -32,14 +32,16 @@ def time_mix_secant(a: TimeMixWeights, b: TimeMixWeights, read: Change, name: Na
     key, value, receptance = (
         _mixed(getattr(a, part), getattr(b, part), read, part, name) for part in ("key", "value", "receptance")
     )
-    weights = _exponential(key.elementwise(_as_rounded, torch.ones_like))
+    key = key.elementwise(_as_rounded, torch.ones_like)
+    weights = _exponential(key)
     numerator = _summed(value.times(weights), a, b, name)
     denominator = _summed(weights, a, b, name)
-    slopes = Diagonal(-1 / (denominator.a * denominator.b))
-    inverse = Change(1 / denominator.a, 1 / denominator.b, (*denominator.stages, slopes))
-    mean = numerator.times(inverse)
-    gate = activated(receptance, torch.sigmoid)
-    return Change(mean.a.to(read.a), mean.b.to(read.a), mean.stages).times(gate)
+    y_a = weighted_mean(key.a, a.A, a.bonus, value.a.dtype).push(value.a)
+    y_b = weighted_mean(key.b, b.A, b.bonus, value.b.dtype).push(value.b)
+    by_numerator = Chain((*numerator.stages, Diagonal(1 / denominator.mean)))
+    by_denominator = Chain((*denominator.stages, Diagonal(-(y_a + y_b) / 2 / denominator.mean)))
+    mean = Change(y_a, y_b, (Sum((by_numerator, by_denominator)),))
+    return mean.times(activated(receptance, torch.sigmoid))
 
 
 def channel_mix_secant(a: ChannelMixWeights, b: ChannelMixWeights, read: Change, block: str) -> Chain:
