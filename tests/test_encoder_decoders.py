@@ -179,17 +179,19 @@ PARTS = {
     ],
     **{
         method: [lambda m, f, method=method: tlens.attribute(f, method=method)]
-        for method in ("alti", "attention", "ff-ig", "globenc", "ifr", "mean", "norm", "rollout", "value-zeroing")
+        for method in ("value-zeroing",)
     },
     **{
         method: [lambda m, f, method=method: tlens.attribute(f, method=method, target=7)]
-        for method in ("alti-logit", "chefer", "leave-one-out")
+        for method in ("chefer", "leave-one-out")
     },
-    "layer map": [
-        lambda m, f: tlens.registry.get_layer_map("attention")(f),
+    "layer map": [lambda m, f: tlens.registry.get_layer_map("value-zeroing")(f)],
+    "one layer": [lambda m, f: contextualisation.gain_against_ff(f), lambda m, f: tlens.methods.mixing_ratio(f)],
+    "one stack": [
         lambda m, f: contextualisation.context_change(f, "atb", "atb_ff"),
-        lambda m, f: contextualisation.gain_against_ff(f),
+        lambda m, f: contextualisation.ff_amp(f, "atb", "atb_ff"),
     ],
+    "flow_edges": [lambda m, f: tlens.methods.flow_edges(f)],
     "whiten": [lambda m, f: tlens.whiten(m), lambda m, f: whitening.measure(m, f.tokens)],
     "perturbation": [lambda m, f: evaluate.perturbation(m, f.tokens)],
     "relation decoding": [

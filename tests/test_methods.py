@@ -134,11 +134,11 @@ def test_requirements_have_a_sentence_and_an_order():
 @pytest.mark.parametrize(
     ("method", "options", "needs"),
     [
-        ("rollout", {}, ["one_stack", "patterns", "unwhitened"]),
-        ("rollout", {"layer_map": "globenc"}, ["one_stack", "norm_after_sum", "head_vectors", "unwhitened"]),
+        ("rollout", {}, ["patterns", "unwhitened"]),
+        ("rollout", {"layer_map": "globenc"}, ["norm_after_sum", "head_vectors", "unwhitened"]),
         ("mean", {"layer_map": "value-zeroing"}, ["one_stack", "head_vectors"]),
-        ("ifr", {"aggregate": "sum"}, ["one_stack", "head_vectors"]),
-        ("ff-ig", {"scope": "atb"}, ["one_stack", "sequential_mlp", "head_vectors"]),
+        ("ifr", {"aggregate": "sum"}, ["head_vectors"]),
+        ("ff-ig", {"scope": "atb"}, ["sequential_mlp", "head_vectors"]),
         ("relp", {}, ["predictions"]),
         ("relp", {"attention": "live"}, ["predictions", "hooked_products"]),
         ("cp-lrp", {}, ["predictions"]),
@@ -240,11 +240,7 @@ def test_an_alias_is_its_method_with_another_name(model_named, clean_registry):
     def norms(frozen, *, query="all"):
         """A rollout of norms."""
 
-    assert [need.name for need in tlens.get_method("norms").requirements()] == [
-        "one_stack",
-        "head_vectors",
-        "unwhitened",
-    ]
+    assert [need.name for need in tlens.get_method("norms").requirements()] == ["head_vectors", "unwhitened"]
     assert not tlens.get_method("norms").explains_prediction()
     assert norms(frozen, query=2).options == {"query": 2}
     with pytest.raises(tlens.InvalidInputError, match="no option 'layer_map'"):

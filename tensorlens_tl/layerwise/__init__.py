@@ -3,11 +3,16 @@
 from tensorlens_tl.layerwise.aggregate import (
     Maps,
     add_residual,
+    attentions_of,
+    by_attention,
     locals_of,
+    mean_of_layers,
     normalize_rows,
+    only_acting,
     product,
     refuse_whitened,
     select_query,
+    side_by_side,
 )
 from tensorlens_tl.layerwise.implicit import implicit_attention
 from tensorlens_tl.layerwise.local import LocalLayer, through
@@ -16,11 +21,16 @@ __all__ = [
     "LocalLayer",
     "Maps",
     "add_residual",
+    "attentions_of",
+    "by_attention",
     "implicit_attention",
     "locals_of",
+    "mean_of_layers",
     "normalize_rows",
+    "only_acting",
     "product",
     "refuse_whitened",
     "select_query",
+    "side_by_side",
     "through",
 ]

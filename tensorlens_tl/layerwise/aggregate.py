@@ -1,4 +1,13 @@
-"""Layer maps `[layer, batch, query, key]`, and how they are aggregated over layers."""
+"""Layer maps `[layer, batch, query, key]`, and how they are aggregated over layers.
+
+An encoder–decoder is one sequence, its encoder's tokens before its decoder's. An encoder block's map relates the
+encoder's tokens, and a decoder block's has a row for each of the decoder's tokens with columns for both sides:
+cross-attention's, and self-attention's. At the tokens of the other side, which the block leaves as they are, every map
+is the identity; so the product of all maps follows the encoder's tokens through the encoder into the decoder, as ALTI+
+does (Ferrando et al. 2022, "Towards opening the black box of neural machine translation").
+"""
+
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -15,13 +24,104 @@ Maps = Float[Tensor, "layer batch query key"]
 
 
 def locals_of(frozen: FrozenPass) -> list[LocalLayer]:
-    """Every layer of a pass, seen locally.
+    """Every layer of a pass of one stack, seen locally.
+
+    Raises:
+        UnsupportedModelError: an encoder–decoder, whose decoder blocks have two attentions: see `attentions_of`.
+        FrozenModelError: the model is no longer the one that the pass was taken from.
+    """
+    frozen.view.refuse_encoder_decoder("what the tokens of one layer give each other (locals_of)")
+    return [layer for block in attentions_of(frozen) for layer in block]
+
+
+def attentions_of(frozen: FrozenPass, with_biases: bool = True) -> list[tuple[LocalLayer, ...]]:
+    """The attention of every block, seen locally: one, and in a decoder block cross-attention after it.
+
+    Args:
+        frozen: the pass.
+        with_biases: see `LocalLayer`.
 
     Raises:
         FrozenModelError: the model is no longer the one that the pass was taken from.
     """
     frozen.check_fresh()
-    return [LocalLayer(frozen, layer) for layer in range(frozen.n_layers)]
+    blocks: list[tuple[LocalLayer, ...]] = []
+    for number in range(frozen.n_layers):
+        layer = LocalLayer(frozen, number, with_biases)
+        blocks.append((layer,) if layer.cross is None else (layer, layer.cross))
+    return blocks
+
+
+def side_by_side(
+    frozen: FrozenPass, part: Callable[[LocalLayer], Tensor], with_biases: bool = True
+) -> Float[Tensor, "layer batch *head query key"]:
+    """One map for each block, in which cross-attention's columns stand beside those of self-attention.
+
+    Args:
+        frozen: the pass.
+        part: the rows of one attention, `[batch, *head, query, key]` for its own queries and keys.
+        with_biases: see `LocalLayer`.
+    """
+    maps: list[Tensor] = []
+    for layers in attentions_of(frozen, with_biases):
+        rows = torch.cat([part(layer) for layer in reversed(layers)], dim=-1)  # the encoder's tokens come first
+        maps.append(among_all(layers[0], rows))
+    return torch.stack(maps)
+
+
+def by_attention(frozen: FrozenPass, part: Callable[[LocalLayer], Tensor], with_biases: bool = True) -> list[Maps]:
+    """For each block the maps of its attentions, in their order, among all positions.
+
+    Args:
+        frozen: the pass.
+        part: the rows of one attention, with the stream's part (see `LocalLayer.with_stream`).
+        with_biases: see `LocalLayer`.
+    """
+    blocks = attentions_of(frozen, with_biases)
+    return [torch.stack([among_all(layer, part(layer)) for layer in layers]) for layers in blocks]
+
+
+def among_all(layer: LocalLayer, rows: Float[Tensor, "batch *head query column"]) -> Tensor:
+    """Rows of one attention's queries as a map of all positions, with the identity at the others.
+
+    Args:
+        layer: the attention.
+        rows: with a column for every position, or for those of the queries.
+    """
+    frozen = layer.frozen
+    if frozen.sides is None:
+        return rows
+    whole = torch.diag_embed(frozen.mask.to(rows.dtype))
+    between = rows.shape[1:-2]
+    whole = whole.view(len(whole), *(1 for _ in between), *whole.shape[1:]).repeat(1, *between, 1, 1)
+    first = 0 if rows.shape[-1] == whole.shape[-1] else layer.queries.start
+    whole[..., layer.queries, :] = 0
+    whole[..., layer.queries, first : first + rows.shape[-1]] = rows
+    return whole
+
+
+def only_acting(
+    frozen: FrozenPass, maps: Float[Tensor, "layer batch *head query key"]
+) -> Float[Tensor, "layer batch *head query key"]:
+    """Maps of blocks without the identity at the tokens that a block leaves as they are: zero there."""
+    if frozen.sides is None:
+        return maps
+    acting = torch.zeros(len(maps), maps.shape[-2], 1, dtype=maps.dtype, device=maps.device)
+    for layer, rows in enumerate(acting):
+        rows[slice(*frozen.capture.side(layer))] = 1
+    return maps * acting.view(len(maps), *(1 for _ in maps.shape[1:-2]), *acting.shape[1:])
+
+
+def mean_of_layers(
+    frozen: FrozenPass, maps: Float[Tensor, "layer batch *head query key"]
+) -> Float[Tensor, "batch *head query key"]:
+    """The mean over layers; of an encoder–decoder, for each token over the layers of its own side."""
+    if frozen.sides is None:
+        return maps.mean(0)
+    encoder = frozen.sides[0]
+    first = frozen.view.encoder_layers
+    sides = (maps[:first, ..., :encoder, :], maps[first:, ..., encoder:, :])
+    return torch.cat([side.mean(0) for side in sides], dim=-2)
 
 
 def normalize_rows(maps: Float[Tensor, "*any query key"]) -> Float[Tensor, "*any query key"]:

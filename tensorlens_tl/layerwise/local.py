@@ -7,6 +7,9 @@ after the sublayer (sandwich, post-only) belongs to it and is applied to it, lin
 Norms of all pairs come from one Gram matrix of heads per source token, since a frozen norm is a fixed linear map of
 the channels times a factor of the query: ``‖Σ_h A^h_ij u_j^h‖² = Σ_hh' A^h_ij A^h'_ij ⟨u_j^h, u_j^h'⟩``. So neither
 `[head, query, key, d_model]` nor `[query, key, d_model]` is formed for them.
+
+A decoder block of an encoder–decoder has two such layers: self-attention, whose tokens are the decoder's, and then
+cross-attention, whose keys are the encoder's tokens and whose values read the encoder's output.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,10 +21,11 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import Chain, Identity, Norm, stages_of
+from tensorlens_tl.algebra import Chain, Identity, Linear, Norm, stages_of
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models import Place
+from tensorlens_tl.models.parameters import AttentionWeights
 from tensorlens_tl.passes import FrozenPass
 
 VECTOR_BUDGET = 32 * 2**20
@@ -30,44 +34,84 @@ VECTOR_BUDGET = 32 * 2**20
 
 @dataclass(frozen=True, eq=False)
 class LocalLayer:
-    """One layer of a frozen pass, as what its source tokens (keys) give its queries.
+    """The attention of one layer of a frozen pass, as what its source tokens (keys) give its queries.
 
     Attributes:
         frozen, layer: the pass, and which of its layers.
         with_biases: whether a source token's value includes b_V and what a norm before attention adds.
+        is_cross: whether it is the cross-attention of an encoder–decoder's decoder block.
     """
 
     frozen: FrozenPass
     layer: int
     with_biases: bool = True
+    is_cross: bool = False
 
     def __post_init__(self) -> None:
-        self.frozen.view.refuse_encoder_decoder("what the tokens of one layer give each other (layer maps)")
-        self.frozen.view.refuse_shared_values("what the tokens of one layer give each other (layer maps)")
+        what = "what the tokens of one layer give each other (layer maps)"
+        self.frozen.view.refuse_loop(what)
+        self.frozen.view.refuse_shared_values(what)
         self.frozen.maps.additions(self.layer)  # refuses a patch
 
+    @property
+    def queries(self) -> slice:
+        """The positions of its queries: all, or those of one side of an encoder–decoder."""
+        return slice(*self.frozen.capture.side(self.layer))
+
+    @property
+    def keys(self) -> slice:
+        """The positions of its source tokens: those of the queries, or of cross-attention the encoder's."""
+        if self.is_cross:
+            return slice(0, self.queries.start)
+        return self.queries
+
+    @property
+    def cross(self) -> "LocalLayer | None":
+        """The cross-attention that follows self-attention in its block."""
+        if self.is_cross or self.frozen.layouts[self.layer].cross is None:
+            return None
+        return replace(self, is_cross=True)
+
     @cached_property
-    def x(self) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream that the block's sublayers read; of a whitened block, the whitened one."""
-        return self.frozen.capture.resid_read(self.layer)
+    def x(self) -> Float[Tensor, "batch query d_model"]:
+        """The residual stream at the queries, which the block's sublayers read; of a whitened block, the whitened one.
+
+        Cross-attention adds to the stream after self-attention.
+        """
+        if self.is_cross:
+            return replace(self, is_cross=False).attended()
+        return self.frozen.capture.resid_read(self.layer)[:, self.queries]
 
     @cached_property
     def pattern(self) -> Float[Tensor, "batch head query key"]:
         """Attention probabilities, in the stream's dtype."""
+        if self.is_cross:
+            return self.frozen.capture.cross_pattern(self.layer).to(self.x.dtype)
         return self.frozen.maps.pattern(self.layer).to(self.x.dtype)
+
+    @property
+    def weights(self) -> AttentionWeights:
+        """The weights of its attention."""
+        block = self.frozen.view.blocks[self.layer]
+        return block.require_cross_attention() if self.is_cross else block.attention
 
     @cached_property
     def outputs(self) -> Float[Tensor, "batch key head d_model"]:
         """u: each source token's value through its head's part of W_O."""
-        weights = self.frozen.view.blocks[self.layer].attention
+        weights = self.weights
         if weights.output_factor is not None:
             raise UnsupportedModelError(
                 f"blocks.{self.layer} of this {self.frozen.view.description}: a gate or a norm scales what its heads "
                 "give, by what the receiving token is; no vector of a source token alone goes to every query. Methods "
                 "over the operator (tensorlens, decompx) work."
             )
-        values = Chain((*self.norms(self.attn.before), self.frozen.maps.attention(self.layer).stages[0]))
-        v = values(self.x) if self.with_biases else values.push(self.x)
+        if self.is_cross:
+            values = Chain((Linear(weights.W_V, weights.b_V),))
+            read = self.frozen.resid_pre(self.layer)[:, self.keys]
+        else:
+            values = Chain((*self.norms(self.attn.before), self.frozen.maps.attention(self.layer).stages[0]))
+            read = self.x
+        v = values(read) if self.with_biases else values.push(read)
         v = rearrange(v, "b k (kv d) -> b k kv d", kv=weights.kv_heads)
         v = v.repeat_interleave(weights.heads // weights.kv_heads, dim=2)
         return torch.einsum("bkhd,hdm->bkhm", v, rearrange(weights.W_O.to(v), "(h d) m -> h d m", h=weights.heads))
@@ -75,7 +119,11 @@ class LocalLayer:
     @property
     def attn(self) -> Place:
         """The norms around attention, by name."""
-        return self.frozen.layouts[self.layer].attn
+        layout = self.frozen.layouts[self.layer]
+        if self.is_cross:
+            assert layout.cross is not None
+            return layout.cross
+        return layout.attn
 
     @property
     def mlp(self) -> Place:
@@ -89,7 +137,26 @@ class LocalLayer:
     @cached_property
     def pairs(self) -> Bool[Tensor, "batch query key"]:
         """True where query and key are both real tokens."""
-        return self.frozen.mask[:, :, None] & self.frozen.mask[:, None, :]
+        mask = self.frozen.mask
+        return mask[:, self.queries, None] & mask[:, None, self.keys]
+
+    @property
+    def outer(self) -> tuple[Norm, ...]:
+        """The norms around the sums of stream and attention: this one's, and that of cross-attention after it."""
+        around = self.norms(self.attn.outer)
+        return around if self.cross is None else (*around, *self.cross.outer)
+
+    def with_stream(
+        self, pairs: Float[Tensor, "batch query key"], stream: Float[Tensor, "batch query"]
+    ) -> Float[Tensor, "batch query column"]:
+        """What each source token gives, and what the stream carries on, in one map.
+
+        Of cross-attention the stream's are columns after those of the encoder's tokens, otherwise it is the diagonal.
+        """
+        diagonal = torch.diag_embed(stream)
+        if self.is_cross:
+            return torch.cat([pairs, diagonal], dim=-1)
+        return pairs + diagonal
 
     def attended(self) -> Float[Tensor, "batch query d_model"]:
         """The residual stream after attention, biases included, and after the norm around it where there is one."""
@@ -100,6 +167,8 @@ class LocalLayer:
 
     def attention_sum(self) -> Float[Tensor, "batch query d_model"]:
         """The same before the norm around it: the residual stream plus what attention adds, biases included."""
+        if self.is_cross:
+            return self.x + self._crossed()
         stream = self.frozen.maps.attention(self.layer)
         for norm in self.norms(self.attn.before):
             stream = stream @ norm
@@ -108,10 +177,24 @@ class LocalLayer:
         added, _ = self.frozen.maps.stream_offsets(self.layer)
         return Chain((Identity(), *added))(stream(self.x) + self.x)
 
+    def _crossed(self) -> Float[Tensor, "batch query d_model"]:
+        """What cross-attention adds to the stream, biases included."""
+        within = self.frozen.maps.within(self.layer)
+        assert within is not None
+        assert within.read is not None
+        assert within.out is not None
+        mixed = within.read(self.frozen.resid_pre(self.layer))[:, self.queries]
+        return Chain((within.out, *self.norms(self.attn.after)))(mixed)
+
     @property
     def mlp_write(self) -> Chain | None:
-        """What the MLP adds to the stream, norms before and after it included; None without one."""
-        mlp = self.frozen.maps.mlp(self.layer)
+        """What the MLP that follows adds to the stream, norms before and after it included; None without one.
+
+        In a decoder block it follows cross-attention.
+        """
+        mlp = None
+        if self.cross is None:
+            mlp = self.frozen.maps.mlp(self.layer)
         if mlp is None:
             return None
         added = [offset for point, offset in self.frozen.maps.additions(self.layer).items() if point.place == "mlp"]
@@ -200,11 +283,12 @@ class LocalLayer:
             width: channels that the caller will need per vector, if more than d_model; sizes the chunks.
             budget: bytes that a chunk may take.
         """
-        batch, pos, d_model = self.x.shape
-        per_row = batch * pos * max(width or 0, d_model) * self.x.element_size()
+        batch, queries, d_model = self.x.shape
+        per_row = batch * queries * max(width or 0, d_model) * self.x.element_size()
         step = max(1, budget // per_row)
-        for start in range(0, pos, step):
-            keys = slice(start, min(start + step, pos))
+        count = self.pairs.shape[-1]
+        for start in range(0, count, step):
+            keys = slice(start, min(start + step, count))
             rows = torch.einsum("bhqk,bkhm->kbqm", self.pattern[..., keys], self.outputs[:, keys])
             rows = through(self.norms(self.attn.after), rows)
             if residual:

@@ -5,14 +5,22 @@
 
 Pre-LN and parallel blocks (ours): no norm around the sum, y = x + attention output. The original adds 1e-6 to every
 component inside its distance, an error of about 1e-5; here the formula is exact.
+
+Encoder–decoders (ALTI+, Ferrando et al. 2022, "Towards opening the black box of neural machine translation"): after a
+decoder block's self-attention, whose C is as above, cross-attention has a sum of its own, of the encoder's tokens and
+the stream x_i; its row is [C_ij of the encoder's tokens, C_i of the stream]. A block's map is the product of the two:
+what the stream has of the cross-attention's sum goes to the decoder's tokens by the C of self-attention.
 """
 
+from functools import partial
 from typing import Literal
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from tensorlens_tl._arguments import checked_arguments
-from tensorlens_tl.layerwise import Maps, locals_of, normalize_rows, product, select_query
+from tensorlens_tl.layerwise import LocalLayer, Maps, by_attention, normalize_rows, product, select_query, through
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
@@ -22,23 +30,34 @@ Distance = Literal["l1", "l2"]
 """How far a vector is from a layer's output."""
 
 
-@register_layer_map("alti", holds_residual=True, needs=("head_vectors",))
+@register_layer_map("alti", holds_residual=True, needs=("head_vectors",), both_stacks=True)
 def alti_map(frozen: FrozenPass, distance: Distance = "l1") -> Maps:
     """C_ij of every layer."""
+    return torch.stack([product(maps) for maps in alti_by_attention(frozen, distance)])
+
+
+def alti_by_attention(frozen: FrozenPass, distance: Distance = "l1") -> list[Maps]:
+    """C_ij of every layer's attentions: one, and in a decoder block cross-attention after self-attention."""
     order = {"l1": 1, "l2": 2}[distance]
-    maps = []
-    for layer in locals_of(frozen):
-        outer = layer.norms(layer.attn.outer)
-        y = layer.attended()
-        scores = layer.x.new_empty(*layer.pairs.shape)
-        for keys, vectors in layer.vectors(outer, residual=True):
-            scores[..., keys] = (y - vectors).norm(p=order, dim=-1).permute(1, 2, 0)
-        scores = (y.norm(p=order, dim=-1)[..., None] - scores).clamp_min(0) * layer.pairs
-        maps.append(normalize_rows(scores))
-    return torch.stack(maps)
+    return by_attention(frozen, partial(_contributions, order=order))
 
 
-@register_method("alti", needs=("one_stack", "head_vectors", "unwhitened"))
+def _contributions(layer: LocalLayer, order: int) -> Float[Tensor, "batch query column"]:
+    """C_ij of one attention, with the stream's part."""
+    outer = layer.norms(layer.attn.outer)
+    y = layer.attended()
+    length = y.norm(p=order, dim=-1)
+    scores = layer.x.new_empty(*layer.pairs.shape)
+    for keys, vectors in layer.vectors(outer, residual=not layer.is_cross):
+        scores[..., keys] = (y - vectors).norm(p=order, dim=-1).permute(1, 2, 0)
+    scores = (length[..., None] - scores).clamp_min(0) * layer.pairs
+    if layer.is_cross:
+        stream = length - (y - through(outer, layer.x)).norm(p=order, dim=-1)
+        scores = layer.with_stream(scores, stream.clamp_min(0) * layer.frozen.mask[:, layer.queries])
+    return normalize_rows(scores)
+
+
+@register_method("alti", needs=("head_vectors", "unwhitened"))
 @checked_arguments
 def alti(frozen: FrozenPass, *, distance: Distance = "l1", query: Query = "all") -> Attribution:
     """How much nearer each token's vector brings a layer's output, rolled out over layers (Ferrando 2022).
@@ -55,8 +74,8 @@ def alti(frozen: FrozenPass, *, distance: Distance = "l1", query: Query = "all")
 
     Raises:
         InvalidInputError: an unknown distance, or a query out of range.
-        UnsupportedModelError: the model is whitened, an encoder–decoder, has a layer without softmax attention, or a
-            gate or a norm inside attention.
+        UnsupportedModelError: the model is whitened, has a layer without softmax attention, or a gate or a norm inside
+            attention.
 
     >>> tlens.methods.alti(frozen, query=-1).scores.sum(-1).round(decimals=4)
     tensor([[1.]])

@@ -11,6 +11,10 @@ what embeddings, MLPs and biases add (``logit_attribution`` has it by component)
 ``updates="all"`` (ours) the embedding's part belongs to the query's token, and an MLP's continues from where the MLP
 reads: by R^l behind attention, in a parallel block by R^{l−1}. A position that no vector brings nearer, which has an
 empty row in ALTI, passes on to itself (ours).
+
+Of an encoder–decoder, what cross-attention adds goes on through the encoder by ALTI+'s rollout (ours): k is a token of
+the encoder, and R is taken before cross-attention, where the encoder's rows are complete. Attention of the encoder adds
+nothing to the logit directly.
 """
 
 from typing import Literal
@@ -24,7 +28,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.stream import Stream, token_pairs
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.layerwise import Maps, normalize_rows
-from tensorlens_tl.methods.alti import Distance, alti_map
+from tensorlens_tl.methods.alti import Distance, alti_by_attention
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
@@ -33,7 +37,7 @@ from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
 
 
-@register_method("alti-logit", needs=("one_stack", "predictions", "head_vectors", "unwhitened"))
+@register_method("alti-logit", needs=("predictions", "head_vectors", "unwhitened"))
 @checked_arguments
 def alti_logit(
     frozen: FrozenPass,
@@ -74,7 +78,7 @@ def alti_logit(
     real = torch.take_along_dim(frozen.mask, positions, dim=1)
     vectors = upcast(vectors) * real[..., None]
     constant = upcast(constant) * real
-    rollouts = _rollouts(frozen, alti_map(frozen, distance))
+    rollouts = _rollouts(frozen, torch.cat(alti_by_attention(frozen, distance)))
     stream_updates = _Updates(Stream.of(frozen), vectors, positions)
     layers, rest = stream_updates.parts(rollouts, everything=updates == "all")
     scores = sum(layers, start=torch.zeros_like(layers[0]))
@@ -98,7 +102,7 @@ def alti_logit(
 
 
 def _rollouts(frozen: FrozenPass, maps: Maps) -> Float[Tensor, "depth batch pos key"]:
-    """R before the first layer, and after each."""
+    """R before the first attention, and after each: of a decoder block there are two."""
     maps = normalize_rows(upcast(maps))  # again: in half precision they have not summed to 1 exactly
     identity = torch.diag_embed(frozen.mask.to(maps.dtype))
     rollouts = [identity]
@@ -140,26 +144,29 @@ class _Updates:
         """Each layer's part of the scores; and what biases add, and the MLPs that are not among the scores.
 
         Args:
-            rollouts: ALTI's rollout before the first layer, and after each.
+            rollouts: ALTI's rollout before the first attention, and after each.
             everything: whether MLPs are among the scores.
         """
         stream = self.stream
         pulled = self.pulled
         biases = [_dot(g, bias) for _, _, bias, g in pulled.of_biases(stream.steps)]
         rest = sum(biases, start=torch.zeros_like(self.embedding))
-        scores: list[Tensor] = []
+        zero = rollouts.new_zeros(*self.positions.shape, rollouts.shape[-1])
+        scores = [zero for _ in stream.layers]
+        depth = 0
         for number, step in enumerate(stream.steps):
-            attends = any(sublayer.is_attention for sublayer in step.sublayers)
+            reach = rollouts[depth]  # of the stream that the step reads
             for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
                 cotangent = sublayer.write.pull(pulled.sums[number])
-                reach = rollouts[sublayer.layer if attends else sublayer.layer + 1]  # of the stream that it reads
                 if sublayer.is_attention:
                     pairs = upcast(token_pairs(sublayer, stream.x[number], cotangent).sum(-3))
-                    scores.append(self.at_queries(pairs @ reach))
+                    scores[sublayer.layer] = scores[sublayer.layer] + self.at_queries(pairs @ reach)
                 elif everything:
-                    scores[-1] = scores[-1] + self.at_queries(_dot(cotangent, hidden)[..., None] * reach)
+                    part = self.at_queries(_dot(cotangent, hidden)[..., None] * reach)
+                    scores[sublayer.layer] = scores[sublayer.layer] + part
                 else:
                     rest = rest + _dot(cotangent, hidden)
+            depth += any(sublayer.is_attention for sublayer in step.sublayers)
         return scores, rest
 
     def at_queries(self, values: Float[Tensor, "row batch pos last"]) -> Float[Tensor, "batch query last"]:

@@ -2,28 +2,30 @@
 
 from typing import Literal
 
-import torch
+from torch import Tensor
 
 from tensorlens_tl._arguments import checked_arguments
-from tensorlens_tl.layerwise import Maps, locals_of, select_query
+from tensorlens_tl.layerwise import LocalLayer, Maps, mean_of_layers, only_acting, select_query, side_by_side
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.results import AXES, Attribution
 
 
-@register_layer_map("attention", holds_residual=False, needs=("patterns",))
+@register_layer_map("attention", holds_residual=False, needs=("patterns",), both_stacks=True)
 def attention_map(frozen: FrozenPass) -> Maps:
     """The pattern, averaged over heads."""
-    return torch.stack([layer.pattern.mean(1) * layer.pairs for layer in locals_of(frozen)])
+    return side_by_side(frozen, lambda layer: layer.pattern.mean(1) * layer.pairs)
 
 
-@register_method("attention", needs=("one_stack", "patterns"))
+@register_method("attention", needs=("patterns",))
 @checked_arguments
 def attention(
     frozen: FrozenPass, *, head_reduction: Literal["mean", "max"] | None = "mean", query: Query = "all"
 ) -> Attribution:
     """The attention pattern itself, averaged over layers; per layer and head in `layers`.
+
+    A token of an encoder–decoder's decoder has two patterns, cross-attention's and its own side's: its row sums to 2.
 
     Args:
         frozen: the pass.
@@ -35,19 +37,24 @@ def attention(
 
     Raises:
         InvalidInputError: an unknown reduction, or a query out of range.
-        UnsupportedModelError: a layer without softmax attention, or an encoder–decoder.
+        UnsupportedModelError: a layer without softmax attention.
 
     >>> tlens.methods.attention(frozen, head_reduction=None, query=-1)
     Attribution('attention', batch=1, head=4, query=1, key=7)
     """
-    layers = torch.stack([layer.pattern * layer.pairs[:, None] for layer in locals_of(frozen)])
-    if head_reduction == "mean":
-        layers = layers.mean(2)
-    elif head_reduction == "max":
-        layers = layers.amax(2)
+
+    def part(layer: LocalLayer) -> Tensor:
+        pattern = layer.pattern * layer.pairs[:, None]
+        if head_reduction == "mean":
+            return pattern.mean(1)
+        if head_reduction == "max":
+            return pattern.amax(1)
+        return pattern
+
+    layers = only_acting(frozen, side_by_side(frozen, part))
     return Attribution.of(
         frozen,
-        select_query(frozen, layers.mean(0), query),
+        select_query(frozen, mean_of_layers(frozen, layers), query),
         method="attention",
         query=query,
         axes=AXES if head_reduction else ("batch", "head", "query", "key"),

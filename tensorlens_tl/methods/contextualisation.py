@@ -45,6 +45,7 @@ def context_change(
     >>> tlens.contextualisation.context_change(frozen, "atb", "atb_ln_ff").shape
     torch.Size([4, 1])
     """
+    frozen.view.refuse_encoder_decoder("context_change, which ranks the pairs of one stack")
     if not 0 <= without_low_gain < 1:
         raise InvalidInputError(f"without_low_gain={without_low_gain}; use {SHARE}.")
     options = {"without_low_gain": without_low_gain, "as_printed": as_printed}
@@ -78,6 +79,7 @@ def ff_amp(
     >>> bool(amplified.sum(-2).abs().max() < 1e-5)
     True
     """
+    frozen.view.refuse_encoder_decoder("ff_amp, which divides by the columns of one stack")
     first, second = (ff_map(frozen, ff_scope(frozen, scope), as_printed=as_printed) for scope in (before, after))
     return _by_column(second) - _by_column(first)
 

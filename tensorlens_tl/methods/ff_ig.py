@@ -9,7 +9,8 @@ feed-forward layer by integrated gradients with a zero baseline, whose closed fo
     pre-LN    atb → atb_ln = LN2(atb) → atb_ln_ff = ff(atb_ln) → atb_ln_ff_res = ff + atb
               → atb_ln_ff_res_nextln = the next block's norm before attention, or the final norm (ours: no biases)
 
-All norms by their linear parts. For gated MLPs `ig` is ours, see `tensorlens_tl.models.activations`.
+All norms by their linear parts. For gated MLPs `ig` is ours, see `tensorlens_tl.models.activations`. In a decoder block
+of an encoder–decoder (ours) atb_ij is a vector of either attention in the sum that the feed-forward layer reads.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra import Norm
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.layerwise import LocalLayer, Maps, select_query, through
+from tensorlens_tl.layerwise import LocalLayer, Maps, mean_of_layers, select_query, side_by_side, through
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
@@ -52,7 +53,7 @@ def next_norm_reads_block(frozen: FrozenPass, method: str) -> None:
 
 
 def _needs(options: Mapping[str, Any]) -> tuple[str | Requirement, ...]:
-    needs = ("one_stack", sequential_mlp, "head_vectors")
+    needs = (sequential_mlp, "head_vectors")
     if options["scope"] in (None, "atb_ln_ff_res_nextln"):
         return (*needs, next_norm_reads_block)
     return needs
@@ -83,7 +84,7 @@ def ff_scope(frozen: FrozenPass, scope: str | None) -> Scope:
     )
 
 
-@register_layer_map("ff-ig", holds_residual=True, needs=_needs({"scope": None}))
+@register_layer_map("ff-ig", holds_residual=True, needs=_needs({"scope": None}), both_stacks=True)
 def ff_map(
     frozen: FrozenPass, scope: Scope | None = None, *, without_low_gain: int | float = 0.0, as_printed: bool = False
 ) -> Maps:
@@ -92,16 +93,16 @@ def ff_map(
     `without_low_gain` leaves that share of the channels, those of smallest gain in the norm that reads the feed-forward
     layer's output, out of the norms of the vectors. `as_printed` is that of `ff_ig`.
     """
-    scope = ff_scope(frozen, scope)
-    maps = []
-    for number in range(frozen.n_layers):
-        layer = LocalLayer(frozen, number, with_biases=not as_printed)
+    checked_scope = ff_scope(frozen, scope)
+
+    def part(layer: LocalLayer) -> Tensor:
         scores = layer.x.new_empty(*layer.pairs.shape)
         channels = _channels(layer, without_low_gain)
-        for keys, vectors in ff_vectors(layer, scope, as_printed):
+        for keys, vectors in ff_vectors(layer, checked_scope, as_printed):
             scores[..., keys] = vectors[..., channels].norm(dim=-1).permute(1, 2, 0)
-        maps.append(scores * layer.pairs)
-    return torch.stack(maps)
+        return scores * layer.pairs
+
+    return side_by_side(frozen, part, with_biases=not as_printed)
 
 
 def _channels(layer: LocalLayer, without_low_gain: int | float) -> Tensor | slice:
@@ -124,9 +125,11 @@ def ff_vectors(
     assert mlp is not None  # of a model that meets `sequential_mlp`
     assert weights is not None
     width = weights.hidden if "ff" in scope else 0
-    for keys, atb in layer.vectors(layer.norms(layer.attn.outer), residual=True, width=width):
+    for keys, atb in layer.vectors(layer.outer, residual=not layer.is_cross, width=width):
         vectors = atb
-        bypass = _diagonal(atb, keys) if as_printed else atb
+        bypass = atb
+        if as_printed:
+            bypass = torch.zeros_like(atb) if layer.is_cross else _diagonal(atb, keys)
         if scope != "atb":
             vectors = through(layer.norms(norms.before), vectors)
         if "ff" in scope:
@@ -155,6 +158,13 @@ def gain_after(layer: LocalLayer) -> Float[Tensor, "d_model"] | None:
 
 
 def _next_norm(frozen: FrozenPass, number: int) -> tuple[Norm, ...]:
+    """The norm that reads a block's output: the next block's, or the last one of the stack.
+
+    After a HookedEncoderDecoder's encoder it has no gain: cross-attention's weights include that.
+    """
+    if number + 1 == frozen.view.encoder_layers:
+        norm = frozen.maps.encoder_norm()
+        return () if norm is None else (norm,)
     if number + 1 < frozen.n_layers:
         next_norm_reads_block.check(frozen, "ff-ig")
         following = LocalLayer(frozen, number + 1)
@@ -186,8 +196,8 @@ def ff_ig(
     Raises:
         InvalidInputError: a scope that this kind of block does not have, or a query out of range.
         UnsupportedModelError: parallel or attention-only blocks, where no MLP reads the attention output; a layer
-            without softmax attention, a gate or a norm inside it, or an encoder–decoder; for the widest scope, a
-            whitened pre-LN model.
+            without softmax attention, or with a gate or a norm inside it; for the widest scope, a whitened pre-LN
+            model.
 
     >>> tlens.methods.ff_ig(frozen).options["scope"]
     'atb_ln_ff_res_nextln'
@@ -196,7 +206,7 @@ def ff_ig(
     layers = ff_map(frozen, scope, as_printed=as_printed)
     return Attribution.of(
         frozen,
-        select_query(frozen, layers.mean(0), query),
+        select_query(frozen, mean_of_layers(frozen, layers), query),
         method="ff-ig",
         query=query,
         layers=layers,

@@ -4,23 +4,23 @@
     pre-LN    N_ij = ‖LN2(a_ij + δ_ij x_i)‖, LN2 the norm before the MLP: the ATBLN of Kobayashi et al. 2024 (ours)
 
 aggregated by the plain matrix product: no residual is added again, and rows are normalised only on request.
-"""
 
-import torch
+In a decoder block of an encoder–decoder (ours) the vectors of both attentions go through every norm that follows them.
+"""
 
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra import Norm
-from tensorlens_tl.layerwise import LocalLayer, Maps, locals_of, normalize_rows, product, select_query
+from tensorlens_tl.layerwise import LocalLayer, Maps, normalize_rows, product, select_query, side_by_side
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.results import Attribution
 
 
-@register_layer_map("globenc", holds_residual=True, needs=("norm_after_sum", "head_vectors"))
+@register_layer_map("globenc", holds_residual=True, needs=("norm_after_sum", "head_vectors"), both_stacks=True)
 def globenc_map(frozen: FrozenPass) -> Maps:
     """N_ij of every layer."""
-    return torch.stack([layer.pair_norms(globenc_norms(layer), residual=True) for layer in locals_of(frozen)])
+    return side_by_side(frozen, lambda layer: layer.pair_norms(globenc_norms(layer), residual=not layer.is_cross))
 
 
 def globenc_norms(layer: LocalLayer) -> tuple[Norm, ...]:
@@ -29,11 +29,11 @@ def globenc_norms(layer: LocalLayer) -> tuple[Norm, ...]:
     Of a model that meets `norm_after_sum`.
     """
     if layer.attn.outer is not None:
-        return layer.norms(layer.attn.outer, layer.mlp.outer)
+        return (*layer.outer, *layer.norms(layer.mlp.outer))
     return layer.norms(layer.mlp.before)
 
 
-@register_method("globenc", needs=("one_stack", "norm_after_sum", "head_vectors", "unwhitened"))
+@register_method("globenc", needs=("norm_after_sum", "head_vectors", "unwhitened"))
 @checked_arguments
 def globenc(frozen: FrozenPass, *, normalize: bool = False, query: Query = "all") -> Attribution:
     """The product over layers of norms through attention, residual and both norms (Modarressi 2022).
@@ -48,7 +48,7 @@ def globenc(frozen: FrozenPass, *, normalize: bool = False, query: Query = "all"
 
     Raises:
         UnsupportedModelError: parallel blocks, no norm that reads attention plus residual, or a whitened model; a layer
-            without softmax attention, a gate or a norm inside it, or an encoder–decoder.
+            without softmax attention, or with a gate or a norm inside it.
         InvalidInputError: a query out of range.
 
     >>> tlens.methods.globenc(frozen, normalize=True, query=-1).scores.sum(-1).round(decimals=4)

@@ -14,7 +14,9 @@ a position (the stream, and a parallel block's MLP) is added to its diagonal. A 
 and ends at one position, and moves nothing between tokens.
 
 The paper draws the graph of edges above a threshold; the product of the maps over layers is the importance of all its
-paths, summed (ours). In a post-LN block y is the sum before the norm (ours).
+paths, summed (ours). In a post-LN block y is the sum before the norm (ours). A decoder block of an encoder–decoder has
+one more sum, cross-attention's, whose edges are of the encoder's tokens and the stream (ours); its map is the product
+of the two.
 """
 
 from collections.abc import Mapping
@@ -29,7 +31,16 @@ from torch import Tensor
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.layerwise import LocalLayer, Maps, normalize_rows, product, select_query
+from tensorlens_tl.layerwise import (
+    LocalLayer,
+    Maps,
+    by_attention,
+    normalize_rows,
+    only_acting,
+    product,
+    select_query,
+    side_by_side,
+)
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
@@ -79,28 +90,30 @@ def flow_edges(frozen: FrozenPass, threshold: Threshold = 0.0, *, value_bias: bo
     True
     """
     _check_threshold(threshold)
+    frozen.view.refuse_encoder_decoder("flow_edges, with one sum of attention for each layer")
     frozen.check_fresh()
     layers = [_edges(LocalLayer(frozen, layer, value_bias), threshold) for layer in range(frozen.n_layers)]
     return FlowEdges(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
 
 
-@register_layer_map("ifr", holds_residual=True, needs=("head_vectors",))
+@register_layer_map("ifr", holds_residual=True, needs=("head_vectors",), both_stacks=True)
 def ifr_map(frozen: FrozenPass, threshold: Threshold = 0.0, *, value_bias: bool = True) -> Maps:
     """The importance of each source token for each query, of every layer; the residual is on the diagonal."""
     _check_threshold(threshold)
-    maps = []
-    for number, layout in enumerate(frozen.layouts):
-        heads, stream, mlp, _ = _edges(LocalLayer(frozen, number, value_bias), threshold)
-        if layout.parallel:
+
+    def part(layer: LocalLayer) -> Tensor:
+        heads, stream, mlp, _ = _edges(layer, threshold)
+        if frozen.layouts[layer.layer].parallel:
             stream = stream + mlp
-        maps.append(heads.sum(1) + torch.diag_embed(stream))
-    return torch.stack(maps)
+        return layer.with_stream(heads.sum(1), stream)
+
+    return torch.stack([product(maps) for maps in by_attention(frozen, part, value_bias)])
 
 
 def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
     if options["aggregate"] == "product":
-        return "one_stack", "head_vectors", "unwhitened"
-    return "one_stack", "head_vectors"
+        return "head_vectors", "unwhitened"
+    return ("head_vectors",)
 
 
 @register_method("ifr", needs=_needs)
@@ -141,7 +154,9 @@ def ifr(
         maps = ifr_map(frozen, threshold, value_bias=value_bias)
         scores = product(maps)
     else:
-        maps = flow_edges(frozen, threshold, value_bias=value_bias).heads.sum(2)
+        _check_threshold(threshold)
+        heads = side_by_side(frozen, lambda layer: _edges(layer, threshold)[0].sum(1), value_bias)
+        maps = only_acting(frozen, heads)
         scores = maps.sum(0)
     return Attribution.of(
         frozen,
@@ -163,7 +178,7 @@ def _edges(layer: LocalLayer, threshold: Threshold) -> tuple[Tensor, Tensor, Ten
     y = layer.attention_sum()
     mlp = layer.mlp_write
     parallel = layer.frozen.layouts[layer.layer].parallel
-    real = layer.frozen.mask.to(upcast(y).dtype)
+    real = layer.frozen.mask[:, layer.queries].to(upcast(y).dtype)
     summands = [layer.x]
     if mlp is not None and parallel:
         summands.append(mlp(layer.x))
@@ -172,7 +187,7 @@ def _edges(layer: LocalLayer, threshold: Threshold) -> tuple[Tensor, Tensor, Ten
     nearer = rearrange(nearer * layer.pairs[:, None], "b h q k -> b q (h k)")
     shares = _shares(torch.cat([nearer, _proximities(summands, y) * real[..., None]], dim=-1), threshold)
     shares, others = shares.split([nearer.shape[-1], len(summands)], dim=-1)
-    heads = rearrange(shares, "b q (h k) -> b h q k", k=y.shape[1])
+    heads = rearrange(shares, "b q (h k) -> b h q k", k=layer.pairs.shape[-1])
     zero = torch.zeros_like(real)
     if parallel:
         beside = zero if mlp is None else others[..., 1]

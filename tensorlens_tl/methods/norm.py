@@ -8,7 +8,9 @@ With a_ij = Σ_h α^h_ij f^h(x_j), f(x) = (x·W_V + b_V)·W_O, and x read throug
 
 Ours, outside post-LN: pre-LN and parallel blocks have no norm around the sum, so `attn_res_ln` equals `attn_res` there
 (the ATB of Kobayashi et al. 2024). In sandwich and post-only blocks the norm after attention belongs to a_ij. In a
-whitened model x_j is the whitened vector of token j, which contains contributions from the tokens before it.
+whitened model x_j is the whitened vector of token j, which contains contributions from the tokens before it. A decoder
+block of an encoder–decoder has a sum of two attentions: the vectors of self-attention and the stream go on through the
+norm around it into the sum with those of cross-attention, and `attn_res_ln` has the norm around that sum as well.
 """
 
 from typing import Literal
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra import Norm
-from tensorlens_tl.layerwise import LocalLayer, Maps, locals_of, select_query
+from tensorlens_tl.layerwise import LocalLayer, Maps, locals_of, mean_of_layers, select_query, side_by_side
 from tensorlens_tl.methods.globenc import globenc_norms
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
@@ -33,9 +35,12 @@ Scope = Literal["attn", "attn_res", "attn_res_ln"]
 
 def norm_map(frozen: FrozenPass, scope: Scope = "attn") -> Maps:
     """One scope's norms, of every layer."""
-    return torch.stack(
-        [layer.pair_norms(_outer_norms(layer, scope), residual=scope != "attn") for layer in locals_of(frozen)]
-    )
+
+    def part(layer: LocalLayer) -> Tensor:
+        residual = scope != "attn" and not layer.is_cross
+        return layer.pair_norms(_outer_norms(layer, scope), residual=residual)
+
+    return side_by_side(frozen, part)
 
 
 def _outer_norms(layer: LocalLayer, scope: Scope | Literal["globenc"]) -> tuple[Norm, ...]:
@@ -43,29 +48,29 @@ def _outer_norms(layer: LocalLayer, scope: Scope | Literal["globenc"]) -> tuple[
     if scope == "globenc":
         return globenc_norms(layer)
     if scope == "attn_res_ln":
-        return layer.norms(layer.attn.outer)
+        return layer.outer
     return ()
 
 
-@register_layer_map("norm:attn", holds_residual=False, needs=("head_vectors",))
+@register_layer_map("norm:attn", holds_residual=False, needs=("head_vectors",), both_stacks=True)
 def attn_map(frozen: FrozenPass) -> Maps:
     """The norms of attention alone."""
     return norm_map(frozen, "attn")
 
 
-@register_layer_map("norm:attn_res", holds_residual=True, needs=("head_vectors",))
+@register_layer_map("norm:attn_res", holds_residual=True, needs=("head_vectors",), both_stacks=True)
 def attn_res_map(frozen: FrozenPass) -> Maps:
     """The norms with the residual connection."""
     return norm_map(frozen, "attn_res")
 
 
-@register_layer_map("norm:attn_res_ln", holds_residual=True, needs=("head_vectors",))
+@register_layer_map("norm:attn_res_ln", holds_residual=True, needs=("head_vectors",), both_stacks=True)
 def attn_res_ln_map(frozen: FrozenPass) -> Maps:
     """The norms with the residual connection and the norm around it."""
     return norm_map(frozen, "attn_res_ln")
 
 
-@register_method("norm", needs=("one_stack", "head_vectors"))
+@register_method("norm", needs=("head_vectors",))
 @checked_arguments
 def norm(frozen: FrozenPass, *, scope: Scope = "attn", query: Query = "all") -> Attribution:
     """The norms of attention's token-to-token vectors (Kobayashi 2020, 2021), averaged over layers.
@@ -81,7 +86,7 @@ def norm(frozen: FrozenPass, *, scope: Scope = "attn", query: Query = "all") -> 
 
     Raises:
         InvalidInputError: an unknown scope, or a query out of range.
-        UnsupportedModelError: a layer without softmax attention, a gate or a norm inside it, or an encoder–decoder.
+        UnsupportedModelError: a layer without softmax attention, or with a gate or a norm inside it.
 
     >>> tlens.methods.norm(frozen, scope="attn_res").layers.shape
     torch.Size([4, 1, 7, 7])
@@ -89,7 +94,7 @@ def norm(frozen: FrozenPass, *, scope: Scope = "attn", query: Query = "all") -> 
     layers = norm_map(frozen, scope)
     return Attribution.of(
         frozen,
-        select_query(frozen, layers.mean(0), query),
+        select_query(frozen, mean_of_layers(frozen, layers), query),
         method="norm",
         query=query,
         layers=layers,

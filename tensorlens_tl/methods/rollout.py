@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.layerwise import add_residual, normalize_rows, product, select_query
+from tensorlens_tl.layerwise import add_residual, mean_of_layers, normalize_rows, product, select_query
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import get_layer_map, register_method
@@ -35,7 +35,8 @@ def rollout(
 ) -> Attribution:
     """The product over layers of a layer map, with a residual share added to its rows (Abnar & Zuidema 2020).
 
-    Rows are normalised, then (1 − residual)·A + residual·I.
+    Rows are normalised, then (1 − residual)·A + residual·I. In a decoder block of an encoder–decoder a row has both
+    attentions of the token, cross-attention's and self-attention's, which share (1 − residual).
 
     Args:
         frozen: the pass.
@@ -81,7 +82,7 @@ def rollout(
 def mean(
     frozen: FrozenPass, *, layer_map: str = "attention", normalize: bool = False, query: Query = "all"
 ) -> Attribution:
-    """The average over layers of a layer map.
+    """The average over layers of a layer map; of an encoder–decoder, over the layers of the token's side.
 
     Args:
         frozen: the pass.
@@ -104,7 +105,7 @@ def mean(
         maps = normalize_rows(maps)
     return Attribution.of(
         frozen,
-        select_query(frozen, maps.mean(0), query),
+        select_query(frozen, mean_of_layers(frozen, maps), query),
         method="mean",
         query=query,
         layers=maps,

@@ -43,7 +43,7 @@ class Method:
         same_numbers: see `register_method`; `equal_to` reads it.
 
     >>> tlens.get_method("alti")
-    Method('alti', options: distance, query; needs: one_stack, head_vectors, unwhitened)
+    Method('alti', options: distance, query; needs: head_vectors, unwhitened)
     >>> tlens.get_method("cp-lrp").alias_of
     ('tensorlens', {'collapse': 'target'})
     """
@@ -70,7 +70,7 @@ class Method:
         """What it needs of a model, called with these options, in the order in which it is checked.
 
         >>> [need.name for need in tlens.get_method("rollout").requirements({"layer_map": "norm:attn"})]
-        ['one_stack', 'head_vectors', 'unwhitened']
+        ['head_vectors', 'unwhitened']
         """
         needs = self.needs
         if callable(needs):
@@ -165,7 +165,8 @@ class LayerMap:
         name: what `mean` and `rollout` call it.
         function: what was registered, to be called with a frozen pass.
         holds_residual: whether the residual connection is in the maps already.
-        needs: see `register_method`; `one_stack` besides.
+        needs: see `register_method`; `one_stack` besides, unless it is for both stacks.
+        both_stacks: whether it gives maps of encoder–decoders too.
 
     >>> attention = tlens.registry.get_layer_map("attention")
     >>> tuple(attention(frozen).shape), attention.requirements()[-1].name
@@ -176,10 +177,12 @@ class LayerMap:
     function: Callable[..., Tensor]
     holds_residual: bool
     needs: Needs = ()
+    both_stacks: bool = False
 
     def requirements(self) -> tuple[Requirement, ...]:
         """What it needs of a model, in the order in which it is checked."""
-        return resolved(("one_stack", *self.needs), f"layer map {self.name!r}")
+        needs = self.needs if self.both_stacks else ("one_stack", *self.needs)
+        return resolved(needs, f"layer map {self.name!r}")
 
     def __call__(self, frozen: FrozenPass) -> Maps:
         """The maps of every layer.

@@ -186,13 +186,17 @@ def renamed(attribution: Attribution, method: str, options: Mapping[str, Any]) -
 
 
 @checked_arguments
-def register_layer_map(name: Any, *, holds_residual: bool, needs: Needs = ()) -> Callable[[MapFunction], MapFunction]:
+def register_layer_map(
+    name: Any, *, holds_residual: bool, needs: Needs = (), both_stacks: bool = False
+) -> Callable[[MapFunction], MapFunction]:
     """Register a function of a pass that gives one map of token pairs per layer, as a decorator.
 
     Args:
         name: what `mean` and `rollout` call it, ``layer_map=name``.
         holds_residual: whether the residual connection is in the maps already; a rollout adds it otherwise.
-        needs: what it needs of a model, see `register_method`; no layer map is read of an encoder–decoder.
+        needs: what it needs of a model, see `register_method`.
+        both_stacks: whether it takes encoder–decoders, and gives maps of the encoder's tokens followed by the decoder's
+            (`tensorlens_tl.layerwise.side_by_side` does); they are refused otherwise.
 
     Returns:
         A decorator, which returns the function.
@@ -212,7 +216,7 @@ def register_layer_map(name: Any, *, holds_residual: bool, needs: Needs = ()) ->
     def decorate(function: MapFunction) -> MapFunction:
         _load_built_in(function)
         _check_free(_LAYER_MAPS.get(name), function, f"register_layer_map: {name!r}", name)
-        _LAYER_MAPS[name] = LayerMap(name, function, holds_residual, needs)
+        _LAYER_MAPS[name] = LayerMap(name, function, holds_residual, needs, both_stacks)
         return function
 
     return decorate
