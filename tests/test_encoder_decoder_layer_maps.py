@@ -17,7 +17,10 @@ NAMES = encoder_decoder_names()
 LAYOUTS = [name for name in ("encoder-decoder/tied", "bridge/bart", "bridge/t5gemma") if name in NAMES]
 """Pre-LN, post-LN and sandwich blocks."""
 
-METHODS = ("attention", "rollout", "mean", "norm", "globenc", "alti", "ifr", "ff-ig", "alti-logit")
+METHODS = (
+    "attention", "rollout", "mean", "norm", "globenc", "alti", "ifr", "ff-ig", "alti-logit", "chefer", "value-zeroing",
+    "leave-one-out",
+)  # fmt: skip
 VARIED = {
     "attention, heads": ("attention", {"head_reduction": None}),
     "norm, attn_res_ln": ("norm", {"scope": "attn_res_ln"}),
@@ -372,6 +375,92 @@ def test_alti_logit(frozen, name, same):
     everything = tlens.attribute(frozen, method="alti-logit", target=5, updates="all")
     assert float(everything.gap.max()) < 1e-9
     assert close(everything.scores.sum(-1) + everything.bias, result.scores.sum(-1) + result.bias)
+
+
+# ------------------------------------------------------------------------------------------ of the live model
+
+HOOKED = [name for name in ("encoder-decoder/tied", "encoder-decoder/gated") if name in NAMES]
+"""Models whose values and patterns are changed where their hook points are."""
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_chefer(frozen, same):
+    """By the gradient of live patterns, rule after rule; of a batch the first prompt."""
+    encoder, patterns = frozen.sides[0], {}
+    points = [(p, p.cross) for p in frozen.points.blocks]
+    names = [at.pattern for own, cross in points for at in (own.heads, cross) if at is not None]
+
+    def see(pattern, hook):
+        patterns[hook.name] = pattern
+        return pattern
+
+    logits = frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=[(at, see) for at in names])
+    R = torch.eye(frozen.tokens.shape[1], dtype=torch.float64)
+    i, q = slice(0, encoder), slice(encoder, None)
+    for at in names:
+        (gradient,) = torch.autograd.grad(logits[0, -1, 5], patterns[at], retain_graph=True)
+        A = (gradient * patterns[at])[0].clamp_min(0).mean(0).detach()
+        if "cross" in at:
+            rest = R - torch.eye(len(R))
+            total = rest.sum(1, keepdim=True)
+            bar = torch.where(total > 0, rest / total, 0) + torch.eye(len(R))
+            R[q, i] = R[q, i] + bar[q, q].T @ A @ bar[i, i]
+        elif at.startswith("encoder"):
+            R[i, i] = R[i, i] + A @ R[i, i]
+        else:
+            R[q, :] = R[q, :] + A @ R[q, :]
+    same(tlens.attribute(frozen, method="chefer", target=5).scores[:1, 0], R[-1:])
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_value_zeroing(frozen, same):
+    """Each token's value zeroed in the live model's own hook, one layer after the other."""
+    cache, flow = cache_of(frozen), identity(frozen)
+    for layer, points in enumerate(frozen.points.blocks):
+        start, stop = frozen.capture.side(layer)
+        output, changes = frozen.capture.output_name(layer), 0 * flow
+        for token in range(flow.shape[1]):
+            at, place = points.heads.value, token - start
+            if token < start:
+                if points.cross is None:
+                    continue
+                at, place = points.cross.value, token
+            if token >= stop:
+                continue
+            seen = {}
+
+            def zero(values, hook, place=place):
+                values = values.clone()
+                values[:, place] = 0
+                return values
+
+            hooks = [(at, zero), (output, lambda live, hook, seen=seen: seen.update(live=live))]
+            with torch.no_grad():
+                frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)
+            angle = torch.nn.functional.cosine_similarity(seen["live"], cache[output], dim=-1)
+            changes[:, start:stop, token] = 1 - angle
+        changes = changes / changes.sum(-1, keepdim=True)
+        changes[:, :start] = identity(frozen)[:, :start]
+        changes[:, stop:] = identity(frozen)[:, stop:]
+        flow = changes @ flow
+    same(tlens.attribute(frozen, method="value-zeroing").scores, flow)
+
+
+def test_leave_one_out(frozen, same):
+    """Another token in the place of each one of either side, in the live model; nothing is deleted."""
+    inputs, encoder = frozen.inputs, frozen.sides[0]
+    decoder_argument = frozen.view.decoder_argument
+    with torch.no_grad():
+        losses = [frozen.model(**inputs)[:, -1, 5].clone() for _ in range(frozen.tokens.shape[1])]
+        for token in range(len(losses)):
+            side, place = ("input", token) if token < encoder else (decoder_argument, token - encoder)
+            ids = inputs[side].clone()
+            ids[:, place] = 11
+            losses[token] -= frozen.model(**inputs | {side: ids})[:, -1, 5]
+    result = tlens.attribute(frozen, method="leave-one-out", target=5, replacement=11)
+    same(result.scores[:, 0], torch.stack(losses, dim=-1))
+    with pytest.raises(tlens.UnsupportedModelError, match=r"replacement='delete': tokens of this .* either side"):
+        tlens.attribute(frozen, method="leave-one-out", target=5, replacement="delete")
 
 
 # ------------------------------------------------------------------------------------------ what is refused

@@ -177,15 +177,6 @@ PARTS = {
         lambda m, f: compress.sharing(m),
         lambda m, f: compress.head_weights(f, 0),
     ],
-    **{
-        method: [lambda m, f, method=method: tlens.attribute(f, method=method)]
-        for method in ("value-zeroing",)
-    },
-    **{
-        method: [lambda m, f, method=method: tlens.attribute(f, method=method, target=7)]
-        for method in ("chefer", "leave-one-out")
-    },
-    "layer map": [lambda m, f: tlens.registry.get_layer_map("value-zeroing")(f)],
     "one layer": [lambda m, f: contextualisation.gain_against_ff(f), lambda m, f: tlens.methods.mixing_ratio(f)],
     "one stack": [
         lambda m, f: contextualisation.context_change(f, "atb", "atb_ff"),

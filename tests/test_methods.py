@@ -127,8 +127,8 @@ def test_requirements_have_a_sentence_and_an_order():
         assert requirement.name == name
         assert re.fullmatch(r"[A-Z].*\.", requirement.summary)
     method = tlens.get_method("chefer")
-    assert [need.name for need in method.requirements()] == ["one_stack", "predictions", "head_vectors", "unwhitened"]
-    assert "needs: one_stack, predictions, head_vectors, unwhitened" in repr(method)
+    assert [need.name for need in method.requirements()] == ["predictions", "head_vectors", "unwhitened"]
+    assert "needs: predictions, head_vectors, unwhitened" in repr(method)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_requirements_have_a_sentence_and_an_order():
     [
         ("rollout", {}, ["patterns", "unwhitened"]),
         ("rollout", {"layer_map": "globenc"}, ["norm_after_sum", "head_vectors", "unwhitened"]),
-        ("mean", {"layer_map": "value-zeroing"}, ["one_stack", "head_vectors"]),
+        ("mean", {"layer_map": "value-zeroing"}, ["head_vectors"]),
         ("ifr", {"aggregate": "sum"}, ["head_vectors"]),
         ("ff-ig", {"scope": "atb"}, ["sequential_mlp", "head_vectors"]),
         ("relp", {}, ["predictions"]),

@@ -6,6 +6,14 @@
 Every query has gradients of its own; one run of the prompts serves all of them, as rows of a batched backward pass.
 The gradient by a pattern is taken where the heads' mixed values z = A·v leave attention, as ``∂logit/∂z_i · v_j``: on
 some models `attn.hook_pattern` only observes. Nothing is frozen: gradients are those of the live model.
+
+Encoder–decoders (Chefer, Gur & Wolf 2021, "Generic attention-model explainability for interpreting bi-modal and
+encoder-decoder transformers"), i the encoder's tokens and q the decoder's:
+
+    self-attention    R^ii ← R^ii + Ā·R^ii,   R^qq ← R^qq + Ā·R^qq,   R^qi ← R^qi + Ā·R^qi
+    cross-attention   R^qi ← R^qi + (R̄^qq)ᵀ·Ā·R̄^ii,   R̄ = I + rows of (R − I) divided by their sums
+
+in the order of the blocks; a query's scores are its own row of [R^qi, R^qq].
 """
 
 from typing import Any
@@ -20,6 +28,7 @@ from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, in_this_thread
+from tensorlens_tl.layerwise import LocalLayer, attentions_of, normalize_rows
 from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.models.parameters import saved_by_name
@@ -28,7 +37,7 @@ from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
 
 
-@register_method("chefer", needs=("one_stack", "predictions", "head_vectors", "unwhitened"))
+@register_method("chefer", needs=("predictions", "head_vectors", "unwhitened"))
 @checked_arguments
 def chefer(
     frozen: FrozenPass,
@@ -40,7 +49,8 @@ def chefer(
 ) -> Attribution:
     """R ← R + E_h[(∇A ⊙ A)⁺]·R over self-attention layers, ∇A of the target's logit (Chefer 2021).
 
-    Scores are never negative, and a query has at least 1 from itself.
+    Scores are never negative, and a query has at least 1 from itself. An encoder–decoder has the rules of the second
+    paper, for cross-attention too.
 
     Args:
         frozen: the pass; its prompt and patterns are used.
@@ -53,19 +63,20 @@ def chefer(
 
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range.
-        UnsupportedModelError: the model predicts no tokens, has two streams (an encoder–decoder), a layer without
-            softmax attention or with a gate or a norm inside it, or is whitened.
+        UnsupportedModelError: the model predicts no tokens, has a layer without softmax attention or with a gate or a
+            norm inside it, or is whitened.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
         NumericalError: the model's own gradients are not finite, as with padding on the left in some models.
 
     >>> bool((tlens.methods.chefer(frozen, target=" value").scores >= 0).all())
     True
     """
-    sites = [_Site(frozen, layer) for layer in range(frozen.n_layers)]
+    sites = [_Site(layer) for block in attentions_of(frozen) for layer in block]
     live_logits = LiveLogits(frozen, target, minus, query, "chefer")
     in_bytes(memory)
+    rule = _relevance if frozen.sides is None else _relevance_of_both_sides
     x = frozen.resid_pre(0)
-    patterns = len(sites) * max(site.numbers for site in sites)
+    patterns = (len(sites) + 2 * (frozen.sides is not None)) * max(site.numbers for site in sites)
     # autograd keeps every layer's activations
     per_query = (16 * frozen.n_layers * x.numel() + 6 * patterns) * x.element_size()
     hooks = [hook for site in sites for hook in site.hooks()]
@@ -74,7 +85,7 @@ def chefer(
         _, numbers = live_logits.graph(x, hooks)
         outputs = [site.output for site in sites if site.output is not None]  # each was seen, as in the pass
         relevances = [
-            _relevance(frozen, sites, gradients, live_logits.positions[:, rows])
+            rule(frozen, sites, gradients, live_logits.positions[:, rows])
             for rows, gradients in live_logits.gradients(numbers, outputs, per_query, memory)
         ]
     scores = torch.cat(relevances, dim=1) * (live_logits.real[:, :, None] & frozen.mask[:, None])
@@ -97,40 +108,58 @@ def _relevance(
     """The rows of R that belong to some queries, each from its own gradients."""
     x = frozen.resid_pre(0)
     relevance = torch.nn.functional.one_hot(positions, x.shape[1]).to(upcast(x))
-    pairs = frozen.mask[:, None, :, None] & frozen.mask[:, None, None]
     for site, gradient in reversed(list(zip(sites, gradients, strict=True))):
-        if gradient is None:
-            raise UnsupportedModelError(
-                f"chefer: the logits of this {frozen.view.description} have no gradient at {site.name}: attention goes "
-                "another way there."
-            )
-        weighted = site.weighted(gradient.transpose(0, 1)) * pairs
-        relevance = relevance + torch.einsum("bcq,bcqk->bck", relevance, weighted)
+        relevance = relevance + torch.einsum("bcq,bcqk->bck", relevance, site.weighted(gradient))
     return relevance
 
 
+def _relevance_of_both_sides(
+    frozen: FrozenPass,
+    sites: list["_Site"],
+    gradients: list[Float[Tensor, "query batch pos *width"] | None],
+    positions: Int[Tensor, "batch query"],
+) -> Float[Tensor, "batch query key"]:
+    """The same of an encoder–decoder, by the rules of its self- and cross-attention."""
+    x = upcast(frozen.resid_pre(0))
+    identity = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    relevance = identity.repeat(*positions.shape, 1, 1)
+    for site, gradient in zip(sites, gradients, strict=True):
+        queries = site.layer.queries
+        keys = site.layer.keys
+        given = site.weighted(gradient)
+        if site.layer.is_cross:
+            normalized = identity + normalize_rows(relevance - identity)
+            by_queries = normalized[..., queries, queries].mT
+            relevance[..., queries, keys] += by_queries @ given @ normalized[..., keys, keys]
+        else:
+            relevance[..., queries, :] += given @ relevance[..., queries, :]
+    return torch.take_along_dim(relevance, positions[..., None, None], dim=2)[:, :, 0]
+
+
 class _Site:
-    """One layer's attention, where the logits are differentiated.
+    """One attention, where the logits are differentiated.
 
     `output` is what the last run gave there: the heads' mixed values, or the output of attention that is held as a
     whole.
     """
 
-    def __init__(self, frozen: FrozenPass, layer: int) -> None:
-        block = frozen.view.blocks[layer]
-        points = frozen.points.blocks[layer]
-        assert points.heads is not None
+    def __init__(self, layer: LocalLayer) -> None:
+        frozen = layer.frozen
+        block = frozen.view.blocks[layer.layer]
+        points = frozen.points.blocks[layer.layer]
+        heads = points.cross if layer.is_cross else points.heads
+        assert heads is not None
         self.frozen = frozen
         self.layer = layer
         length = frozen.tokens.shape[1]
-        self.numbers = len(frozen.tokens) * block.attention.heads * length * length  # of its pattern
+        self.numbers = len(frozen.tokens) * layer.weights.heads * length * length  # of its pattern
         self.values: Tensor | None = None
         self.output: Tensor | None = None
-        self.name = points.heads.z
-        self.values_at = points.heads.value
+        self.name = heads.z
+        self.values_at = heads.value
         self.out = None
         if points.attention is not None:
-            values, _, out = frozen.maps.attention(layer).stages
+            values, _, out = frozen.maps.attention(layer.layer).stages
             self.name = points.attention.out
             self.values_at = None
             self.values = values(frozen.activation(points.attention.into))
@@ -152,16 +181,30 @@ class _Site:
             hooks.insert(0, (self.values_at, in_this_thread(record)))
         return hooks
 
-    def weighted(self, gradient: Float[Tensor, "batch copy pos *width"]) -> Float[Tensor, "batch copy query key"]:
-        """E_h[(∇A ⊙ A)⁺] from the gradient by the output."""
+    def weighted(
+        self, by_output: Float[Tensor, "copy batch pos *width"] | None
+    ) -> Float[Tensor, "batch copy query key"]:
+        """E_h[(∇A ⊙ A)⁺] from the gradient by the output, at pairs of real tokens."""
         assert self.values is not None
+        if by_output is None:
+            raise UnsupportedModelError(
+                f"chefer: the logits of this {self.frozen.view.description} have no gradient at {self.name}: attention "
+                "goes another way there."
+            )
+        gradient = by_output.transpose(0, 1)
         if self.out is not None:  # the weights read have the factor that the block multiplies its branches by
             gradient = self.out.pull(gradient.transpose(0, 1)).transpose(0, 1) / self.factor
-        A = self.frozen.maps.pattern(self.layer).to(upcast(gradient))
+        number = self.layer.layer
+        if self.layer.is_cross:
+            pattern = shown_pattern = self.frozen.cross_pattern(number)
+        else:
+            pattern = self.frozen.maps.pattern(number)
+            shown_pattern = self.frozen.pattern(number)
+        A = pattern.to(upcast(gradient))
         batch, heads = A.shape[:2]
-        shown = self.frozen.pattern(self.layer).shape[1]  # fewer where heads belong to experts: those of a token
+        shown = shown_pattern.shape[1]  # fewer where heads belong to experts: those of a token
         v = self.values.to(A).reshape(-1, A.shape[-1], self.values.shape[2:].numel())[:batch]
         by_z = rearrange(gradient.to(A).flatten(3), "b c q (h d) -> b c h q d", h=heads)
         kv_heads = v.shape[-1] // by_z.shape[-1]
         v = rearrange(v, "b k (kv d) -> b kv k d", kv=kv_heads).repeat_interleave(heads // kv_heads, dim=1)
-        return (A[:, None] * (by_z @ v[:, None].mT)).clamp_min(0).sum(2) / shown
+        return (A[:, None] * (by_z @ v[:, None].mT)).clamp_min(0).sum(2) / shown * self.layer.pairs[:, None]

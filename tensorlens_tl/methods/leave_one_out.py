@@ -23,7 +23,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, SomeLogits, capture, run
 from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.methods.prefix import SharedPrefix
@@ -52,7 +52,7 @@ def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
     return frozen.tokens.shape[1]
 
 
-@register_method("leave-one-out", needs=("one_stack", "predictions"), perturbs=True, runs=_runs)
+@register_method("leave-one-out", needs=("predictions",), perturbs=True, runs=_runs)
 @checked_arguments
 def leave_one_out(
     frozen: FrozenPass,
@@ -86,7 +86,7 @@ def leave_one_out(
     Raises:
         InvalidInputError: no target, several tokens, a query out of range, an unknown `of` or replacement, or
             ``"delete"`` where a model reads more than tokens.
-        UnsupportedModelError: the model predicts no tokens, or is an encoder–decoder.
+        UnsupportedModelError: the model predicts no tokens; of an encoder–decoder, ``"delete"``.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
 
     >>> result = tlens.methods.leave_one_out(frozen, target=" value", of="probability", replacement="delete")
@@ -138,7 +138,13 @@ def _refuse_deletion(frozen: FrozenPass) -> None:
 
     Raises:
         InvalidInputError: images or sound, whole or beside the tokens.
+        UnsupportedModelError: an encoder–decoder, whose decoder's tokens are where its predictions are.
     """
+    if frozen.view.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"replacement={DELETE!r}: tokens of this {frozen.view.description} are replaced on either side, and not "
+            f"taken out; use one of {', '.join(map(repr, REPLACEMENTS))}, or a token."
+        )
     if frozen.view.reads != "tokens" or frozen.prompt.extra:
         raise InvalidInputError(
             f"replacement={DELETE!r}: this prompt is more than tokens, and a patch or a frame cannot be taken out; use "

@@ -12,6 +12,9 @@ the prompts as fit, one for each token that is zeroed. Attention is changed wher
 (`attn.hook_z`), or at its output where it is held as a whole; a gate or a norm inside attention responds to what is
 zeroed, and such attention is refused. The cosine is ``½·‖x̃/‖x̃‖ − ỹ/‖ỹ‖‖²``, which is the same number without the
 cancellation of 1 − cos near zero.
+
+In a decoder block of an encoder–decoder (ours) the value of an encoder's token is that in cross-attention, so that a
+row is over both sides. Cross-attention's pattern is the live model's: its queries respond to self-attention.
 """
 
 from collections.abc import Mapping
@@ -27,8 +30,8 @@ from tensorlens_tl.algebra import Chain
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks import FwdHook, capture, in_this_thread
-from tensorlens_tl.layerwise import Maps, normalize_rows, product, select_query
+from tensorlens_tl.hooks import AttentionPoints, FwdHook, capture, in_this_thread
+from tensorlens_tl.layerwise import Maps, normalize_rows, only_acting, product, select_query
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.live import Copies, prove_obedience, repeated
@@ -36,7 +39,7 @@ from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.results import Attribution
 
 
-@register_layer_map("value-zeroing", holds_residual=True, needs=("head_vectors",))
+@register_layer_map("value-zeroing", holds_residual=True, needs=("head_vectors",), both_stacks=True)
 def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
     """C_ij of every layer, rows divided by their sum."""
     in_bytes(memory)
@@ -65,7 +68,11 @@ def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
     pairs = frozen.mask[:, :, None] & frozen.mask[:, None]
     if frozen.causal:  # what rounding leaves ahead of a query is no change
         pairs = pairs.tril()
-    return normalize_rows(changes * pairs).to(x)
+    maps = normalize_rows(changes * pairs)
+    if frozen.sides is not None:  # a block leaves the tokens of the other side as they are
+        identity = torch.diag_embed(frozen.mask.to(maps)).expand_as(maps)
+        maps = maps + identity - only_acting(frozen, identity)
+    return maps.to(x)
 
 
 def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
@@ -73,7 +80,7 @@ def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
     return frozen.tokens.shape[1]
 
 
-@register_method("value-zeroing", needs=("one_stack", "head_vectors", "unwhitened"), perturbs=True, runs=_runs)
+@register_method("value-zeroing", needs=("head_vectors", "unwhitened"), perturbs=True, runs=_runs)
 @checked_arguments
 def value_zeroing(frozen: FrozenPass, *, query: Query = "all", memory: Memory = None) -> Attribution:
     """How far a layer's outputs turn when the value of a token is zeroed, rolled out over layers (Mohebbi 2023).
@@ -90,8 +97,8 @@ def value_zeroing(frozen: FrozenPass, *, query: Query = "all", memory: Memory = 
 
     Raises:
         InvalidInputError: a query out of range.
-        UnsupportedModelError: a layer without softmax attention or with a gate or a norm inside it, an
-            encoder–decoder, a whitened model, or one that ignores hooks.
+        UnsupportedModelError: a layer without softmax attention or with a gate or a norm inside it, a whitened model,
+            or one that ignores hooks.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
 
     >>> tlens.methods.value_zeroing(frozen, query=-1).scores.sum(-1).round(decimals=4)
@@ -120,7 +127,8 @@ class _Run:
     Args:
         frozen: the pass.
         value_mask: which source tokens keep their values, for each copy.
-        first: what the first layer reads, if it is to be another input than its own.
+        first: what the first layer reads, if it is to be another input than its own; of an encoder–decoder, the
+            encoder's first.
     """
 
     def __init__(self, frozen: FrozenPass, value_mask: Bool[Tensor, "copy pos"], first: Tensor | None = None) -> None:
@@ -130,7 +138,11 @@ class _Run:
         self.copies = len(value_mask), *frozen.tokens.shape
         self.changes = torch.zeros(frozen.n_layers, *self.copies, dtype=upcast(x).dtype, device=x.device)
         self._measured_layers = set[int]()
-        hooks = [self._put(frozen.points.blocks[0].resid_pre, x if first is None else first)]
+        entries = frozen.capture.stream_names(0)
+        sides = x.shape[1:2] if frozen.sides is None else frozen.sides
+        hooks = [self._put(name, part) for name, part in zip(entries, x.split(sides, dim=1), strict=True)]
+        if first is not None:
+            hooks[0] = self._put(entries[0], first[:, : sides[0]])
         for layer in range(frozen.n_layers):
             hooks += self._attention(layer)
             hooks.append(self._measured(layer))
@@ -146,7 +158,8 @@ class _Run:
 
     def _measured(self, layer: int) -> FwdHook:
         """Looks at a layer's output, and puts the pass's own in its place for the next layer."""
-        expected = self.frozen.resid_pre(layer + 1)
+        side = slice(*self.frozen.capture.side(layer))
+        expected = self.frozen.resid_pre(layer + 1)[:, side]
         name = self.frozen.capture.output_name(layer)
         put = self._put(name, expected)[1]
 
@@ -155,7 +168,8 @@ class _Run:
             if layer not in self._measured_layers:
                 self._measured_layers.add(layer)
                 output = live.to(expected.device).unflatten(0, self.copies[:2])
-                self.changes[layer] = (_directions(output) - _directions(expected)).square().sum(-1) / 2
+                turned = (_directions(output) - _directions(expected)).square().sum(-1) / 2
+                self.changes[layer][..., side] = turned
             return put(live, hook=hook)
 
         return name, hook
@@ -163,8 +177,8 @@ class _Run:
     def _attention(self, layer: int) -> list[FwdHook]:
         """What takes the zeroed tokens' values out of one layer's attention."""
         points = self.frozen.points.blocks[layer]
-        pattern = self.frozen.pattern(layer)
-        value_mask = self.value_mask
+        start, stop = self.frozen.capture.side(layer)
+        value_mask = self.value_mask[:, start:stop]
         if points.attention is not None:
             attention = self.frozen.maps.attention(layer)
             values = attention.stages[0]
@@ -177,9 +191,22 @@ class _Run:
                 return output.reshape(live.shape).to(live)
 
             return [(points.attention.out, put)]
-        heads = points.heads
+        assert points.heads is not None
+        hooks = self._mixed(points.heads, self.frozen.pattern(layer), value_mask)
+        if points.cross is not None:  # its pattern responds to what self-attention reads without a value
+            held = value_mask.all(-1)
+            hooks += self._mixed(points.cross, self.frozen.cross_pattern(layer), self.value_mask[:, :start], held)
+        return hooks
+
+    def _mixed(
+        self,
+        heads: AttentionPoints,
+        pattern: Float[Tensor, "batch head query key"],
+        value_mask: Bool[Tensor, "copy key"],
+        held: Bool[Tensor, "copy"] | None = None,
+    ) -> list[FwdHook]:
+        """Hooks by which heads mix the values of the tokens that keep them, in the copies whose pattern is held."""
         recorded = list[Tensor]()
-        assert heads is not None
 
         def record(v: Tensor, *, hook: Any) -> None:
             recorded[:] = [v]
@@ -189,7 +216,11 @@ class _Run:
                 return None
             v = recorded.pop().unflatten(0, self.copies[:2]) * value_mask[:, None, :, None, None]
             grouped = rearrange(pattern.to(v), "b (kv group) q k -> b kv group q k", kv=v.shape[3])
-            return torch.einsum("bcgqk,rbkcd->rbqcgd", grouped, v).reshape(z.shape)
+            mixed = torch.einsum("bcgqk,rbkcd->rbqcgd", grouped, v).reshape(z.shape)
+            if held is None:
+                return mixed
+            rows = held.repeat_interleave(self.copies[1]).view(-1, *(1 for _ in z.shape[1:]))
+            return torch.where(rows, mixed, z)
 
         return [(heads.value, record), (heads.z, mix)]
 
