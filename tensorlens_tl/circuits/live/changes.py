@@ -6,7 +6,6 @@ no hook point shows is taken away where it is called (`tensorlens_tl.circuits.li
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, changed_calls, in_this_thread
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import FrozenPass
-from tensorlens_tl.passes.live import Copies
+from tensorlens_tl.passes.live import Copies, EarlierLayers
 
 EVERY_POSITION = slice(None)
 
@@ -49,10 +48,6 @@ class NodeChange(NamedTuple):
     layer: int = 0
 
 
-LEAST = 8
-"""The fewest changes of one run where runs that begin at later layers could be more: each has two unchanged copies."""
-
-
 def losses(
     live: LiveTarget,
     changes: Sequence[NodeChange],
@@ -72,19 +67,37 @@ def losses(
 
     def run(copies: Copies) -> Float[Tensor, "copy batch query"]:
         chosen = [(copy, changes[number]) for copy, number in enumerate(copies) if number is not None]
-        first = min((change.layer for _, change in chosen), default=0)
-        if first and copies[0] is None and live.shares_layers:
-            numbers = _numbers(live, chosen, len(copies), values, first)
-            if live.gives_its_number(numbers[0]):
+        if copies[0] is None and chosen and live.shares_layers:
+            numbers = _shared_run(live, chosen, len(copies), values)
+            if numbers is not None:
                 return numbers
-        return _numbers(live, chosen, len(copies), values, 0)
+        return _numbers(live, chosen, len(copies), values)
 
-    parts = 1
-    if live.shares_layers:
-        layers = {change.layer for change in changes}
-        parts = max(1, min(len(layers), len(changes) // LEAST))
-    remaining = [numbers for _, numbers in live.changed(len(changes), run, memory, title, parts)]
+    remaining = [numbers for _, numbers in live.changed(len(changes), run, memory, title)]
     return live.readout.total[..., None] - torch.cat(remaining).permute(1, 2, 0)
+
+
+def _shared_run(
+    live: LiveTarget,
+    changes: Sequence[tuple[int, NodeChange]],
+    copies: int,
+    values: Mapping[str, Float[Tensor, "batch pos width"]] | None,
+) -> Float[Tensor, "copy batch query"] | None:
+    """The number in each copy, each from its first changed layer on; None where unchanged copies come out otherwise."""
+    firsts = [min(change.layer for _, change in changes)] * copies
+    if not any(change.expert for _, change in changes):  # experts are taken away in all rows of a run
+        for copy, change in changes:
+            firsts[copy] = change.layer
+    numbers = None
+    try:
+        with live.earlier.skipped(firsts), live.only_what_is_read():
+            numbers = _numbers(live, changes, copies, values)
+    except Exception:  # a model may raise anything where it is called with some rows: the whole run says what is wrong
+        live.earlier.forms = []
+    if numbers is not None and live.gives_its_number(numbers[0]) and live.gives_its_number(numbers[-1]):
+        return numbers
+    live.earlier.forms = []
+    return None
 
 
 def _numbers(
@@ -92,24 +105,21 @@ def _numbers(
     changes: Sequence[tuple[int, NodeChange]],
     copies: int,
     values: Mapping[str, Float[Tensor, "batch pos width"]] | None,
-    first: int,
 ) -> Float[Tensor, "copy batch query"]:
-    """The number in each copy of the prompts, one run that begins at layer `first`."""
+    """The number in each copy of the prompts, in one run."""
     experts = [(copy, change.expert) for copy, change in changes if change.expert is not None]
-    with ExitStack() as stack:
-        stack.enter_context(changed_calls(without_experts(experts, copies, live.frozen.tokens)))
-        if first:
-            stack.enter_context(live.earlier.skipped(first, copies))
-        return live.numbers(copies, _hooks(live.frozen, changes, copies, values))
+    with changed_calls(without_experts(experts, copies, live.frozen.tokens)):
+        return live.numbers(copies, _hooks(live, changes, copies, values))
 
 
 def _hooks(
-    frozen: FrozenPass,
+    live: LiveTarget,
     changes: Sequence[tuple[int, NodeChange]],
     copies: int,
     values: Mapping[str, Float[Tensor, "batch pos width"]] | None,
 ) -> list[FwdHook]:
     """The hooks that change nodes, each in its copy of the prompts."""
+    frozen = live.frozen
     by_point = defaultdict[str, list[tuple[int, NodeChange]]](list)
     for copy, change in changes:
         for point in change.points:
@@ -124,8 +134,9 @@ def _hooks(
             marked[copy, :, change.position, change.part] = True
         replacement = None
         if values is not None:
-            replacement = values[point].reshape(batch, pos, parts, -1)
-        hooks.append((point, in_this_thread(partial(_changed, marked=marked, replacement=replacement))))
+            replacement = values[point].reshape(1, batch, pos, parts, -1)
+        hook = partial(_changed, earlier=live.earlier, marked=marked, replacement=replacement)
+        hooks.append((point, in_this_thread(hook)))
     return hooks
 
 
@@ -133,20 +144,20 @@ def _changed(
     tensor: Tensor,
     *,
     hook: Any,
+    earlier: EarlierLayers,
     marked: Bool[Tensor, "copy batch pos part 1"],
-    replacement: Float[Tensor, "batch pos part width"] | None,
+    replacement: Float[Tensor, "1 batch pos part width"] | None,
 ) -> Tensor:
     """What a hook point has in copies of the prompts, with other values, or zeros, in the parts that are marked.
 
     Some classes flatten batch and position, some have heads side by side.
     """
-    copies, batch, pos, parts, _ = marked.shape
-    split = tensor.reshape(copies, batch, pos, parts, -1)
-    marked = marked.to(tensor.device)
+    marked = earlier.entered(marked).to(tensor.device)
+    split = tensor.reshape(*marked.shape[:-1], -1)
     if replacement is None:
         changed = split.masked_fill(marked, 0)
     else:
-        changed = torch.where(marked, replacement.to(tensor), split)
+        changed = torch.where(marked, earlier.at_positions(replacement).to(tensor), split)
     return changed.reshape(tensor.shape)
 
 

@@ -74,15 +74,21 @@ class LiveTarget:
         run: Callable[[Copies], Float[Tensor, "copy batch query"]],
         memory: Memory,
         title: str,
-        parts: int = 1,
     ) -> Iterator[tuple[range, Float[Tensor, "change batch query"]]]:
         """The number under each of some changes; see `LiveModel.changed`."""
-        return self._model.changed(changes, run, self._error, self._bytes_per_copy, memory, title, parts)
+        return self._model.changed(changes, run, self._error, self._bytes_per_copy, memory, title)
 
     @property
     def shares_layers(self) -> bool:
         """Whether a run may begin at the first layer that a change reaches: nobody's hooks count on the others."""
         return self.earlier.may_be_skipped and not self._model.alone
+
+    def only_what_is_read(self) -> AbstractContextManager[None]:
+        """Inside, the last layer's MLP is computed at the queries alone, where that saves something."""
+        positions = self.readout.positions
+        if positions.shape[1] >= self.frozen.tokens.shape[1] or self.frozen.sides is not None:
+            return nullcontext()
+        return self.earlier.narrowed(self.readout.stream.layers.stop - 1, positions)
 
     def gives_its_number(self, numbers: Float[Tensor, "batch query"]) -> bool:
         """Whether a copy that is left as it is gives the pass's number."""

@@ -1,19 +1,26 @@
-"""The layers before a change, which need not be computed again: their blocks hand on the stream that the pass holds.
+"""What a changed run need not compute again: the layers before its change, and what nobody reads in the last one.
 
-Nothing is trusted: whoever skips blocks compares the number of an unchanged copy, and runs the whole model where it
+Copies of the prompts are rows of one run. Each enters it at the first block that its change reaches, with the stream
+that the pass holds there; the blocks compute the copies that have entered. The MLP of the last block that matters is
+called with the positions that are read, as nothing after it reads another one.
+
+Nothing is trusted: whoever skips work compares the number of unchanged copies, and runs the whole model where it
 differs (a layer may read what an earlier one computed beside the stream).
 """
 
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
+from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import lock_of
+from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.capture import Capture
 
 
@@ -38,9 +45,13 @@ class Form(NamedTuple):
         stream = stream.to(self.device)
         return stream if self.length is None else (stream, *[None] * (self.length - 1))
 
+    def stream(self, output: Any) -> Tensor:
+        """The stream of an output in this form."""
+        return output if self.length is None else output[0]
+
 
 class EarlierLayers:
-    """The blocks of a pass's model, to be skipped up to the first that is changed.
+    """The blocks of a pass's model, where each copy of the prompts may begin at the first that its change reaches.
 
     Attributes:
         capture: the pass.
@@ -52,6 +63,8 @@ class EarlierLayers:
         self.capture = capture
         self.forms: list[Form] = []
         self._blocks: list[nn.Module] = [block.module for block in capture.view.blocks]
+        self._entered: list[int] | None = None
+        self._positions: Int[Tensor, "batch query"] | None = None
 
     @contextmanager
     def seen(self) -> Generator[None, None, None]:
@@ -76,34 +89,116 @@ class EarlierLayers:
         return len(self.forms) == len(self._blocks)
 
     @contextmanager
-    def skipped(self, first: int, copies: int) -> Generator[None, None, None]:
-        """Inside, blocks before `first` compute nothing in this thread, and give the pass's own stream.
+    def skipped(self, firsts: Sequence[int]) -> Generator[None, None, None]:
+        """Inside, each copy of the prompts enters a run of this thread at its first block.
 
         Args:
-            first: the first block that is computed.
-            copies: how many copies of the prompts are run.
+            firsts: the first block that is computed for each copy.
         """
-        stream = torch.cat([self.capture.resid_pre(first)] * copies)
         with lock_of(self.capture.model), ExitStack() as stack:
-            for block, form in zip(self._blocks[:first], self.forms, strict=False):
-                _replace_forward(stack, block, form.output(stream))
+            for number, block in enumerate(self._blocks[: max(firsts)]):
+                entered = [copy for copy, first in enumerate(firsts) if first <= number]
+                _replace_forward(stack, block, partial(self._some_copies, number, entered, len(firsts)))
             yield
 
+    def _some_copies(
+        self, number: int, entered: list[int], copies: int, computed: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """A block's output for the copies that have entered; the others have the pass's own stream."""
+        form = self.forms[number]
+        stream = torch.cat([self.capture.resid_pre(number + 1)] * copies).to(form.device)
+        if not entered:
+            return form.output(stream)
+        batch = len(stream) // copies
+        rows = torch.arange(len(stream), device=form.device).unflatten(0, (copies, batch))[entered].flatten()
+        self._entered = entered
+        try:
+            output = computed(*_rows_of(args, rows, len(stream)), **_rows_of(kwargs, rows, len(stream)))
+        finally:
+            self._entered = None
+        return form.output(stream.index_copy(0, rows, form.stream(output)))
 
-def _replace_forward(stack: ExitStack, block: nn.Module, output: Any) -> None:
-    """Let a block give this until the stack ends; other threads call it as it is."""
+    @contextmanager
+    def narrowed(self, last: int, positions: Int[Tensor, "batch query"]) -> Generator[None, None, None]:
+        """Inside, the MLP of block `last` is called with some positions in this thread, and gives zeros at the others.
+
+        Args:
+            last: the last block whose output is read.
+            positions: where it is read.
+        """
+        block = self.capture.view.blocks[last]
+        mlp = getattr(block.module, "mlp", None)
+        with lock_of(self.capture.model), ExitStack() as stack:
+            if isinstance(mlp, nn.Module) and not isinstance(block.mlp, ExpertsWeights):
+                _replace_forward(stack, mlp, partial(self._some_positions, positions))
+            yield
+
+    def _some_positions(
+        self, positions: Int[Tensor, "batch query"], computed: Callable[..., Any], x: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """What an MLP gives at some positions, and zeros elsewhere.
+
+        Raises:
+            UnsupportedModelError: it is called with something else than a stream, or gives something else.
+        """
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            raise UnsupportedModelError("the last MLP is not called with the stream alone.")
+        at = positions.repeat(len(x) // len(positions), 1).to(x.device)[..., None]
+        self._positions = positions
+        try:
+            output = computed(x.take_along_dim(at, 1), *args, **kwargs)
+        finally:
+            self._positions = None
+        if not isinstance(output, Tensor) or output.shape[:2] != at.shape[:2]:
+            raise UnsupportedModelError("the last MLP gives something else than the stream.")
+        return output.new_zeros(*x.shape[:2], output.shape[-1]).scatter(1, at.expand_as(output), output)
+
+    def entered(self, values: Shaped[Tensor, "copy batch pos *rest"]) -> Shaped[Tensor, "some batch some_pos *rest"]:
+        """What a hook is given now of values for every copy and position: copies that have entered, positions read."""
+        if self._entered is not None:
+            values = values[self._entered]
+        return self.at_positions(values)
+
+    def at_positions(
+        self, values: Shaped[Tensor, "copy batch pos *rest"]
+    ) -> Shaped[Tensor, "copy batch some_pos *rest"]:
+        """Values at the positions that a hook is given now."""
+        if self._positions is None:
+            return values
+        index = self._positions.to(values.device)[None].expand(len(values), -1, -1)
+        return values.take_along_dim(index.reshape(*index.shape, *[1] * (values.ndim - 3)), 2)
+
+
+def _rows_of(value: Any, rows: Int[Tensor, " row"], count: int) -> Any:
+    """Some rows of every tensor that has `count` of them, in tuples, lists and dictionaries too."""
+    if isinstance(value, Tensor) and value.ndim and len(value) == count:
+        return value.index_select(0, rows.to(value.device))
+    if type(value) in (tuple, list):
+        return type(value)(_rows_of(part, rows, count) for part in value)
+    if type(value) is dict:
+        return {name: _rows_of(part, rows, count) for name, part in value.items()}
+    return value
+
+
+def _replace_forward(stack: ExitStack, module: nn.Module, function: Callable[..., Any]) -> None:
+    """Let a module give what a function makes of its forward and its arguments, until the stack ends.
+
+    Other threads call it as it is.
+    """
     home = threading.get_ident()
-    computed = block.forward
-    replaced = vars(block).get("forward")
+    computed = module.forward
+    replaced = vars(module).get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return output if threading.get_ident() == home else computed(*args, **kwargs)
+        if threading.get_ident() != home:
+            return computed(*args, **kwargs)
+        return function(computed, *args, **kwargs)
 
     def restore() -> None:
         if replaced is None:
-            del vars(block)["forward"]
+            del vars(module)["forward"]
         else:
-            vars(block)["forward"] = replaced
+            vars(module)["forward"] = replaced
 
-    vars(block)["forward"] = forward
+    vars(module)["forward"] = forward
     stack.callback(restore)
