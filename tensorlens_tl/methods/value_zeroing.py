@@ -7,22 +7,25 @@ The layer reads what it read in the pass, so its patterns stay as they were; its
 experts, where it has some) are the live model's and respond. "Output" is that of the whole layer, MLP included, as in
 the original. The residual connection is inside the layer, and none is added between layers.
 
-One run of the live model serves all layers: every layer's input is put back to its own. A run is of as many copies of
-the prompts as fit, one for each token that is zeroed. Attention is changed where its heads' mixed values leave it
-(`attn.hook_z`), or at its output where it is held as a whole; a gate or a norm inside attention responds to what is
-zeroed, and such attention is refused. The cosine is ``½·‖x̃/‖x̃‖ − ỹ/‖ỹ‖‖²``, which is the same number without the
-cancellation of 1 − cos near zero.
+One run of the live model serves all layers: every layer's input is put back to its own. Attention is changed where its
+heads' mixed values leave it (`attn.hook_z`, less the pattern times the value of the zeroed token), or at its output
+where it is held as a whole. A gate or a norm inside attention responds to what is zeroed; such attention is refused.
 
-In a decoder block of an encoder–decoder (ours) the value of an encoder's token is that in cross-attention, so that a
-row is over both sides. Cross-attention's pattern is the live model's: its queries respond to self-attention.
+With its input and its attention given, a layer treats every position by itself, so that a row of a run can hold any
+positions, each with another token zeroed. In a causal model nothing changes before the zeroed token: rows of the
+prompts' length are filled with the positions from it on, half as many as there are tokens. The last row of a run has
+the prompts' own positions in reversed order and nothing zeroed, and must give what the pass has; where a model does not
+(a position acts on others beside attention), or reads more than tokens, a row is a whole prompt with one token zeroed.
+The cosine is ``½·‖x̃/‖x̃‖ − ỹ/‖ỹ‖‖²``, which is the same number without the
+cancellation of 1 − cos near zero.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import checked_arguments
@@ -30,49 +33,43 @@ from tensorlens_tl.algebra import Chain
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks import AttentionPoints, FwdHook, capture, in_this_thread
-from tensorlens_tl.layerwise import Maps, normalize_rows, only_acting, product, select_query
+from tensorlens_tl.hooks import FwdHook, capture, in_this_thread
+from tensorlens_tl.layerwise import Maps, normalize_rows, product, select_query
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
-from tensorlens_tl.passes.live import Copies, prove_obedience, repeated
+from tensorlens_tl.passes.live import Copies, LiveModel, prove_obedience, repeated
 from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.results import Attribution
 
 
-@register_layer_map("value-zeroing", holds_residual=True, needs=("head_vectors",), both_stacks=True)
+@register_layer_map("value-zeroing", holds_residual=True, needs=("head_vectors",))
 def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
     """C_ij of every layer, rows divided by their sum."""
     in_bytes(memory)
     live = frozen.live("value-zeroing")
-    live.check(_streams(frozen))
+    heads = _Heads(frozen, live)
     prove_obedience(frozen.maps)
-    _prove_inputs_held(frozen)
     batch, pos = frozen.tokens.shape
+    tokens_alone = frozen.view.reads == "tokens" and not frozen.prompt.extra
+    layout = _proven_layout(heads, may_pack=frozen.causal and tokens_alone and not live.alone)
     x = frozen.resid_pre(0)
-    heads = max(frozen.view.blocks[layer].attention.heads for layer in range(frozen.n_layers))
-    per_token = 2 * frozen.row_bytes + 4 * batch * heads * pos * pos * x.element_size()
+    count = max(frozen.view.blocks[layer].attention.heads for layer in range(frozen.n_layers))
+    per_row = 2 * frozen.row_bytes + 4 * batch * count * pos * pos * x.element_size()
 
-    def run(tokens: Copies) -> Float[Tensor, "copy layer batch pos"]:
-        value_mask = torch.ones(len(tokens), pos, dtype=torch.bool, device=x.device)
-        for copy, token in enumerate(tokens):
-            if token is not None:
-                value_mask[copy, token] = False
-        return _Run(frozen, value_mask).changes.transpose(0, 1)
+    def run(copies: Copies) -> Float[Tensor, "copy layer batch pos"]:
+        return _Run(heads, layout.of(copies)).changes.transpose(0, 1)
 
     def turned(changes: Float[Tensor, "layer batch pos"]) -> float:
-        return float((2 * changes[:, frozen.mask]).sqrt().max())
+        return float((2 * changes[:, frozen.mask[:, layout.control]]).sqrt().max())
 
     changes = torch.zeros(frozen.n_layers, batch, pos, pos, dtype=upcast(x).dtype, device=x.device)
-    for tokens, values in live.changed(pos, run, turned, per_token, memory, "value zeroing"):
-        changes[..., tokens.start : tokens.stop] = values.permute(1, 2, 3, 0)
+    for rows, values in live.changed(len(layout), run, turned, per_row, memory, "value zeroing"):
+        chosen = layout.of(rows)
+        changes[:, :, chosen.query, chosen.zeroed] = values.permute(1, 2, 0, 3)
     pairs = frozen.mask[:, :, None] & frozen.mask[:, None]
     if frozen.causal:  # what rounding leaves ahead of a query is no change
         pairs = pairs.tril()
-    maps = normalize_rows(changes * pairs)
-    if frozen.sides is not None:  # a block leaves the tokens of the other side as they are
-        identity = torch.diag_embed(frozen.mask.to(maps)).expand_as(maps)
-        maps = maps + identity - only_acting(frozen, identity)
-    return maps.to(x)
+    return normalize_rows(changes * pairs).to(x)
 
 
 def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
@@ -80,7 +77,7 @@ def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
     return frozen.tokens.shape[1]
 
 
-@register_method("value-zeroing", needs=("head_vectors", "unwhitened"), perturbs=True, runs=_runs)
+@register_method("value-zeroing", needs=("one_stack", "head_vectors", "unwhitened"), perturbs=True, runs=_runs)
 @checked_arguments
 def value_zeroing(frozen: FrozenPass, *, query: Query = "all", memory: Memory = None) -> Attribution:
     """How far a layer's outputs turn when the value of a token is zeroed, rolled out over layers (Mohebbi 2023).
@@ -97,8 +94,8 @@ def value_zeroing(frozen: FrozenPass, *, query: Query = "all", memory: Memory = 
 
     Raises:
         InvalidInputError: a query out of range.
-        UnsupportedModelError: a layer without softmax attention or with a gate or a norm inside it, a whitened model,
-            or one that ignores hooks.
+        UnsupportedModelError: a layer without softmax attention or with a gate or a norm inside it, an
+            encoder–decoder, a whitened model, or one that ignores hooks.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
 
     >>> tlens.methods.value_zeroing(frozen, query=-1).scores.sum(-1).round(decimals=4)
@@ -115,51 +112,123 @@ def value_zeroing(frozen: FrozenPass, *, query: Query = "all", memory: Memory = 
     )
 
 
-def _streams(frozen: FrozenPass) -> dict[str, Tensor]:
-    """What the live model now gives at every layer's output."""
-    names = dict.fromkeys(frozen.capture.output_name(layer) for layer in range(frozen.n_layers))
-    return capture(frozen.model, frozen.inputs, list(names), last=frozen.points.last_output)[0]
+class _Rows(NamedTuple):
+    """What the rows of a run hold: the position of each place, and the token whose value is zero there, or -1."""
+
+    query: Int[Tensor, "row pos"]
+    zeroed: Int[Tensor, "row pos"]
+
+
+class _Layout:
+    """How positions and the tokens zeroed for them are spread over rows.
+
+    Attributes:
+        all: every row that is to be run.
+        control: the positions of a row in which nothing is zeroed.
+    """
+
+    def __init__(self, pos: int, packed: bool, device: torch.device) -> None:
+        number = torch.arange(pos, device=device)
+        self.control = number.flip(0) if packed else number
+        query = number.expand(pos, -1)
+        zeroed = number[:, None].expand(-1, pos)
+        if packed:
+            follows = query >= zeroed
+            query = query[follows]
+            zeroed = zeroed[follows]
+            missing = -len(query) % pos  # the last row is filled with the last pair
+            query = torch.cat([query, query[-1:].expand(missing)]).unflatten(0, (-1, pos))
+            zeroed = torch.cat([zeroed, zeroed[-1:].expand(missing)]).unflatten(0, (-1, pos))
+        self.all = _Rows(query, zeroed)
+
+    def __len__(self) -> int:
+        return len(self.all.query)
+
+    def of(self, copies: Copies) -> _Rows:
+        """Some of the rows, and a control for each None."""
+        query = [self.control if number is None else self.all.query[number] for number in copies]
+        nothing = torch.full_like(self.control, -1)
+        zeroed = [nothing if number is None else self.all.zeroed[number] for number in copies]
+        return _Rows(torch.stack(query), torch.stack(zeroed))
+
+
+class _Heads:
+    """What the heads of a pass mix, and what comes of it, from a run that gives the pass's own streams.
+
+    Raises:
+        FrozenModelError: the live model gives others now.
+    """
+
+    def __init__(self, frozen: FrozenPass, live: LiveModel) -> None:
+        self.frozen = frozen
+        streams = dict.fromkeys(frozen.capture.output_name(layer) for layer in range(frozen.n_layers))
+        points = [block for block in frozen.points.blocks if block.attention is None and block.heads is not None]
+        inside = dict.fromkeys(name for block in points for name in (block.heads.value, block.heads.z))
+        last = frozen.points.last_output
+        self._seen, _ = capture(frozen.model, frozen.inputs, [*inside, *streams], last=last)
+        live.check({name: self._seen.pop(name) for name in streams})
+
+    def mixed(self, layer: int, rows: _Rows) -> Float[Tensor, "row batch pos head d_head"]:
+        """What each head gives at each place, without the token that is zeroed there."""
+        frozen = self.frozen
+        heads = frozen.points.blocks[layer].heads
+        assert heads is not None
+        v = self._seen[heads.value]
+        pattern = frozen.pattern(layer).to(v)
+        batch, count = pattern.shape[:2]
+        z = self._seen[heads.z].reshape(batch, pattern.shape[2], count, -1)
+        weight = pattern[:, :, rows.query, rows.zeroed] * (rows.zeroed >= 0)
+        groups = count // v.shape[2]
+        taken = v.repeat_interleave(groups, dim=2)[:, rows.zeroed]
+        return (z[:, rows.query] - weight.movedim(1, -1)[..., None] * taken).transpose(0, 1)
 
 
 class _Run:
-    """One run of the live model on copies of the prompts, every layer reading its own input.
+    """One run of the live model, every layer reading its own input.
 
     Args:
-        frozen: the pass.
-        value_mask: which source tokens keep their values, for each copy.
-        first: what the first layer reads, if it is to be another input than its own; of an encoder–decoder, the
-            encoder's first.
+        heads: of the pass.
+        rows: what the rows of the run hold.
+        first: what the first layer reads at every position, if it is to be another input than its own.
     """
 
-    def __init__(self, frozen: FrozenPass, value_mask: Bool[Tensor, "copy pos"], first: Tensor | None = None) -> None:
+    def __init__(self, heads: _Heads, rows: _Rows, first: Tensor | None = None) -> None:
+        frozen = heads.frozen
+        self.heads = heads
         self.frozen = frozen
-        self.value_mask = value_mask
+        self.rows = rows
         x = frozen.resid_pre(0)
-        self.copies = len(value_mask), *frozen.tokens.shape
+        self.copies = len(rows.query), *frozen.tokens.shape
         self.changes = torch.zeros(frozen.n_layers, *self.copies, dtype=upcast(x).dtype, device=x.device)
         self._measured_layers = set[int]()
-        entries = frozen.capture.stream_names(0)
-        sides = x.shape[1:2] if frozen.sides is None else frozen.sides
-        hooks = [self._put(name, part) for name, part in zip(entries, x.split(sides, dim=1), strict=True)]
-        if first is not None:
-            hooks[0] = self._put(entries[0], first[:, : sides[0]])
+        hooks = [self._put(frozen.points.blocks[0].resid_pre, x if first is None else first)]
         for layer in range(frozen.n_layers):
-            hooks += self._attention(layer)
+            hooks.append(self._attention(layer))
             hooks.append(self._measured(layer))
-        inputs = repeated(frozen.inputs, len(value_mask))
+        inputs = self._gathered(repeated(frozen.inputs, len(rows.query)))
         last = frozen.points.last_output
         capture(frozen.model, inputs, [], hooks=[(name, in_this_thread(hook)) for name, hook in hooks], last=last)
 
+    def _gathered(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of each place."""
+        index = self.rows.query.repeat_interleave(self.copies[1], dim=0)
+        for name, value in inputs.items():
+            if isinstance(value, Tensor) and value.shape[:2] == index.shape:
+                inputs[name] = value.gather(1, index.to(value.device))
+        return inputs
+
+    def _at_places(self, x: Float[Tensor, "batch pos d"]) -> Float[Tensor, "copy batch pos d"]:
+        return x[:, self.rows.query].transpose(0, 1)
+
     def _put(self, name: str, x: Float[Tensor, "batch pos d"]) -> FwdHook:
         def hook(live: Tensor, *, hook: Any) -> Tensor:
-            return x.repeat(len(self.value_mask), 1, 1).to(live).reshape(live.shape)
+            return self._at_places(x).to(live).reshape(live.shape)
 
         return name, hook
 
     def _measured(self, layer: int) -> FwdHook:
         """Looks at a layer's output, and puts the pass's own in its place for the next layer."""
-        side = slice(*self.frozen.capture.side(layer))
-        expected = self.frozen.resid_pre(layer + 1)[:, side]
+        expected = self.frozen.resid_pre(layer + 1)
         name = self.frozen.capture.output_name(layer)
         put = self._put(name, expected)[1]
 
@@ -168,61 +237,37 @@ class _Run:
             if layer not in self._measured_layers:
                 self._measured_layers.add(layer)
                 output = live.to(expected.device).unflatten(0, self.copies[:2])
-                turned = (_directions(output) - _directions(expected)).square().sum(-1) / 2
-                self.changes[layer][..., side] = turned
+                turns = _directions(output) - self._at_places(_directions(expected))
+                self.changes[layer] = turns.square().sum(-1) / 2
             return put(live, hook=hook)
 
         return name, hook
 
-    def _attention(self, layer: int) -> list[FwdHook]:
+    def _attention(self, layer: int) -> FwdHook:
         """What takes the zeroed tokens' values out of one layer's attention."""
         points = self.frozen.points.blocks[layer]
-        start, stop = self.frozen.capture.side(layer)
-        value_mask = self.value_mask[:, start:stop]
         if points.attention is not None:
-            attention = self.frozen.maps.attention(layer)
-            values = attention.stages[0]
-            rest = Chain(attention.stages[1:])
-            v = values(self.frozen.activation(points.attention.into))
-            factor = self.frozen.view.blocks[layer].branch_factor
-
-            def put(live: Tensor, *, hook: Any) -> Tensor:
-                output = (rest.push(v * value_mask[:, None, :, None]) + rest.bias) / factor
-                return output.reshape(live.shape).to(live)
-
-            return [(points.attention.out, put)]
+            return points.attention.out, partial(self._whole, layer)
         assert points.heads is not None
-        hooks = self._mixed(points.heads, self.frozen.pattern(layer), value_mask)
-        if points.cross is not None:  # its pattern responds to what self-attention reads without a value
-            held = value_mask.all(-1)
-            hooks += self._mixed(points.cross, self.frozen.cross_pattern(layer), self.value_mask[:, :start], held)
-        return hooks
 
-    def _mixed(
-        self,
-        heads: AttentionPoints,
-        pattern: Float[Tensor, "batch head query key"],
-        value_mask: Bool[Tensor, "copy key"],
-        held: Bool[Tensor, "copy"] | None = None,
-    ) -> list[FwdHook]:
-        """Hooks by which heads mix the values of the tokens that keep them, in the copies whose pattern is held."""
-        recorded = list[Tensor]()
+        def mix(z: Tensor, *, hook: Any) -> Tensor:
+            return self.heads.mixed(layer, self.rows).to(z).reshape(z.shape)
 
-        def record(v: Tensor, *, hook: Any) -> None:
-            recorded[:] = [v]
+        return points.heads.z, mix
 
-        def mix(z: Tensor, *, hook: Any) -> Tensor | None:
-            if not recorded:
-                return None
-            v = recorded.pop().unflatten(0, self.copies[:2]) * value_mask[:, None, :, None, None]
-            grouped = rearrange(pattern.to(v), "b (kv group) q k -> b kv group q k", kv=v.shape[3])
-            mixed = torch.einsum("bcgqk,rbkcd->rbqcgd", grouped, v).reshape(z.shape)
-            if held is None:
-                return mixed
-            rows = held.repeat_interleave(self.copies[1]).view(-1, *(1 for _ in z.shape[1:]))
-            return torch.where(rows, mixed, z)
-
-        return [(heads.value, record), (heads.z, mix)]
+    def _whole(self, layer: int, live: Tensor, *, hook: Any) -> Tensor:
+        """The output of attention that is held as a whole, without the zeroed tokens."""
+        frozen = self.frozen
+        points = frozen.points.blocks[layer]
+        assert points.attention is not None
+        attention = frozen.maps.attention(layer)
+        v = attention.stages[0](frozen.activation(points.attention.into))
+        rest = Chain(attention.stages[1:])
+        tokens, which = self.rows.zeroed.unique(return_inverse=True)
+        remains = tokens[:, None] != torch.arange(v.shape[1], device=tokens.device)
+        without = rest.push(v * remains[:, None, :, None]) + rest.bias
+        output = without[which, :, self.rows.query].movedim(2, 1) / frozen.view.blocks[layer].branch_factor
+        return output.reshape(live.shape).to(live)
 
 
 def _directions(x: Float[Tensor, "*any d"]) -> Float[Tensor, "*any d"]:
@@ -230,19 +275,26 @@ def _directions(x: Float[Tensor, "*any d"]) -> Float[Tensor, "*any d"]:
     return torch.nn.functional.normalize(upcast(x), dim=-1, eps=torch.finfo(upcast(x).dtype).tiny)
 
 
-def _prove_inputs_held(frozen: FrozenPass) -> None:
-    """Refuse a model whose layers do not read what hooks put at their inputs: another first input must reach no other.
+def _proven_layout(heads: _Heads, may_pack: bool) -> _Layout:
+    """How rows may be filled: in any order, or as whole prompts.
+
+    Another first input must reach no later layer, and positions in another order change nothing.
 
     Raises:
-        UnsupportedModelError: naming the layer that ignores it.
+        UnsupportedModelError: layers do not read what hooks put at their inputs; naming the layer that ignores it.
     """
+    frozen = heads.frozen
     x = frozen.resid_pre(0)
-    value_mask = torch.ones(1, x.shape[1], dtype=torch.bool, device=x.device)
-    run = _Run(frozen, value_mask, first=x.flip(-1) + x.roll(1, -1))
-    for layer in range(1, frozen.n_layers):
-        change = float((2 * run.changes[layer, 0][frozen.mask]).sqrt().max())
-        if not change <= frozen.tolerance:
-            raise UnsupportedModelError(
-                f"value-zeroing: blocks.{layer} of this {frozen.view.description} does not read what a hook puts at "
-                f"its input (its output changes by {change:.1e}): the hook point only observes."
-            )
+    layers = range(1, frozen.n_layers)
+    for packed in (True, False)[not may_pack :]:
+        layout = _Layout(x.shape[1], packed, x.device)
+        run = _Run(heads, layout.of([None]), first=x.flip(-1) + x.roll(1, -1))
+        real = frozen.mask[:, layout.control]
+        changes = {layer: float((2 * run.changes[layer, 0][real]).sqrt().max()) for layer in layers}
+        ignoring = [layer for layer, change in changes.items() if not change <= frozen.tolerance]
+        if not ignoring:
+            return layout
+    raise UnsupportedModelError(
+        f"value-zeroing: blocks.{ignoring[0]} of this {frozen.view.description} does not read what a hook puts at its "
+        f"input (its output changes by {changes[ignoring[0]]:.1e}): the hook point only observes."
+    )
