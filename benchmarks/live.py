@@ -3,8 +3,9 @@
 64 tokens, one thread, float32; GPT-2 small's shape with random weights, and the bundled model. Processor time of that
 thread, so that what else a machine runs does not count; candidates are interleaved, and minima taken.
 
-    python benchmarks/live.py               # this checkout
-    python benchmarks/live.py OTHER         # and another one (a git worktree), in turn
+    python benchmarks/live.py               # prints the section
+    python benchmarks/live.py --write       # and puts it into RESULTS.md
+    python benchmarks/live.py OTHER         # this checkout and another one (a git worktree), in turn
 """
 
 import json
@@ -13,16 +14,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-ROUNDS = 2
-PROCESSES = 2
+RESULTS = Path(__file__).parent / "RESULTS.md"
+HEADING = "## The live model with something changed, in forwards"
+ROUNDS = 1
 TOKENS = 64
 
 QUESTIONS = {
-    "effects": "total effects, `live=True`",
-    "patching": 'patch scores, `method="patching"`',
+    "effects": "total effects of heads and MLPs",
+    "patching": "patching of the same and the embedding",
     "value-zeroing": "value zeroing",
     "leave-one-out": "leave one out",
 }
@@ -62,15 +65,13 @@ def questions(shape: Any) -> dict[str, Callable[[], Any]]:
 def measure(*checkouts: str) -> list[dict[str, float]]:
     """In forwards, of each checkout of this repository, in processes that take turns."""
     here = Path(__file__).resolve()
-    best: list[dict[str, float]] = [{} for _ in checkouts]
-    for _ in range(PROCESSES):
-        for number, checkout in enumerate(checkouts):
-            environment = {**os.environ, "PYTHONPATH": checkout, "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, str(here), "--seconds"]
-            out = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-            for name, value in json.loads(out.splitlines()[-1]).items():
-                best[number][name] = min(value, best[number].get(name, float("inf")))
-    return [forwards(times) for times in best]
+    found: list[dict[str, float]] = []
+    for checkout in checkouts:
+        environment = {**os.environ, "PYTHONPATH": checkout, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(here), "--seconds"]
+        out = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        found.append(forwards(json.loads(out.splitlines()[-1])))
+    return found
 
 
 def forwards(times: dict[str, float]) -> dict[str, float]:
@@ -78,13 +79,48 @@ def forwards(times: dict[str, float]) -> dict[str, float]:
     return {name: value / times[f"{name.split('/')[0]}/forward"] for name, value in times.items()}
 
 
+def changes(shape: str, question: str) -> int:
+    """How many changes a question tries: nodes, or tokens."""
+    nodes = {"GPT-2 small": 12 * (12 + 1), "bundled": 4 * (4 + 1)}[shape]
+    return {"effects": nodes, "patching": nodes + 1}.get(question, TOKENS)
+
+
+def section() -> list[str]:
+    """The section of RESULTS.md, by lines."""
+    (found,) = measure(str(Path(__file__).parents[1]))
+    lines = [
+        HEADING,
+        "",
+        f"{TOKENS} tokens, one thread, processor time, forwards of the blocks in the same run; the pass is frozen before. "
+        "Each change by itself would take one forward and more: `python benchmarks/live.py OTHER` measures another "
+        f"checkout in turn. Measured on {date.today()}.",
+        "",
+        "| shape | question | changes | forwards | forwards ÷ changes |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, value in found.items():
+        shape, question = name.split("/")
+        if question in QUESTIONS:
+            count = changes(shape, question)
+            lines.append(f"| {shape} | {QUESTIONS[question]} | {count} | {value:.2f} | {value / count:.2f} |")
+    return [*lines, ""]
+
+
 def main() -> None:
     if sys.argv[1:] == ["--seconds"]:
         print(json.dumps(seconds()))
         return
-    found = measure(str(Path(__file__).parents[1]), *sys.argv[1:])
-    for name in found[0]:
-        print(f"{name:30}", *(f"{of[name]:8.2f}" for of in found))
+    if sys.argv[1:] not in ([], ["--write"]):
+        found = measure(str(Path(__file__).parents[1]), *sys.argv[1:])
+        for name in found[0]:
+            print(f"{name:30}", *(f"{of[name]:8.2f}" for of in found))
+        return
+    lines = section()
+    print("\n".join(lines))
+    if "--write" in sys.argv[1:]:
+        before, _, after = RESULTS.read_text(encoding="utf-8").partition(f"{HEADING}\n")
+        following = after[after.index("\n## ") + 1 :] if "\n## " in after else ""
+        RESULTS.write_text(before.rstrip() + "\n\n" + "\n".join(lines) + following, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from browser import CLICK, SLIDE, chromium
 from data_sets import measure as measure_data_sets
 from difference import measure as measure_difference
 from generated import section as measure_generated
+from live import section as measure_live
 from shapes import Shape, bert_base, bundled, bundled_longer, gpt2_small, llama_160m, mixture, small_neox
 from timing import LEAST_SHARE, beside_a_product, interleaved
 
@@ -926,6 +927,11 @@ def everything_included() -> Lines:
     yield from measure_generated()[2:]
 
 
+def live_changes() -> Lines:
+    """## The live model with something changed, in forwards"""
+    yield from measure_live()[2:]
+
+
 def differences() -> Lines:
     """## The difference of two runs, in forwards
 
@@ -963,6 +969,7 @@ SECTIONS = (
     routes,
     flashtrace,
     everything_included,
+    live_changes,
     differences,
     data_sets,
     profile,

@@ -82,6 +82,41 @@ def test_value_zeroing_of_every_family(name, model):
         assert close(made, zeroed_one_by_one(frozen), 1e-6)
 
 
+def test_value_zeroing_in_filled_rows_is_that_of_whole_prompts(frozen, monkeypatch):
+    """Rows of any positions, and one copy's attention for all, against a whole prompt for each token."""
+    zeroing = importlib.import_module("tensorlens_tl.methods.value_zeroing")
+    layers = tlens.attribute(frozen, method="value-zeroing").layers
+    layout = zeroing._proven_layout
+    heads = zeroing._Heads.__init__
+
+    def all_attend(self, *arguments):
+        heads(self, *arguments)
+        self.attends_once = False
+
+    monkeypatch.setattr(zeroing, "_proven_layout", lambda heads, may_pack: layout(heads, may_pack=False))
+    monkeypatch.setattr(zeroing._Heads, "__init__", all_attend)
+    assert close(layers, tlens.attribute(frozen, method="value-zeroing").layers, precision(frozen) / 1000)
+
+
+@pytest.mark.parametrize("name", ["hooked/ln", "bridge/gpt2"])
+def test_value_zeroing_computes_attention_once(name, monkeypatch):
+    model = tiny_model(name)
+    frozen = tlens.freeze(model, some_tokens(1, 6))
+    tlens.attribute(frozen, method="value-zeroing")  # what is proved once
+    attention = model.blocks[1].attn
+    forward = type(attention).forward
+    rows = []
+
+    def noting(self, *args, **kwargs):
+        if self is attention:
+            rows.append(len(next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(attention), "forward", noting)
+    tlens.attribute(frozen, method="value-zeroing")
+    assert rows == [1, 1, 1]  # the pass's prompt, the proof of the layout, and all tokens
+
+
 def test_value_zeroing_is_the_same_in_small_runs(model_named):
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens(1, 9))
     whole = tlens.attribute(frozen, method="value-zeroing")

@@ -37,7 +37,7 @@ from tensorlens_tl.hooks import FwdHook, capture, in_this_thread
 from tensorlens_tl.layerwise import Maps, normalize_rows, product, select_query
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
-from tensorlens_tl.passes.live import Copies, LiveModel, prove_obedience, repeated
+from tensorlens_tl.passes.live import Copies, LiveModel, one_copy_attends, prove_obedience, repeated
 from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.results import Attribution
 
@@ -57,7 +57,21 @@ def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
     per_row = 2 * frozen.row_bytes + 4 * batch * count * pos * pos * x.element_size()
 
     def run(copies: Copies) -> Float[Tensor, "copy layer batch pos"]:
+        if heads.attends_once and len(copies) > 2 and copies[0] is None:
+            changes = shared(copies)
+            if changes is not None:
+                return changes
+            heads.attends_once = False
         return _Run(heads, layout.of(copies)).changes.transpose(0, 1)
+
+    def shared(copies: Copies) -> Float[Tensor, "copy layer batch pos"] | None:
+        """The same with one copy's attention; None where unchanged copies come out otherwise."""
+        try:
+            with one_copy_attends(frozen.capture, len(copies)):
+                changes = _Run(heads, layout.of(copies)).changes.transpose(0, 1)
+        except Exception:  # a model may raise anything where its attention is called so: it is run as it is
+            return None
+        return changes if max(turned(changes[0]), turned(changes[-1])) <= frozen.tolerance else None
 
     def turned(changes: Float[Tensor, "layer batch pos"]) -> float:
         return float((2 * changes[:, frozen.mask[:, layout.control]]).sqrt().max())
@@ -155,12 +169,16 @@ class _Layout:
 class _Heads:
     """What the heads of a pass mix, and what comes of it, from a run that gives the pass's own streams.
 
+    Attributes:
+        attends_once: whether one copy's attention may be computed for all, as hooks give what the heads mix.
+
     Raises:
         FrozenModelError: the live model gives others now.
     """
 
     def __init__(self, frozen: FrozenPass, live: LiveModel) -> None:
         self.frozen = frozen
+        self.attends_once = True
         streams = dict.fromkeys(frozen.capture.output_name(layer) for layer in range(frozen.n_layers))
         points = [block for block in frozen.points.blocks if block.attention is None and block.heads is not None]
         inside = dict.fromkeys(name for block in points for name in (block.heads.value, block.heads.z))
@@ -251,7 +269,7 @@ class _Run:
         assert points.heads is not None
 
         def mix(z: Tensor, *, hook: Any) -> Tensor:
-            return self.heads.mixed(layer, self.rows).to(z).reshape(z.shape)
+            return self.heads.mixed(layer, self.rows).to(z).reshape(-1, *z.shape[1:])
 
         return points.heads.z, mix
 

@@ -1,7 +1,7 @@
 """The live model: held fixed by hooks, or run with something changed in copies of its prompts."""
 
 from tensorlens_tl.passes.live.holding import holding_hooks, prove_obedience
-from tensorlens_tl.passes.live.layers import EarlierLayers
+from tensorlens_tl.passes.live.layers import EarlierLayers, one_copy_attends
 from tensorlens_tl.passes.live.runs import Copies, LiveModel, repeated
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "EarlierLayers",
     "LiveModel",
     "holding_hooks",
+    "one_copy_attends",
     "prove_obedience",
     "repeated",
 ]

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import lock_of
-from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.capture import Capture
 
 
@@ -126,10 +125,11 @@ class EarlierLayers:
             last: the last block whose output is read.
             positions: where it is read.
         """
-        block = self.capture.view.blocks[last]
-        mlp = getattr(block.module, "mlp", None)
+        mlp = getattr(self._blocks[last], "mlp", None)
+        points = self.capture.points.blocks[last]
+        is_mixture = bool(points.index or points.weight or points.experts)
         with lock_of(self.capture.model), ExitStack() as stack:
-            if isinstance(mlp, nn.Module) and not isinstance(block.mlp, ExpertsWeights):
+            if isinstance(mlp, nn.Module) and not is_mixture:
                 _replace_forward(stack, mlp, partial(self._some_positions, positions))
             yield
 
@@ -167,6 +167,31 @@ class EarlierLayers:
             return values
         index = self._positions.to(values.device)[None].expand(len(values), -1, -1)
         return values.take_along_dim(index.reshape(*index.shape, *[1] * (values.ndim - 3)), 2)
+
+
+@contextmanager
+def one_copy_attends(capture: Capture, copies: int) -> Generator[None, None, None]:
+    """Inside, attention whose heads have hook points computes one copy of the prompts, the second, in this thread.
+
+    For runs in which hooks give what heads mix in every copy: what comes before that is not read. It is the second
+    copy, so that an unchanged first one shows where attention adds something of its input to that.
+
+    Args:
+        capture: the pass.
+        copies: how many copies of the prompts are run.
+    """
+    batch = len(capture.mask)
+    rows = torch.arange(batch, 2 * batch, device=capture.mask.device)
+
+    def attend(computed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return computed(*_rows_of(args, rows, copies * batch), **_rows_of(kwargs, rows, copies * batch))
+
+    with lock_of(capture.model), ExitStack() as stack:
+        for block, points in zip(capture.view.blocks, capture.points.blocks, strict=True):
+            module = getattr(block.module, "attn", None)
+            if isinstance(module, nn.Module) and points.heads is not None and points.attention is None:
+                _replace_forward(stack, module, attend)
+        yield
 
 
 def _rows_of(value: Any, rows: Int[Tensor, " row"], count: int) -> Any:
