@@ -180,8 +180,8 @@ class _Heads:
         self.frozen = frozen
         self.attends_once = True
         streams = dict.fromkeys(frozen.capture.output_name(layer) for layer in range(frozen.n_layers))
-        points = [block for block in frozen.points.blocks if block.attention is None and block.heads is not None]
-        inside = dict.fromkeys(name for block in points for name in (block.heads.value, block.heads.z))
+        points = [block.heads for block in frozen.points.blocks if block.attention is None and block.heads is not None]
+        inside = dict.fromkeys(name for heads in points for name in (heads.value, heads.z))
         last = frozen.points.last_output
         self._seen, _ = capture(frozen.model, frozen.inputs, [*inside, *streams], last=last)
         live.check({name: self._seen.pop(name) for name in streams})
@@ -304,6 +304,8 @@ def _proven_layout(heads: _Heads, may_pack: bool) -> _Layout:
     frozen = heads.frozen
     x = frozen.resid_pre(0)
     layers = range(1, frozen.n_layers)
+    changes: dict[int, float] = {}
+    ignoring: list[int] = []
     for packed in (True, False)[not may_pack :]:
         layout = _Layout(x.shape[1], packed, x.device)
         run = _Run(heads, layout.of([None]), first=x.flip(-1) + x.roll(1, -1))
