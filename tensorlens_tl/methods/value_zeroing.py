@@ -18,6 +18,9 @@ the prompts' own positions in reversed order and nothing zeroed, and must give w
 (a position acts on others beside attention), or reads more than tokens, a row is a whole prompt with one token zeroed.
 The cosine is ``½·‖x̃/‖x̃‖ − ỹ/‖ỹ‖‖²``, which is the same number without the
 cancellation of 1 − cos near zero.
+
+In a decoder block of an encoder–decoder (ours) the value of an encoder's token is that in cross-attention, so that a
+row is over both sides. Cross-attention's pattern is the live model's: its queries respond to self-attention.
 """
 
 from collections.abc import Mapping
@@ -33,8 +36,8 @@ from tensorlens_tl.algebra import Chain
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks import FwdHook, capture, in_this_thread
-from tensorlens_tl.layerwise import Maps, normalize_rows, product, select_query
+from tensorlens_tl.hooks import AttentionPoints, FwdHook, capture, in_this_thread
+from tensorlens_tl.layerwise import Maps, normalize_rows, only_acting, product, select_query
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.live import Copies, LiveModel, one_copy_attends, prove_obedience, repeated
@@ -42,7 +45,7 @@ from tensorlens_tl.registry import register_layer_map, register_method
 from tensorlens_tl.results import Attribution
 
 
-@register_layer_map("value-zeroing", holds_residual=True, needs=("head_vectors",))
+@register_layer_map("value-zeroing", holds_residual=True, needs=("head_vectors",), both_stacks=True)
 def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
     """C_ij of every layer, rows divided by their sum."""
     in_bytes(memory)
@@ -51,7 +54,8 @@ def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
     prove_obedience(frozen.maps)
     batch, pos = frozen.tokens.shape
     tokens_alone = frozen.view.reads == "tokens" and not frozen.prompt.extra
-    layout = _proven_layout(heads, may_pack=frozen.causal and tokens_alone and not live.alone)
+    one_causal_stack = frozen.causal and frozen.sides is None
+    layout = _proven_layout(heads, may_pack=one_causal_stack and tokens_alone and not live.alone)
     x = frozen.resid_pre(0)
     count = max(frozen.view.blocks[layer].attention.heads for layer in range(frozen.n_layers))
     per_row = 2 * frozen.row_bytes + 4 * batch * count * pos * pos * x.element_size()
@@ -83,7 +87,11 @@ def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
     pairs = frozen.mask[:, :, None] & frozen.mask[:, None]
     if frozen.causal:  # what rounding leaves ahead of a query is no change
         pairs = pairs.tril()
-    return normalize_rows(changes * pairs).to(x)
+    maps = normalize_rows(changes * pairs)
+    if frozen.sides is not None:  # a block leaves the tokens of the other side as they are
+        identity = torch.diag_embed(frozen.mask.to(maps)).expand_as(maps)
+        maps = maps + identity - only_acting(frozen, identity)
+    return maps.to(x)
 
 
 def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
@@ -91,7 +99,7 @@ def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
     return frozen.tokens.shape[1]
 
 
-@register_method("value-zeroing", needs=("one_stack", "head_vectors", "unwhitened"), perturbs=True, runs=_runs)
+@register_method("value-zeroing", needs=("head_vectors", "unwhitened"), perturbs=True, runs=_runs)
 @checked_arguments
 def value_zeroing(frozen: FrozenPass, *, query: Query = "all", memory: Memory = None) -> Attribution:
     """How far a layer's outputs turn when the value of a token is zeroed, rolled out over layers (Mohebbi 2023).
@@ -108,8 +116,8 @@ def value_zeroing(frozen: FrozenPass, *, query: Query = "all", memory: Memory = 
 
     Raises:
         InvalidInputError: a query out of range.
-        UnsupportedModelError: a layer without softmax attention or with a gate or a norm inside it, an
-            encoder–decoder, a whitened model, or one that ignores hooks.
+        UnsupportedModelError: a layer without softmax attention or with a gate or a norm inside it, a whitened model,
+            or one that ignores hooks.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
 
     >>> tlens.methods.value_zeroing(frozen, query=-1).scores.sum(-1).round(decimals=4)
@@ -131,6 +139,10 @@ class _Rows(NamedTuple):
 
     query: Int[Tensor, "row pos"]
     zeroed: Int[Tensor, "row pos"]
+
+    def of_side(self, start: int, stop: int) -> "_Rows":
+        """The places of one side of an encoder–decoder, whose queries are counted from its first position."""
+        return _Rows(self.query[:, start:stop] - start, self.zeroed[:, start:stop])
 
 
 class _Layout:
@@ -178,26 +190,43 @@ class _Heads:
 
     def __init__(self, frozen: FrozenPass, live: LiveModel) -> None:
         self.frozen = frozen
-        self.attends_once = True
+        self.attends_once = frozen.sides is None  # cross-attention's pattern responds
         streams = dict.fromkeys(frozen.capture.output_name(layer) for layer in range(frozen.n_layers))
-        points = [block.heads for block in frozen.points.blocks if block.attention is None and block.heads is not None]
-        inside = dict.fromkeys(name for heads in points for name in (heads.value, heads.z))
+        points = [block.heads for block in frozen.points.blocks if block.attention is None]
+        points += [block.cross for block in frozen.points.blocks]
+        inside = dict.fromkeys(name for heads in points if heads for name in (heads.value, heads.z))
         last = frozen.points.last_output
         self._seen, _ = capture(frozen.model, frozen.inputs, [*inside, *streams], last=last)
         live.check({name: self._seen.pop(name) for name in streams})
 
-    def mixed(self, layer: int, rows: _Rows) -> Float[Tensor, "row batch pos head d_head"]:
-        """What each head gives at each place, without the token that is zeroed there."""
-        frozen = self.frozen
-        heads = frozen.points.blocks[layer].heads
+    def mixed(self, layer: int, rows: _Rows) -> Float[Tensor, "row batch query head d_head"]:
+        """What each head of self-attention gives at each place, without the token that is zeroed there."""
+        heads = self.frozen.points.blocks[layer].heads
         assert heads is not None
+        start, stop = self.frozen.capture.side(layer)
+        keys = range(start, stop)
+        return self._without(heads, self.frozen.pattern(layer), rows.of_side(start, stop), keys)
+
+    def mixed_across(self, layer: int, rows: _Rows) -> Float[Tensor, "row batch query head d_head"]:
+        """What each head of cross-attention gives at each place, without the token that is zeroed there."""
+        cross = self.frozen.points.blocks[layer].cross
+        assert cross is not None
+        start, stop = self.frozen.capture.side(layer)
+        return self._without(cross, self.frozen.cross_pattern(layer), rows.of_side(start, stop), range(start))
+
+    def _without(
+        self, heads: AttentionPoints, pattern: Float[Tensor, "batch head query key"], rows: _Rows, keys: range
+    ) -> Float[Tensor, "row batch query head d_head"]:
+        """The same of some heads; `keys` are the positions of their source tokens."""
         v = self._seen[heads.value]
-        pattern = frozen.pattern(layer).to(v)
+        pattern = pattern.to(v)
         batch, count = pattern.shape[:2]
         z = self._seen[heads.z].reshape(batch, pattern.shape[2], count, -1)
-        weight = pattern[:, :, rows.query, rows.zeroed] * (rows.zeroed >= 0)
+        is_key = (rows.zeroed >= keys.start) & (rows.zeroed < keys.stop)
+        key = torch.where(is_key, rows.zeroed - keys.start, 0)
+        weight = pattern[:, :, rows.query, key] * is_key
         groups = count // v.shape[2]
-        taken = v.repeat_interleave(groups, dim=2)[:, rows.zeroed]
+        taken = v.repeat_interleave(groups, dim=2)[:, key]
         return (z[:, rows.query] - weight.movedim(1, -1)[..., None] * taken).transpose(0, 1)
 
 
@@ -207,7 +236,8 @@ class _Run:
     Args:
         heads: of the pass.
         rows: what the rows of the run hold.
-        first: what the first layer reads at every position, if it is to be another input than its own.
+        first: what the first layer reads at every position, if it is to be another input than its own; of an
+            encoder–decoder, the encoder's first.
     """
 
     def __init__(self, heads: _Heads, rows: _Rows, first: Tensor | None = None) -> None:
@@ -219,9 +249,13 @@ class _Run:
         self.copies = len(rows.query), *frozen.tokens.shape
         self.changes = torch.zeros(frozen.n_layers, *self.copies, dtype=upcast(x).dtype, device=x.device)
         self._measured_layers = set[int]()
-        hooks = [self._put(frozen.points.blocks[0].resid_pre, x if first is None else first)]
+        entries = frozen.capture.stream_names(0)
+        sides = [range(x.shape[1])] if frozen.sides is None else _sides(frozen.sides)
+        hooks = [self._put(name, x, side) for name, side in zip(entries, sides, strict=True)]
+        if first is not None:
+            hooks[0] = self._put(entries[0], first, sides[0])
         for layer in range(frozen.n_layers):
-            hooks.append(self._attention(layer))
+            hooks += self._attention(layer)
             hooks.append(self._measured(layer))
         inputs = self._gathered(repeated(frozen.inputs, len(rows.query)))
         last = frozen.points.last_output
@@ -235,43 +269,54 @@ class _Run:
                 inputs[name] = value.gather(1, index.to(value.device))
         return inputs
 
-    def _at_places(self, x: Float[Tensor, "batch pos d"]) -> Float[Tensor, "copy batch pos d"]:
-        return x[:, self.rows.query].transpose(0, 1)
+    def _at_places(self, x: Float[Tensor, "batch pos d"], side: range) -> Float[Tensor, "copy batch query d"]:
+        return x[:, self.rows.query[:, side.start : side.stop]].transpose(0, 1)
 
-    def _put(self, name: str, x: Float[Tensor, "batch pos d"]) -> FwdHook:
+    def _put(self, name: str, x: Float[Tensor, "batch pos d"], side: range) -> FwdHook:
         def hook(live: Tensor, *, hook: Any) -> Tensor:
-            return self._at_places(x).to(live).reshape(live.shape)
+            return self._at_places(x, side).to(live).reshape(live.shape)
 
         return name, hook
 
     def _measured(self, layer: int) -> FwdHook:
         """Looks at a layer's output, and puts the pass's own in its place for the next layer."""
+        side = range(*self.frozen.capture.side(layer))
         expected = self.frozen.resid_pre(layer + 1)
         name = self.frozen.capture.output_name(layer)
-        put = self._put(name, expected)[1]
+        put = self._put(name, expected, side)[1]
 
         def hook(live: Tensor, *, hook: Any) -> Tensor:
             # a Bridge in compatibility mode calls it once for each of its point's names
             if layer not in self._measured_layers:
                 self._measured_layers.add(layer)
                 output = live.to(expected.device).unflatten(0, self.copies[:2])
-                turns = _directions(output) - self._at_places(_directions(expected))
-                self.changes[layer] = turns.square().sum(-1) / 2
+                turns = _directions(output) - self._at_places(_directions(expected), side)
+                self.changes[layer][..., side.start : side.stop] = turns.square().sum(-1) / 2
             return put(live, hook=hook)
 
         return name, hook
 
-    def _attention(self, layer: int) -> FwdHook:
+    def _attention(self, layer: int) -> list[FwdHook]:
         """What takes the zeroed tokens' values out of one layer's attention."""
         points = self.frozen.points.blocks[layer]
+        hooks: list[FwdHook] = []
         if points.attention is not None:
-            return points.attention.out, partial(self._whole, layer)
-        assert points.heads is not None
+            hooks.append((points.attention.out, partial(self._whole, layer)))
+        elif points.heads is not None:
+            hooks.append((points.heads.z, partial(self._mixed, layer)))
+        if points.cross is not None:
+            hooks.append((points.cross.z, partial(self._mixed_across, layer)))
+        return hooks
 
-        def mix(z: Tensor, *, hook: Any) -> Tensor:
-            return self.heads.mixed(layer, self.rows).to(z).reshape(-1, *z.shape[1:])
+    def _mixed(self, layer: int, z: Tensor, *, hook: Any) -> Tensor:
+        return self.heads.mixed(layer, self.rows).to(z).reshape(-1, *z.shape[1:])
 
-        return points.heads.z, mix
+    def _mixed_across(self, layer: int, z: Tensor, *, hook: Any) -> Tensor:
+        """Cross-attention, whose pattern is the pass's in the rows in which no token of the decoder is zeroed."""
+        mixed = self.heads.mixed_across(layer, self.rows).to(z).reshape(-1, *z.shape[1:])
+        decoder = self.frozen.capture.side(layer)[0]
+        as_in_pass = (self.rows.zeroed < decoder).all(-1).repeat_interleave(self.copies[1])
+        return torch.where(as_in_pass.view(-1, *(1 for _ in z.shape[1:])), mixed, z)
 
     def _whole(self, layer: int, live: Tensor, *, hook: Any) -> Tensor:
         """The output of attention that is held as a whole, without the zeroed tokens."""
@@ -281,11 +326,18 @@ class _Run:
         attention = frozen.maps.attention(layer)
         v = attention.stages[0](frozen.activation(points.attention.into))
         rest = Chain(attention.stages[1:])
-        tokens, which = self.rows.zeroed.unique(return_inverse=True)
+        start, stop = frozen.capture.side(layer)
+        rows = self.rows.of_side(start, stop)
+        tokens, which = (rows.zeroed - start).unique(return_inverse=True)
         remains = tokens[:, None] != torch.arange(v.shape[1], device=tokens.device)
         without = rest.push(v * remains[:, None, :, None]) + rest.bias
-        output = without[which, :, self.rows.query].movedim(2, 1) / frozen.view.blocks[layer].branch_factor
+        output = without[which, :, rows.query].movedim(2, 1) / frozen.view.blocks[layer].branch_factor
         return output.reshape(live.shape).to(live)
+
+
+def _sides(sides: tuple[int, int]) -> list[range]:
+    """The positions of an encoder and a decoder."""
+    return [range(sides[0]), range(sides[0], sum(sides))]
 
 
 def _directions(x: Float[Tensor, "*any d"]) -> Float[Tensor, "*any d"]:
