@@ -98,6 +98,32 @@ def test_whole_results_beside_the_shards(gpt2, tmp_path):
             assert close(whole.scores[number, : len(made), : len(made)], made)
 
 
+@pytest.mark.parametrize(("keep", "runs"), [("scores", 1 + 8), ("all", 1 + 16)])
+def test_a_row_that_fails_costs_few_runs_of_its_batch(gpt2, tmp_path, monkeypatch, keep, runs):
+    """The batch is halved around it; whole results that are saved are of all rows or of one."""
+    from tensorlens_tl.datasets.attributions import Attributions
+
+    rows = [[4, 5, 6, 2 + number] for number in range(16)]
+    together = Attributions.together
+    parts = []
+
+    def failing(self, model, tokens, per_row):
+        parts.append([row[-1] for row in tokens])
+        if rows[9] in tokens:
+            raise tlens.InvalidInputError("this one")
+        return together(self, model, tokens, per_row)
+
+    monkeypatch.setattr(Attributions, "together", failing)
+    with pytest.warns(UserWarning, match="1 of 16 rows failed"):
+        results = run(gpt2, tmp_path / "run", rows, keep=keep, tokens_per_batch=64, target=5)
+    assert len(parts) == 1 + runs  # one row is tried before the run begins
+    assert results.errors()["row"].tolist() == [9]
+    for number in {*range(16)} - {9}:
+        assert close(results[number].scores, tlens.attribute(gpt2, rows[number], target=5).scores)
+    files = sorted(file.name for file in (tmp_path / "run").glob("batch-*"))
+    assert len(files) == (15 if keep == "all" else 0)
+
+
 def test_what_a_column_says_of_each_row(gpt2, tmp_path):
     results = tlens.attribute_dataset(gpt2, ROWS, tmp_path / "run", columns={"target": "answer"}, **SMALL)
     for row in ROWS:

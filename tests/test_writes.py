@@ -202,3 +202,24 @@ def test_a_score_with_alibi_after_a_longer_prompt():
     after = circuits.qk_attribution(frozen, 1, 2, key=3)
     assert torch.equal(before.alibi, after.alibi)
     assert torch.equal(before.total, after.total)
+
+
+def test_an_activation_rounds_relative_to_its_argument():
+    """GELU by tanh of a far negative number is rounding alone; neurons that are small beside it do not change that."""
+    model = tiny_model("bridge/gpt2").float()
+    inward = model.original_model.transformer.h[1].mlp.c_fc
+    with torch.no_grad():
+        inward.weight *= 0.1
+        inward.bias *= 0.1
+        inward.weight[:, 3] = 0
+        inward.bias[3] = -5.1
+    tokens = some_tokens(1, 6)
+    frozen = tlens.freeze(model, tokens)
+    assert frozen.errors["blocks.1"] < frozen.tolerance
+    assert float(model.run_with_cache(tokens)[1]["blocks.1.mlp.hook_post"][..., 3].abs().max()) < 1e-6
+
+    def moved(post, *, hook):
+        return post.index_add(-1, torch.tensor([3]), torch.full((*post.shape[:-1], 1), 1e-3))
+
+    with refused(model, "blocks.1.mlp.hook_post", moved, r"1\.mlp\.hook_p.*neuron 3"):
+        tlens.freeze(model, tokens)

@@ -90,7 +90,8 @@ class Job:
             result.save(path)
 
     def _records(self, batch: list[int]) -> tuple[list[Record], list[tuple[int | None, Any]]]:
-        """The records of a batch, and its results: one of all rows (None), or some of single rows, by their number."""
+        """The records of a batch, and its results: one of all rows (None), or those of its parts, by the number
+        of the first row."""
         if batch[0] in self.rows.errors:  # rows that are no prompt are a batch by themselves
             return [{"error": self.rows.errors[row]} for row in batch], []
         per_row = {name: [values[row] for row in batch] for name, values in self.rows.options.items()}

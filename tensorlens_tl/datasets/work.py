@@ -68,9 +68,10 @@ class Work(ABC):
 def run_rows(
     work: Work, model: ModelLike, tokens: Sequence[np.ndarray], per_row: Mapping[str, Sequence[Any]]
 ) -> tuple[list[Record], list[tuple[int | None, Any]]]:
-    """One record for each row, and the results they come from: of all rows (None), or of one row by its index.
+    """One record for each row, and the results they come from: of all rows (None), or of a part, by its first row.
 
-    The rows are run together; where that fails, each by itself, and a row that fails then is a record with its error.
+    The rows are run together; where that fails, each half is, and so on down to single rows. A row that fails by itself
+    is a record with its error. Whole results that are saved are of all rows or of one: there, single rows come next.
 
     Args:
         work: what is computed.
@@ -86,21 +87,27 @@ def run_rows(
 
     records: list[Record] = []
     results: list[tuple[int | None, Any]] = []
-    try:
-        records, together = run(range(len(tokens)))
-        results = [(None, together)]
-    except TensorLensError:
-        for row in range(len(tokens)):
-            try:
-                row_records, result = run([row])
-                records += row_records
-                results.append((row, result))
-            except TensorLensError as error:
-                records.append({"error": f"{type(error).__name__}: {error.with_prompts({0: 'this row'})}"})
+    parts: list[Sequence[int]] = [range(len(tokens))]
+    while parts:
+        part = parts.pop()
+        try:
+            part_records, result = run(part)
+            results.append((None if len(part) == len(tokens) else part[0], result))
+        except TensorLensError as error:
+            if len(part) > 1:
+                parts += reversed(_cut(part, 1 if work.save_whole else len(part) // 2))
+                continue
+            part_records = [{"error": f"{type(error).__name__}: {error.with_prompts({0: 'this row'})}"}]
+        records += part_records
     view = ModelView(model)
     for row, record in enumerate(records):
         _describe(record, view, work.options, {name: values[row] for name, values in per_row.items()})
     return records, results
+
+
+def _cut(rows: Sequence[int], length: int) -> list[Sequence[int]]:
+    """Rows in parts of a length; the last may be shorter."""
+    return [rows[start : start + length] for start in range(0, len(rows), length)]
 
 
 def _describe(record: Record, view: ModelView, options: Mapping[str, Any], row_options: Mapping[str, Any]) -> None:

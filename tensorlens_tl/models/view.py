@@ -9,7 +9,8 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -572,8 +573,6 @@ class ModelView:
     def provenance(self) -> dict[str, str]:
         """What a result depends on besides the prompt: names, versions, weight processing, dtype, and where there are
         any, the weights that no checkpoint had."""
-        from importlib.metadata import version
-
         optional = {
             "newly_initialised": ", ".join(self.newly_initialised or ()),
             "adapters": ", ".join(adapter_names(self.model)),
@@ -581,7 +580,7 @@ class ModelView:
         known = {
             "model": str(getattr(self.cfg, "model_name", "custom")),
             "class": self.class_name,
-            "transformer_lens": version("transformer-lens"),
+            "transformer_lens": _transformer_lens(),
             "weight_processing": self.weight_processing,
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
         }
@@ -632,3 +631,9 @@ def _hint(model: Any) -> str:
 
 def _zero_mean(rows: Tensor) -> bool:
     return bool((rows.mean(-1).abs() <= 1e-4 * rows.std(-1)).all())
+
+
+@cache
+def _transformer_lens() -> str:
+    """The version that is installed, which its files are searched for."""
+    return version("transformer-lens")

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -66,7 +66,10 @@ class WeightState:
             object.__setattr__(self, "versions", versions)
         if versions != self.versions or _adapters(model) != self.adapters:
             return False
-        return bool(torch.allclose(_sample(parameters), self.sample, rtol=0, atol=0, equal_nan=True))
+        sample = _sample(parameters)
+        return torch.equal(sample, self.sample) or bool(
+            torch.allclose(sample, self.sample, rtol=0, atol=0, equal_nan=True)
+        )
 
 
 def fingerprint(weights: Sequence[Tensor]) -> str:
@@ -100,14 +103,16 @@ def sampled(weight: Tensor) -> Tensor:
     """A weight's numbers down the diagonal, starting again at the other edge: every row and column of each head."""
     if weight.ndim < 2:
         return weight.reshape(-1)
-    return weight[(..., *_steps(*weight.shape[-2:], weight.device))].reshape(-1)
+    return torch.take(weight, _steps(weight.shape, weight.device))
 
 
 @lru_cache(maxsize=512)
-def _steps(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The rows and columns that diagonal goes through; computed once for each shape, as every check needs them."""
+def _steps(shape: torch.Size, device: torch.device) -> Int[Tensor, "n"]:
+    """Where that diagonal goes, in each matrix; computed once for each shape, as every check needs it."""
+    rows, columns = shape[-2:]
     steps = torch.arange(max(rows, columns), device=device)
-    return steps % rows, steps % columns
+    matrices = torch.arange(shape[:-2].numel(), device=device)[:, None]
+    return (matrices * rows * columns + steps % rows * columns + steps % columns).flatten()
 
 
 def refuse_devices(model: nn.Module) -> None:

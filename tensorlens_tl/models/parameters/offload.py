@@ -132,7 +132,7 @@ def sources(model: nn.Module) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
 
     An offloaded weight that is loaded just now counts as its file.
     """
-    weights: list[Tensor] = list(model.parameters())
+    weights = _parameters_of(model)
     files: list[tuple[Any, ...]] = []
     if not any(weight.is_meta for weight in weights):
         return weights, files
@@ -146,6 +146,23 @@ def sources(model: nn.Module) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
         if file is not None:
             files.append(file)
     return tensors, files
+
+
+def _parameters_of(model: nn.Module) -> list[Tensor]:
+    """``list(model.parameters())`` without the names, which take most of its time; of a Bridge, those that it wraps."""
+    weights: dict[int, Tensor] = {}
+    seen: set[nn.Module] = set()
+    stack = [getattr(model, "original_model", model)]
+    while stack:
+        module = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        for weight in module._parameters.values():
+            if weight is not None:
+                weights.setdefault(id(weight), weight)
+        stack += [child for child in reversed(module._modules.values()) if child is not None]
+    return list(weights.values())
 
 
 def version_of(weight: Tensor) -> tuple[int, int]:

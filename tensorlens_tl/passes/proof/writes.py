@@ -195,8 +195,9 @@ class _Comparison:
     def _neurons(self, post: str) -> WriteError:
         """An MLP's hidden vector: what the weights give, by the activation ratio of the captured pre-activation.
 
-        Rounding of a pre-activation is that of an average one, and reaches a neuron by its ratio. What lies below the
-        smallest normal number does not count: a processor may flush it to zero.
+        Rounding of a pre-activation is that of an average one, and reaches a neuron by its ratio. An activation
+        function may round relative to its argument, however small its value: GELU by tanh adds 1 and a number near −1.
+        What lies below the smallest normal number does not count: a processor may flush it to zero.
         """
         expected = self._by_token(self.seen[post])
         hidden = self._by_token(self.noted["hidden"])
@@ -204,8 +205,12 @@ class _Comparison:
         assert held is not None  # it has neurons
         linear = self._by_token(self.maps.capture.activation(self.points.pre_linear or self.points.pre or ""))
         typical = torch.linalg.vector_norm(linear, dim=-1, keepdim=True) / linear.shape[-1] ** 0.5
-        lost = torch.clamp(self.rounding * typical, min=torch.finfo(typical.dtype).tiny) / self.maps.tolerance
-        sizes = (self._by_token(held.through).abs() * typical).add_(lost).add_(expected.abs())
+        argument = typical
+        if self.points.pre_linear is None:  # a gate is read by its own function, which rounds alike
+            argument = torch.maximum(linear.abs(), typical)
+        lost = torch.clamp(self.rounding * argument, min=torch.finfo(typical.dtype).tiny)
+        sizes = (self._by_token(held.through).abs() * typical).add_(expected.abs())
+        sizes.add_(lost, alpha=1 / self.maps.tolerance)
         errors = (hidden - expected).abs_().div_(sizes)
         return _worst(post, "neuron", errors, self.real)
 
