@@ -92,8 +92,8 @@ BESIDE_INSEQ = {
 }
 
 
-def saved_gpt2(folder: Path) -> None:
-    """A random GPT-2 of the bundled model's shape with its tokenizer, as Hugging Face saves them."""
+def saved_gpt2(folder: Path, **shape: int) -> None:
+    """A random GPT-2 of a shape, the bundled model's by default, with its tokenizer, as Hugging Face saves them."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -102,7 +102,8 @@ def saved_gpt2(folder: Path) -> None:
     tokenizer: Any = tlens.load_demo_model().tokenizer
     torch.manual_seed(0)
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    config = GPT2Config(n_layer=4, n_embd=128, n_head=4, n_positions=256, vocab_size=len(tokenizer), **ends)
+    bundled = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 256, "vocab_size": len(tokenizer)}
+    config = GPT2Config(**bundled | shape | ends)
     GPT2LMHeadModel(config).eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -99,16 +99,15 @@ def section() -> list[str]:
     ]
 
 
-def main() -> None:
-    """Print the section; with ``--write`` put it into RESULTS.md, in place of the one that is there."""
-    lines = section()
+def print_or_write(heading: str, lines: list[str]) -> None:
+    """Print a section; with ``--write`` put it into RESULTS.md, in place of the one that is there."""
     print("\n".join(lines))
     if "--write" not in sys.argv[1:]:
         return
-    before, _, after = RESULTS.read_text(encoding="utf-8").partition(f"{HEADING}\n")
+    before, _, after = RESULTS.read_text(encoding="utf-8").partition(f"{heading}\n")
     following = after[after.index("\n## ") + 1 :] if "\n## " in after else ""
     RESULTS.write_text(before.rstrip() + "\n\n" + "\n".join(lines) + following, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    print_or_write(HEADING, section())

@@ -27,6 +27,7 @@ from data_sets import measure as measure_data_sets
 from difference import measure as measure_difference
 from generated import section as measure_generated
 from live import section as measure_live
+from peers import section as measure_peers
 from shapes import Shape, bert_base, bundled, bundled_longer, gpt2_small, llama_160m, mixture, small_neox
 from timing import LEAST_SHARE, beside_a_product, interleaved
 
@@ -932,6 +933,11 @@ def live_changes() -> Lines:
     yield from measure_live()[2:]
 
 
+def peers() -> Lines:
+    """## Rows of a data set beside other libraries"""
+    yield from list(measure_peers())[2:]
+
+
 def differences() -> Lines:
     """## The difference of two runs, in forwards
 
@@ -972,6 +978,7 @@ SECTIONS = (
     live_changes,
     differences,
     data_sets,
+    peers,
     profile,
 )
 
