@@ -91,7 +91,10 @@ def ours(saved: Path, rows: Rows) -> dict[str, Callable[[], Any]]:
 
 def by_captum(module: Any, rows: Rows) -> dict[str, Callable[[], Any]]:
     """captum, all rows in one batch."""
-    from captum.attr import LayerGradientXActivation, LayerIntegratedGradients
+    from captum.attr import (  # pyright: ignore[reportMissingImports]
+        LayerGradientXActivation,
+        LayerIntegratedGradients,
+    )
 
     def logits(ids: Tensor, answers: Tensor) -> Tensor:
         return module(ids).logits[torch.arange(len(ids)), -1, answers]
@@ -115,7 +118,7 @@ def by_captum(module: Any, rows: Rows) -> dict[str, Callable[[], Any]]:
 
 def by_inseq(saved: Path, rows: Rows) -> dict[str, Callable[[], Any]]:
     """inseq, of the logit of the same tokens, in its own batches."""
-    import inseq
+    import inseq  # pyright: ignore[reportMissingImports]
 
     model = inseq.load_model(str(saved), "saliency", device="cpu")
 
