@@ -321,8 +321,11 @@ class Attention(AffineMap):
         self, x: Float[Tensor, "batch key d_in"], queries: Int[Tensor, "batch query"]
     ) -> Float[Tensor, "batch query d_out"]:
         """What some queries of each prompt mix from the values of all keys; other queries are not computed."""
-        rows = torch.take_along_dim(self.pattern, queries[:, None, :, None], dim=2)
-        return replace(self, pattern=rows)._forward(x, affine=False)
+        return replace(self, pattern=self.rows_at(queries))._forward(x, affine=False)
+
+    def rows_at(self, queries: Int[Tensor, "batch query"]) -> Float[Tensor, "batch head query key"]:
+        """The pattern's rows of some queries of each prompt."""
+        return torch.take_along_dim(self.pattern, queries[:, None, :, None], dim=2)
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
         return mixed(self.pattern, self.kv_heads, x)

@@ -119,8 +119,12 @@ class RecomputedAttention(AffineMap):
         self, x: Float[Tensor, "batch key d_in"], queries: Int[Tensor, "batch query"]
     ) -> Float[Tensor, "batch query d_out"]:
         """What some queries of each prompt mix from the values of all keys; other queries are not computed."""
-        rows = self._rows(self._queries()[queries])
+        rows = self.rows_at(queries)
         return mixed(rows, self.kv_heads, x[None, :, : rows.shape[-1]])[0]
+
+    def rows_at(self, queries: Int[Tensor, "batch query"]) -> Float[Tensor, "batch head query key"]:
+        """The pattern's rows of some queries of each prompt, without keys that none of them reads."""
+        return self._rows(self._queries()[queries])
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
         queries = self._queries()
@@ -195,7 +199,7 @@ class RecomputedAttention(AffineMap):
 
 
 AnyAttention = Attention | RecomputedAttention
-"""Attention by a pattern, held or recomputed; both have `pattern`, `kv_heads` and `at_queries`."""
+"""Attention by a pattern, held or recomputed; both have `pattern`, `kv_heads`, `at_queries` and `rows_at`."""
 
 
 def query_chunks(queries: int, bytes_per_query: int) -> Iterator[slice]:

@@ -44,7 +44,7 @@ def refuse_non_causal(view: ModelView) -> None:
         what = "is an encoder–decoder; attribute its decoder's tokens with tlens.attribute(..., decoder_input_ids=...)"
     elif view.is_hooked_encoder or hasattr(view.model, "mlm_head") or bidirectional:
         what = "is an encoder, which fills gaps and continues nothing"
-    elif view.unembedding is None or model_points(view).unembed_in is None:
+    elif view.unembedding is None:
         what = "predicts no tokens"
     else:
         return

@@ -16,7 +16,7 @@ from tensorlens_tl.generation.methods import METHOD, check_method, given, scored
 from tensorlens_tl.generation.pulled_hops import GeneratedTokens, sent_on_by_pulls
 from tensorlens_tl.generation.writing import Continuation, Count, Text, texts_of
 from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike
-from tensorlens_tl.passes import Difference, PassOrDifference, difference, freeze
+from tensorlens_tl.passes import Difference, PassOrDifference, difference, freeze, one_check
 from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find
 from tensorlens_tl.passes.operator import EACH_NEXT, RANKED, Collapse
 from tensorlens_tl.results import EACH_GENERATED, EACH_MINUS, EACH_SPAN, Attribution, span_text
@@ -109,10 +109,11 @@ class FrozenGeneration:
             others = options | given(minus=minus, bias=bias, activation=activation)
             return self._by_method(method, queries, span, minus, others, memory)
         shown = queries if span is None else self._last(queries)
-        if span is not None and self._is_pulled(hops, shares, settings):
-            collapse = self._pulled(queries, minus, hops, settings)
-        else:
-            collapse = self._sent_on(self._targets(queries, span, minus, settings), hops, shares, settings)
+        with one_check():
+            if span is not None and self._is_pulled(hops, shares, settings):
+                collapse = self._pulled(queries, minus, hops, settings)
+            else:
+                collapse = self._sent_on(self._targets(queries, span, minus, settings), hops, shares, settings)
         scores, constant = _scores_and_bias(collapse)
         options = {"span": span, "hops": hops, "minus": minus, "bias": bias, "activation": activation}
         if hops != 0:

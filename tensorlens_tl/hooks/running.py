@@ -47,11 +47,34 @@ def run(model: HookedModel, inputs: Mapping[str, Any], hooks: Sequence[FwdHook])
     torch.Size([1, 7, 2048])
     """
     refuse_autocast(next(model.parameters()).device)
+    placed = [*hooks, *progress_hooks()]
+    known = _known.get()
     with lock_of(model), _patterns_dropped(model):
-        placed = [*hooks]
         if is_looped(model):
-            placed = without_numbers(model, hook_points(model), hooks)
-        return model.run_with_hooks(**inputs, fwd_hooks=[*placed, *progress_hooks()])
+            placed = without_numbers(model, hook_points(model), placed)
+        if known is None or known[0] is not model:
+            return model.run_with_hooks(**inputs, fwd_hooks=placed)
+        with _at_points(model, known[1], placed):
+            return known[0].forward(**inputs)
+
+
+@contextmanager
+def _at_points(model: Any, points: Mapping[str, Any], hooks: Sequence[FwdHook]) -> Generator[None, None, None]:
+    """Hooks at points that are known, as ``run_with_hooks`` puts them there: a Bridge lists all its points for each."""
+    level = model.context_level + 1
+    chosen: list[Any] = []
+    model.context_level = level
+    try:
+        for name, function in hooks:
+            matches = name if callable(name) else name.__eq__
+            for point in {id(point): point for at, point in points.items() if matches(at)}.values():
+                chosen.append(point)
+                point.add_hook(function, level=level)
+        yield
+    finally:
+        model.context_level = level - 1
+        for point in chosen:
+            point.remove_hooks(level=level)
 
 
 def progress_hooks(note: Callable[[], None] = note_progress) -> list[FwdHook]:

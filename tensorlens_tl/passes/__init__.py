@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorlens_tl.passes.backward import product_points as product_points, rule_scores as rule_scores
 from tensorlens_tl.passes.block_maps import BlockMaps
-from tensorlens_tl.passes.capture import Capture
+from tensorlens_tl.passes.capture import Capture, one_check as one_check
 from tensorlens_tl.passes.freezing import TOLERANCE as TOLERANCE, freeze, freeze_changed
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike as PassLike, check_pass as check_pass
 from tensorlens_tl.passes.linearisation import Linearisation

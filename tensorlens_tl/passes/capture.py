@@ -1,6 +1,8 @@
 """What one forward pass leaves behind: activations by hook-point name, and the streams that they make up."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +19,18 @@ from tensorlens_tl.hooks import ModelPoints, StreamPoint, lock_of, with_other_na
 from tensorlens_tl.models import HookedModel, ModelView
 from tensorlens_tl.models.lifecycle import WeightState, changed, configuration
 from tensorlens_tl.passes.inputs import Prompt
+
+_checked: ContextVar[set[int] | None] = ContextVar("checked", default=None)  # captures, by identity
+
+
+@contextmanager
+def one_check() -> Generator[None, None, None]:
+    """Inside, in this thread, each capture is compared with its model once: around the steps of one question."""
+    token = _checked.set(set())
+    try:
+        yield
+    finally:
+        _checked.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +141,9 @@ class Capture:
         not the pass's, it raises `InvalidInputError`.
         """
         refuse_autocast(self.view.device)
+        checked = _checked.get()
+        if checked is not None and id(self) in checked:
+            return
         with lock_of(self.view.model):
             same_weights = self.weights.holds(self.view.model)
             now = configuration(self.view.model)
@@ -142,6 +159,8 @@ class Capture:
                 "the model was put in train mode, or taken out of it, after this pass was frozen, and scales its "
                 "stream and its weights differently there. Put it back, or freeze again."
             )
+        if checked is not None:
+            checked.add(id(self))
 
     def _check_configuration(self, now: Mapping[str, str]) -> None:
         if self.configuration is None:

@@ -66,7 +66,7 @@ from tensorlens_tl.passes.preflight import (
     check_width,
     warn_of_ties,
 )
-from tensorlens_tl.passes.proof import SeenWrites, compared_positions, logits_error, prove, sampled_positions
+from tensorlens_tl.passes.proof import SeenWrites, compared_positions, prove, sampled_positions
 from tensorlens_tl.passes.readings import view_of
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -134,7 +134,7 @@ def freeze(
         strict: whether a sum that is further from the model's number than its proof allows (`allowed_gap` of the
             pass) raises `NumericalError` instead of a `GapWarning`.
         query: positions whose logits will be asked for, as in `FrozenOperator.target`. Before a logit is explained it
-            is compared with the model's own at that position: during this run at each prompt's last token, at these
+            is compared with the model's own at that position: of this run at each prompt's last token, at these
             positions, and of a masked language model at the first token and at every mask; at any other, by one more
             run when it is first asked for.
 
@@ -297,8 +297,9 @@ def _freeze(
     warn_of_ties(capture, {name: run.activations.pop(name) for name in points.routers if name in run.activations})
     frozen = FrozenPass(replace(maps, layouts=proof.layouts), proof, options.strict)
     if points.unembed_in is not None:
-        error = logits_error(capture, frozen.unembedded(), run.compared.of(logits), compared)
-        frozen.logits_check.add(error, compared)
+        frozen.logits_check.postpone(run.compared.of(logits), compared)
+    if hooked or options.query is not None:  # so many logits are not stored
+        frozen.logits_check.catch_up(capture, frozen.unembedded())
     if cache is None:
         check_repeats(capture, tolerance)
     return frozen

@@ -229,8 +229,11 @@ class FrozenPass(Linearisation):
     @property
     def errors(self) -> dict[str, float]:
         """The errors of the proof, and ``"unembed"``: of the tokens whose logits were compared (the last ones, and
-        those that results were computed for since)."""
+        those that results were computed for since). It is measured when it is first read, by the weights of the pass:
+        a model that was changed before that has no such entry."""
         errors = dict(self.proof.errors)
+        if self.logits_check.postponed is not None and self.capture.weights.holds(self.view.model):
+            self.logits_check.catch_up(self.capture, self.unembedded())
         if self.logits_check.error is not None:
             errors["unembed"] = self.logits_check.error
         return errors
@@ -477,6 +480,9 @@ class FrozenPass(Linearisation):
             live = self.live("the logits at positions that were not compared before")
             states, logits = self._run_for_logits(live, positions)
             self.logits_check.add(logits_error(self.capture, states, logits, positions), positions)
+        if self.logits_check.postponed is not None:
+            self.capture.check_fresh()
+            self.logits_check.catch_up(self.capture, self.unembedded())
         return self.logits_check.error
 
     def _run_for_logits(self, live: LiveModel, positions: Int[Tensor, "batch query"]) -> tuple[Tensor, Any]:

@@ -397,15 +397,21 @@ def _measured_norm(inner: nn.Module, cfg: Any, width: int) -> _Measured:
         x = _off_centre(*stored.shape).to(stored, copy=True)
     with torch.no_grad():
         output = forward_of(inner)(x)
+    rounding = torch.finfo(output.dtype).eps
+    largest = float(output.abs().max())
     options: list[tuple[float, _Measured]] = []
-    for centre in (False, True):
+    likelier = shift is not None  # most LayerNorms have a shift, no RMSNorm has
+    for centre in (likelier, not likelier):
         for gain, adds_one in gains:
             read = NormWeights(gain, shift, centre, epsilon)
             expected = plus(times(centred(x, centre) / read.scale_of(x).to(x), gain), shift)
-            options.append((float((expected - output).abs().max()), _Measured(read, adds_one)))
+            error = float((expected - output).abs().max())
+            options.append((error, _Measured(read, adds_one)))
+            if error <= 8 * rounding * largest:  # no other can be better by more than rounding
+                return options[-1][1]
     error, best = min(options, key=lambda option: option[0])
     # norms of other libraries round in up to four places
-    if not error <= (1e-2 + 4 * torch.finfo(output.dtype).eps) * float(output.abs().max()):
+    if not error <= (1e-2 + 4 * rounding) * largest:
         raise UnsupportedModelError(f"{type(inner).__name__} is not read as a LayerNorm or an RMSNorm.")
     return best
 

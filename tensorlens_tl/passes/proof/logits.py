@@ -16,12 +16,14 @@ class LogitsCheck:
 
     Attributes:
         error: the largest ``max abs(ours − logits) / max abs(logits)`` so far; None before any comparison.
-        compared: True where logits were compared.
+        compared: True where logits were compared, or are when an error is first read.
+        postponed: the model's logits that are compared then, and where; None after that.
     """
 
     def __init__(self, mask: Bool[Tensor, "batch pos"]) -> None:
         self.error: float | None = None
         self.compared = torch.zeros_like(mask)
+        self.postponed: tuple[object, Int[Tensor, "batch query"]] | None = None
 
     def covers(self, positions: Int[Tensor, "batch query"]) -> bool:
         """Whether every one of some positions was compared."""
@@ -31,6 +33,19 @@ class LogitsCheck:
         """Note what a comparison at some positions measured."""
         self.compared = self.compared.scatter(1, positions, True)
         self.error = max(error, self.error or 0.0)
+
+    def postpone(self, logits: object, positions: Int[Tensor, "batch query"]) -> None:
+        """Hold the model's logits at some positions until somebody reads their error: it reads all of W_U."""
+        self.compared = self.compared.scatter(1, positions, True)
+        self.postponed = logits, positions
+
+    def catch_up(self, capture: Capture, states: Tensor) -> None:
+        """Compare what was postponed with the weights' logits of the model's last states."""
+        if self.postponed is None:
+            return
+        logits, positions = self.postponed
+        self.postponed = None
+        self.add(logits_error(capture, states, logits, positions), positions)
 
 
 def compared_positions(view: ModelView, prompt: Prompt, query: Query | None = None) -> Int[Tensor, "batch compared"]:

@@ -1,15 +1,17 @@
 """Proofs at a few positions: which ones, and a block's attention there.
 
-A query's output needs the values of all its keys, and of everything else only what happens at the query itself. So
-attention's values are computed at every token, and patterns, norms, activations and matrices after them only at the
-sampled queries: about a tenth of what the whole block costs at GPT-2 small's shape.
+A query's output needs what all its keys hold, and of everything else only what happens at the query itself. Values are
+linear, so each head of a sampled query mixes what attention reads before W_V is applied, Σ_j A_qj (x_j W_V) =
+(Σ_j A_qj x_j) W_V: no matrix is applied to every token. Half precision, and queries so many that this would take more
+products, compute the values of every token.
 """
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import AnyAttention, Diagonal
+from tensorlens_tl.algebra import AffineMap, AnyAttention, Diagonal, Linear
 from tensorlens_tl.algebra.positions import RowPositions
 from tensorlens_tl.models import Layout, ModelView
 from tensorlens_tl.passes.block_maps import BlockMaps
@@ -58,7 +60,31 @@ def attention_at(
         x = maps.norm(layer, layout.attn.before)(x)
     values, mixing, out = maps.attention(layer).stages
     assert isinstance(mixing, AnyAttention)
-    mixed = mixing.at_queries(values(x), positions)
+    mixed = _mixed(values, mixing, x, positions)
     # one position per row, as what follows the mixing may hold a factor for each position
     attended = out.at(RowPositions(positions.T))(mixed.transpose(0, 1)[:, :, None])[:, :, 0].transpose(0, 1)
     return mixed, Diagonal(torch.zeros_like(attended), attended)  # a constant: it ignores what it reads
+
+
+def _mixed(
+    values: AffineMap,
+    mixing: AnyAttention,
+    x: Float[Tensor, "batch key d_model"],
+    positions: Int[Tensor, "batch query"],
+) -> Float[Tensor, "batch query width"]:
+    """What the heads gather at some positions."""
+    exact = x.dtype in (torch.float32, torch.float64)
+    if not exact or not isinstance(values, Linear) or values.weight.dtype != x.dtype:
+        return mixing.at_queries(values(x), positions)
+    rows = mixing.rows_at(positions)
+    heads = rows.shape[1] * rows.shape[2]
+    if 2 * heads > values.weight.shape[1]:
+        return mixing.at_queries(values(x), positions)
+    read = rows.to(x.dtype).flatten(1, 2) @ x[:, : rows.shape[-1]]
+    by_head = rearrange(read, "b (kv group q) d -> kv b (group q) d", kv=mixing.kv_heads, q=rows.shape[2])
+    weights = rearrange(values.weight, "d (kv e) -> kv 1 d e", kv=mixing.kv_heads)
+    gathered = by_head @ weights
+    if values.offset is not None:
+        sums = rearrange(rows.sum(-1), "b (kv group) q -> kv b (group q) 1", kv=mixing.kv_heads)
+        gathered = gathered + sums * rearrange(values.offset, "(kv e) -> kv 1 1 e", kv=mixing.kv_heads)
+    return rearrange(gathered, "kv b (group q) e -> b q (kv group e)", q=rows.shape[2])
