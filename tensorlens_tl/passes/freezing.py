@@ -124,7 +124,9 @@ def freeze(
         patterns: ``"recompute"`` keeps queries and keys instead of attention patterns, so that memory grows with the
             prompt's length and not with its square: a layer's pattern is recomputed, a few queries at a time, when it
             is used. Every one is compared with the model's own while the pass runs.
-        verify: True proves every block against the model's own output at every token. ``"sample"`` proves every block
+        verify: True proves every block against the model's own output at every token; products of plain blocks whose
+            result the model shows are compared on random vectors (`tensorlens_tl.passes.proof.projected`), which
+            overlooks an error with a probability of 1e-7. ``"sample"`` proves every block
             at up to 8 tokens of each prompt, among them its last one (``proof.positions`` of the pass): this detects
             a part that is read wrongly, and no activation that was changed at another token. Blocks with whitening or
             a mixer in place of attention, and those of encoder–decoders, are proved at every token all the same. False

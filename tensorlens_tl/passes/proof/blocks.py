@@ -4,13 +4,13 @@ Every block is composed from its weights in each way that its norms allow; the o
 output on its own input is its layout (`tensorlens_tl.passes.proof.layouts`). A block that no layout reproduces is
 refused, with the first component that differs. A proof may look at a few positions of each prompt instead of all
 (`tensorlens_tl.passes.proof.sampled`), and also compares what heads, neurons and sublayers hold and write
-(`tensorlens_tl.passes.proof.writes`). What follows the last block is proved the same way.
+(`tensorlens_tl.passes.proof.writes`). Products whose result the model shows are compared without computing them
+(`tensorlens_tl.passes.proof.projected`). What follows the last block is proved the same way.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from jaxtyping import Int
 from torch import Tensor
@@ -25,8 +25,9 @@ from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.blocks import BlockParts
 from tensorlens_tl.passes.loops import check_loop
 from tensorlens_tl.passes.proof.layouts import LayoutSearch
+from tensorlens_tl.passes.proof.projected import projected_errors
 from tensorlens_tl.passes.proof.sampled import attention_at, can_be_sampled
-from tensorlens_tl.passes.proof.writes import SeenWrites, WriteError, tapped, write_errors
+from tensorlens_tl.passes.proof.writes import BlockErrors, SeenWrites, WriteError, tapped, write_errors
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,17 +138,6 @@ def head_error(maps: BlockMaps) -> float | None:
     return relative_error(Chain(tuple(after))(capture.resid_pre(capture.n_layers)), expected, capture.mask)
 
 
-class BlockErrors(NamedTuple):
-    """How far a block's map is from the model: at the block's output, and at the hook points inside."""
-
-    output: float
-    writes: list[WriteError]
-
-    def first_above(self, tolerance: float) -> WriteError | None:
-        """The first hook point, in the order of the pass, that differs by more."""
-        return next((write for write in self.writes if not write.error <= tolerance), None)
-
-
 class _BlockProof:
     """One block beside what the model did there."""
 
@@ -188,6 +178,10 @@ class _BlockProof:
         """What a proof measures of the block, at every position or at some."""
         activations: dict[str, Tensor] = {}
         maps = self.maps
+        if self.positions is None:
+            measured = projected_errors(maps, self.layer, layout, self.seen)
+            if measured is not None:
+                return measured
         if self.positions is None:
             parts = maps.parts(self.layer)
         else:

@@ -79,6 +79,17 @@ class WriteError(NamedTuple):
     unit: str = ""
 
 
+class BlockErrors(NamedTuple):
+    """How far a block's map is from the model: at the block's output, and at the hook points inside."""
+
+    output: float
+    writes: list[WriteError]
+
+    def first_above(self, tolerance: float) -> WriteError | None:
+        """The first hook point, in the order of the pass, that differs by more."""
+        return next((write for write in self.writes if not write.error <= tolerance), None)
+
+
 def tapped(parts: BlockParts, seen: dict[str, Tensor]) -> BlockParts:
     """The parts of a block, noting in `seen` what its map computes on its way.
 
