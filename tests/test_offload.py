@@ -325,10 +325,10 @@ def test_some_blocks_in_memory_and_others_on_disk(tmp_path, monkeypatch):
         assert torch.allclose(*scores, rtol=0, atol=1e-9)
 
 
-def test_offloaded_weights_that_run_on_several_devices_are_refused(tmp_path):
+def test_an_offloaded_block_that_runs_on_several_devices_is_refused(tmp_path):
     model = tiny_model("bridge/llama")
     offload(model.original_model, "disk", tmp_path)
-    for module in whole(model.blocks[1]):
+    for module in whole(model.blocks[1].mlp):
         for hook in offload_hooks(module):
             hook.execution_device = torch.device("cuda:1")
     with pytest.raises(UnsupportedModelError, match="run on cpu, cuda:1"):

@@ -5,6 +5,7 @@
 | `maps` | what is an affine map, and how do maps combine? |
 | `primitives` | which maps is everything made of? |
 | `lazy` | what is made when it is used and dropped after, for models larger than memory? |
+| `placed` | what is computed on the device of its weights, between vectors on another one? |
 | `recomputed`, `held_scores` | what attends by a pattern that is recomputed, a few queries at a time? |
 | `segments` | what acts on one side of an encoder–decoder, or attends across? |
 | `reads` | what also reads what entered an earlier map? |
@@ -34,6 +35,7 @@ from tensorlens_tl.algebra.maps import (
     note_bias,
     stages_of,
 )
+from tensorlens_tl.algebra.placed import Placed as Placed, on_device as on_device
 from tensorlens_tl.algebra.positions import RowPositions, Where
 from tensorlens_tl.algebra.primitives import Attention, Diagonal, Identity, Linear, Norm, Tap
 from tensorlens_tl.algebra.reads import ChainWithReads as ChainWithReads, EarlierRead as EarlierRead

@@ -77,6 +77,10 @@ class HeldScores:
         sums = torch.take_along_dim(self.sums, at[:, None], dim=2).to(pattern)
         return pattern.mul_(sums[..., None]).to(dtype)
 
+    def on(self, device: torch.device) -> "HeldScores":
+        """The same, with patterns made on another device; what they are made from is moved a few rows at a time."""
+        return self if device == self.device else replace(self, device=device)
+
     def of_head(self, head: int) -> "HeldScores":
         """The same for one head."""
         kv = head // (self.shape[1] // self.keys.shape[1])

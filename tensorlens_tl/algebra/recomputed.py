@@ -144,7 +144,7 @@ class RecomputedAttention(AffineMap):
         queries = self._queries()
         if not isinstance(here, RowPositions):
             return self._pulled(g, queries[here], destination)
-        origin = queries[here.positions]
+        origin = queries[here.positions.to(queries.device)]
         if len(origin) == 1:  # one query of each prompt serves every vector
             return unmixed(self._keys(self._rows(origin.T), destination), self.kv_heads, g)
         parts: list[Tensor] = []

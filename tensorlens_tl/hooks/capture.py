@@ -118,7 +118,7 @@ def capture(
     """Run the model once and store the activations at `names`.
 
     Args:
-        store: ``"model"`` leaves activations where they are computed, ``"cpu"`` moves them off the device.
+        store: ``"model"`` puts what is returned on the device of the input, ``"cpu"`` moves activations off it.
         model, inputs, names, hooks, last, optional, calls, changed: see `observe`, also for errors.
 
     Returns:
@@ -131,8 +131,20 @@ def capture(
     """
     activations: dict[str, Tensor] = {}
     options: dict[str, Any] = {"hooks": hooks, "last": last, "optional": optional, "calls": calls, "changed": changed}
-    output = observe(model, inputs, names, partial(keep_in, activations, store), **options)
+    device = _device_of(inputs)
+
+    def see(name: str, activation: Tensor) -> None:
+        keep_in(activations, store, name, activation.to(device))
+
+    output = observe(model, inputs, names, see, **options)
+    if isinstance(output, Tensor):
+        output = output.to(device)
     return activations, output
+
+
+def _device_of(inputs: Mapping[str, Any]) -> torch.device | None:
+    """Where a model is given its input; of a model whose blocks run on several devices, results are put there."""
+    return next((value.device for value in inputs.values() if isinstance(value, Tensor)), None)
 
 
 def graph_of(
@@ -146,7 +158,7 @@ def graph_of(
         hooks: further hooks of the run, called first.
 
     Returns:
-        The activations, in the order of the names.
+        The activations, in the order of the names, on the device of the input.
 
     Raises:
         UnsupportedModelError: a hook point did not fire.
@@ -164,7 +176,8 @@ def graph_of(
     run(model, inputs, [*hooks, *((name, in_this_thread(partial(store, name))) for name in names)])
     if silent := [name for name in names if name not in activations]:
         raise UnsupportedModelError(f"the hook point {silent[0]!r} did not fire in a run of {type(model).__name__}.")
-    return [activations[name] for name in names]
+    device = _device_of(inputs)
+    return [activations[name].to(device) for name in names]
 
 
 def keep_in(activations: dict[str, Tensor], store: str, name: str, activation: Tensor) -> None:

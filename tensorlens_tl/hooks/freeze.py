@@ -16,7 +16,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap
+from tensorlens_tl.algebra import AffineMap, on_device
 from tensorlens_tl.algebra.numerics import refuse_autocast
 from tensorlens_tl.errors import FrozenModelError
 from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, Ends
@@ -183,7 +183,7 @@ def whole_hooks(ends: Ends, held: AffineMap, shape: tuple[int, int], *, again: b
         prompts = x.reshape(-1, pos, x.shape[-1])
         if batch == 1:  # prompts are rows of a single one's map
             prompts = prompts[:, None]
-        return held(prompts).reshape(out.shape).to(out)
+        return on_device(held, x.device)(prompts).reshape(out.shape).to(out)
 
     return [(ends.into, _marked(record)), (ends.out, _marked(put))]
 

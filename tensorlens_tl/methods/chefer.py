@@ -191,7 +191,7 @@ class _Site:
                 f"chefer: the logits of this {self.frozen.view.description} have no gradient at {self.name}: attention "
                 "goes another way there."
             )
-        gradient = by_output.transpose(0, 1)
+        gradient = by_output.transpose(0, 1).to(self.frozen.mask.device)
         if self.out is not None:  # the weights read have the factor that the block multiplies its branches by
             gradient = self.out.pull(gradient.transpose(0, 1)).transpose(0, 1) / self.factor
         number = self.layer.layer

@@ -55,7 +55,7 @@ class LiveLogits:
         def at_ids(ids: Tensor) -> Tensor:
             # autograd keeps no index that was made in somebody's inference mode
             index = ids[..., None].clone().to(logits.device).expand(*logits.shape[:-1], 1)
-            return logits.gather(-1, index)[..., 0]
+            return logits.gather(-1, index)[..., 0].to(ids.device)
 
         if self.others is None:
             return at_ids(self.ids)

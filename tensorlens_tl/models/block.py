@@ -18,6 +18,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tensorlens_tl.algebra import on_device
 from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.loops import StackCall
@@ -40,6 +41,7 @@ from tensorlens_tl.models.parameters import (
     WhiteningWeights,
     adapter_names,
     detached,
+    execution_device,
     flattened,
     floating,
     innermost,
@@ -85,12 +87,14 @@ class Owner:
         model, cfg: as of the view.
         description: class and name, for messages.
         is_hooked_encoder_decoder: whether it is TransformerLens' own class of encoder–decoders.
+        device: where results are, and what is read of the weights: that of the model's first weight.
     """
 
     model: Any
     cfg: Any
     description: str
     is_hooked_encoder_decoder: bool
+    device: torch.device
 
     @property
     def encoder_gain(self) -> Float[Tensor, "d_model"] | None:
@@ -110,6 +114,8 @@ class BlockView:
         call: of a block that runs in a loop, the call of its stack; None of any other.
         offloaded: whether its weights are read when they are needed, and dropped after.
         loads: how often its weights were read so far, where they are offloaded.
+        device: where the block runs.
+        moved: whether what is read of its weights is moved to another device, that of the results, and dropped after.
 
     >>> block = frozen.view.blocks[0]
     >>> block.name, list(block.norms), block.attention.heads, tuple(block.mlp.W_in.shape)
@@ -126,14 +132,16 @@ class BlockView:
         self.ends_call = call is not None and number + 1 == call.length
         self.module: Any = getattr(model.model, stack)[number]
         self.offloaded = offloaded(self.module)
+        self.device = execution_device(self.module)
+        self.moved = self.device != model.device
         self.loads = 0
         self.read_names: set[str] = set()
         self._depth = 0
 
     @contextmanager
     def loaded(self) -> Generator[None, None, None]:
-        """Inside, the weights and what is read of them stay loaded; both are dropped after, if offloaded."""
-        if not self.offloaded:
+        """Inside, the weights and what is read of them stay loaded; both are dropped after, if `brought`."""
+        if not self.brought:
             yield
             return
         with lock_of(self.model.model), loaded(self.module) as fresh:
@@ -148,9 +156,34 @@ class BlockView:
                         self.__dict__.pop(name, None)
                     self.read_names.clear()
 
+    @property
+    def brought(self) -> bool:
+        """Whether its weights are brought in when they are read, from a disk, the CPU's memory or another device."""
+        return self.offloaded or self.moved
+
     def opened(self, name: str) -> Any:
         """What `weights_read` reads a property in."""
         return self.loaded()
+
+    def placed(self, name: str, value: Any) -> Any:
+        """What a property has read, on the device of the results."""
+        return on_device(value, self.model.device) if self.moved else value
+
+    def unmoved(self) -> "BlockView":
+        """The same block, whose weights are read on the device that they are on."""
+        other = self._unread()
+        other.moved = False
+        return other
+
+    def _unread(self) -> "BlockView":
+        """A copy; what has been read of weights that are brought in is left out."""
+        other = copy(self)
+        if self.brought:
+            other.read_names = set()
+            other._depth = 0
+            for name in self.read_names:
+                other.__dict__.pop(name, None)
+        return other
 
     @cached_property
     def widest(self) -> int:
@@ -511,7 +544,7 @@ class BlockView:
     def _of_encoder(self, weight: Tensor) -> Tensor:
         """A matrix that reads the encoder's output, as that is shown."""
         gain = self.model.encoder_gain
-        return weight if gain is None else gain[:, None] * weight
+        return weight if gain is None else gain[:, None].to(weight.device) * weight
 
     def _query_key(self, attn: Any) -> QueryKeyWeights:
         if self.values_layer is not None:
@@ -581,12 +614,7 @@ class BlockView:
 
         if self._is_multiplied:
             raise self._refuse("its branches are multiplied by a constant; other weights for it are not read.")
-        other = copy(self)  # what has been read of it, too
-        if self.offloaded:
-            other.read_names = set()
-            other._depth = 0
-            for name in self.read_names:
-                other.__dict__.pop(name, None)
+        other = self._unread()
         fields = {"value_matrix": "W_V", "b_V": "b_V", "W_O": "W_O"}
         values = {field: flat(name) for field, name in fields.items() if name in weights}
         scores = {name: flat(name) for name in ("W_Q", "b_Q", "W_K", "b_K") if name in weights}

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tensorlens_tl.algebra import on_device
 from tensorlens_tl.algebra.numerics import maybe, plus, refuse_autocast, times
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.block import BlockView, Owner
@@ -70,6 +71,9 @@ HEAD_PARTS = ("mlm_head", "prediction_head", "classifier_ln", "unembed")
 class ModelView:
     """What a TransformerLens model is made of, whichever its class.
 
+    Attributes:
+        device: where its first weight is: results are there, whichever devices its blocks run on.
+
     >>> from tensorlens_tl.models import ModelView
     >>> view = ModelView(model)
     >>> view, view.reads, tuple(view.embedding.shape)
@@ -114,7 +118,8 @@ class ModelView:
         blocks: list[Any] = [(stack, number) for stack in self._stacks for number in range(len(getattr(model, stack)))]
         if self.loop is not None:
             blocks = [(call.stack, number, call) for call, number in self.loop.blocks]
-        owner = Owner(model, self.cfg, self.description, self.is_hooked_encoder_decoder)
+        self.device = execution_device(model)
+        owner = Owner(model, self.cfg, self.description, self.is_hooked_encoder_decoder, self.device)
         self.blocks = [BlockView(owner, layer, *block) for layer, block in enumerate(blocks)]
         self.read_names: set[str] = set()
         self._opened: set[str] = set()
@@ -144,12 +149,21 @@ class ModelView:
         """Whether any of its weights are read when they are needed."""
         return self.offloaded or any(block.offloaded for block in self.blocks)
 
-    @cached_property
-    def device(self) -> torch.device:
-        """Where the model runs."""
-        if self.any_offloaded:
-            return execution_device(self.model)
-        return next(self.model.parameters()).device
+    @property
+    def any_moved(self) -> bool:
+        """Whether any of its blocks runs on another device than that of its first weight."""
+        return any(block.moved for block in self.blocks)
+
+    def placed(self, name: str, value: Any) -> Any:
+        """What a property has read, on the device of the results; the unembedding stays where it is."""
+        return value if name == "unembedding" else on_device(value, self.device)
+
+    def unmoved(self, device: torch.device) -> "ModelView":
+        """This reading with the blocks of one device read there."""
+        other = copy(self)
+        other._opened = set()
+        other.blocks = [block.unmoved() if block.device == device else block for block in self.blocks]
+        return other
 
     @contextmanager
     def opened(self, name: str) -> Generator[None, None, None]:
@@ -478,7 +492,7 @@ class ModelView:
             raise UnsupportedModelError(f"{self.description} predicts no tokens.")
         refuse_autocast(x.device)
         W_U, b_U = self.unembedding
-        logits = plus(x.to(W_U) @ W_U, b_U) * self.logit_factor
+        logits = (plus(x.to(W_U) @ W_U, b_U) * self.logit_factor).to(x.device)
         if self.soft_cap is None:
             return logits
         return self.soft_cap * torch.tanh(logits / self.soft_cap)

@@ -54,6 +54,11 @@ def writable(block: BlockView) -> dict[str, Tensor]:
     """
     where = f"blocks.{block.layer} of this {block.model.description}"
     refuse_offloaded(block.module, where)
+    if block.moved:
+        raise UnsupportedModelError(
+            f"{where} runs on {block.device}, and the model's first weight is on {block.model.device}: other weights "
+            "are written only where both are on one device. Load the model on one device."
+        )
     _refuse_adapted(block, where)
     block.require_attention()
     block.require_query_key()

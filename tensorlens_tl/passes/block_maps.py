@@ -6,8 +6,8 @@ Nothing here runs the model or proves anything: `tensorlens_tl.passes.freezing` 
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import ParamSpec, TypeVar
+from functools import cached_property, partial
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -23,6 +23,7 @@ from tensorlens_tl.algebra import (
     Diagonal,
     Linear,
     Norm,
+    Placed,
     Recursion,
     stages_of,
 )
@@ -84,6 +85,28 @@ class BlockMaps(Blocks):
         """The same blocks for a difference: what a patch put there less what it replaced is a constant of the run."""
         additions = replace(self.capture.additions, patched=())
         return replace(self, capture=replace(self.capture, additions=additions))
+
+    def at_weights(self, layer: int) -> "BlockMaps":
+        """The same maps on the device that a block runs on; these where results are there, too."""
+        block = self.view.blocks[layer]
+        if not block.moved:
+            return self
+        if block.device not in self._on_devices:
+            there = self.capture.on(block.device)
+            self._on_devices[block.device] = replace(self, capture=there, cache=_Cache())
+        return self._on_devices[block.device]
+
+    @cached_property
+    def _on_devices(self) -> dict[torch.device, "BlockMaps"]:
+        return {}
+
+    def stage(self, layer: int, **options: Any) -> AffineMap:
+        """`block_map`, on the device of the block's weights, and `lazily`."""
+        maps = self.at_weights(layer)
+        stage = maps.lazily(layer, partial(maps.block_map, layer, **options))
+        if maps is self:
+            return stage
+        return Placed(stage, maps.mask.device, self.mask.device)
 
     def forget(self, layer: int) -> None:
         """Drop what was cached of a layer and is as large as its weights."""
@@ -218,7 +241,7 @@ class BlockMaps(Blocks):
             head_mask = torch.zeros(weights.heads, dtype=dtype, device=self.capture.tokens.device)
             head_mask[list(heads)] = 1
         if name is not None and name not in self.capture.activations and name in self.capture.held_scores:
-            return self.capture.held_scores[name].attention(dtype, head_mask)
+            return self.capture.scores_behind(name).attention(dtype, head_mask)
         pattern = self.pattern(layer).to(dtype)
         if head_mask is not None:
             pattern = pattern * head_mask[:, None, None]

@@ -38,12 +38,12 @@ BlocksType = TypeVar("BlocksType", bound="Blocks")
 def reads_weights(
     method: Callable[Concatenate[BlocksType, int, Options], Result],
 ) -> Callable[Concatenate[BlocksType, int, Options], Result]:
-    """A method that reads one layer's weights: they are brought in for it where they are offloaded."""
+    """A method that reads one layer's weights: they are brought in for it where they lie elsewhere."""
 
     @wraps(method)
     def reading(self: BlocksType, layer: int, *arguments: Options.args, **options: Options.kwargs) -> Result:
         blocks = self.view.blocks
-        if not isinstance(layer, int) or not 0 <= layer < len(blocks) or not blocks[layer].offloaded:
+        if not isinstance(layer, int) or not 0 <= layer < len(blocks) or not blocks[layer].brought:
             return method(self, layer, *arguments, **options)
         with blocks[layer].loaded():
             result = method(self, layer, *arguments, **options)
@@ -296,9 +296,9 @@ class Blocks(ABC):
         return [ChainWithReads(tuple(blocks), reads)] if reads else blocks
 
     def lazily(self, layer: int, compose_part: Callable[[], AffineMap]) -> AffineMap:
-        """A part of a block; where its weights are offloaded, composed each time it is used, and dropped afterwards."""
+        """A part of a block; where its weights are brought in, composed each time it is used, and dropped after."""
         block = self.view.blocks[layer]
-        if not block.offloaded:
+        if not block.brought:
             return compose_part()
 
         @contextmanager

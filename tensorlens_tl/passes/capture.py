@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.algebra import HeldScores
+from tensorlens_tl.algebra import HeldScores, on_device
 from tensorlens_tl.algebra.numerics import refuse_autocast
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints, StreamPoint, lock_of, with_other_names
@@ -199,13 +199,25 @@ class Capture:
     def activation(self, name: str) -> Tensor:
         """The activation at one hook point, on the prompt's device, with batch and position apart."""
         if name not in self.activations and name in self.held_scores:
-            held = self.held_scores[name]
+            held = self.scores_behind(name)
             return held.attention(held.sums.dtype).pattern
         tensor = self.activations[name].to(self.tokens.device)
         if tensor.ndim > 2:
             return tensor
         # OPT flattens batch and position inside its MLP, and experts are called with them flattened.
         return tensor.reshape(len(self.tokens), -1, tensor.shape[-1])
+
+    def scores_behind(self, name: str) -> HeldScores:
+        """What a pattern is recomputed from, where it is."""
+        return self.held_scores[name].on(self.tokens.device)
+
+    def on(self, device: torch.device) -> "Capture":
+        """The same pass, with activations on another device and the weights of the blocks there where they are."""
+        if device == self.tokens.device:
+            return self
+        prompt = replace(self.prompt, tokens=self.tokens.to(device), mask=self.mask.to(device))
+        additions = on_device(self.additions, device)
+        return replace(self, view=self.view.unmoved(device), prompt=prompt, additions=additions)
 
     @property
     def sides(self) -> tuple[int, int] | None:
@@ -322,7 +334,7 @@ class Capture:
         name = self.points.blocks[layer].pattern
         if name is None or name in self.activations or name not in self.held_scores:
             return self.pattern(layer)[:, :, :length]
-        held = self.held_scores[name]
+        held = self.scores_behind(name)
         batch, pos = self.tokens.shape
         at = torch.arange(min(length, pos), device=held.queries.device)
         rows = held.rows(at.expand(batch, -1), held.sums.dtype)

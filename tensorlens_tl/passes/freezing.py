@@ -355,7 +355,7 @@ class _Run:
 
         Raises:
             UnsupportedModelError: the model itself cannot run (T5 on TransformerLens 3.9 with some transformers; some
-                models whose weights are offloaded).
+                models whose weights are offloaded, or whose blocks are on several devices).
         """
         try:
             return self._observe(self._store)
@@ -400,6 +400,12 @@ class _Run:
                 f"{description} cannot run with its weights offloaded: {type(error).__name__}: {error}. "
                 "TransformerLens runs more of them from 4.3 on, and some where accelerate offloads the model after it "
                 "was wrapped (accelerate.disk_offload(bridge.original_model, folder)); or load it into memory."
+            )
+        if self.view.any_moved:
+            return UnsupportedModelError(
+                f"{description} cannot run with its blocks on several devices: {type(error).__name__}: {error}. Put "
+                "what follows the last block on that block's device, as device_map='auto' does, or load the model on "
+                "one device."
             )
         if self.prompt.extra:
             return InvalidInputError(

@@ -91,7 +91,7 @@ def _sample(parameters: Sequence[Tensor]) -> Tensor:
     if not samples:
         return torch.zeros(0)
     dtype = reduce(torch.promote_types, [numbers.dtype for numbers in samples], torch.float16)
-    return torch.cat([numbers.to(dtype) for numbers in samples])
+    return torch.cat([numbers.to(samples[0].device, dtype) for numbers in samples])
 
 
 def _promotable(numbers: Tensor) -> Tensor:
@@ -116,11 +116,10 @@ def _steps(shape: torch.Size, device: torch.device) -> Int[Tensor, "n"]:
 
 
 def refuse_devices(model: nn.Module) -> None:
-    """Raise `UnsupportedModelError` for weights on several devices, packed or spread, or without numbers.
+    """Raise `UnsupportedModelError` for a block on several devices, and weights packed, spread or without numbers.
 
     Offloaded weights count for the device that they are brought to.
     """
-    devices: set[str] = set()
     brought: set[nn.Module] = set()
     empty: list[tuple[str, nn.Module]] = []  # weights without numbers, and whose they are
     for module in whole(model):
@@ -129,11 +128,7 @@ def refuse_devices(model: nn.Module) -> None:
                 refuse_packed(name, weight, module)
                 if weight.is_meta:
                     empty.append((name, module))
-                else:
-                    devices.add(str(weight.device))
         for hook in offload_hooks(module):
-            if hook.execution_device is not None:
-                devices.add(str(torch.device(hook.execution_device)))
             brought.add(module)
             if hook.place_submodules:
                 brought.update(module.modules())
@@ -142,7 +137,7 @@ def refuse_devices(model: nn.Module) -> None:
             "the model's weights are offloaded after enable_compatibility_mode changed them: TransformerLens runs some "
             "such models with other weights than those it shows. Offload it without compatibility mode."
         )
-    blocks = (getattr(model, stack, None) for stack in ("blocks", "encoder_blocks", "decoder_blocks"))
+    blocks = [getattr(model, stack, None) for stack in ("blocks", "encoder_blocks", "decoder_blocks")]
     inside = set(modules_of(*blocks))
     for name, module in empty:
         if module in inside and module not in brought:
@@ -151,12 +146,26 @@ def refuse_devices(model: nn.Module) -> None:
                 "A Bridge that splits joint weights (GPT-2, GPT-NeoX) makes such copies of a model that was offloaded "
                 "before; load that model into memory."
             )
-    if len(devices) > 1:
-        raise UnsupportedModelError(
-            f"the model's weights run on {', '.join(sorted(devices))}; a frozen pass needs them on one device. Load it "
-            "without n_devices, with a device_map of one device (and 'cpu' or 'disk' for what is offloaded), or move "
-            "it with model.to(...)."
-        )
+    stacks = [stack for stack in blocks if isinstance(stack, nn.Module)]
+    for block in chain.from_iterable(stack.children() for stack in stacks):
+        devices = _devices(block)
+        if len(devices) > 1:
+            raise UnsupportedModelError(
+                f"the weights of one {type(block).__name__} run on {', '.join(sorted(devices))}; those of a block must "
+                "be on one device, different blocks may be on several. Load the model with a device_map that names "
+                "whole blocks (no_split_module_classes does)."
+            )
+
+
+def _devices(block: nn.Module) -> set[str]:
+    """Where the weights of a block are when it runs."""
+    devices: set[str] = set()
+    for module in modules_of(block):
+        devices.update(str(weight.device) for weight in module.parameters(recurse=False) if not weight.is_meta)
+        for hook in offload_hooks(module):
+            if hook.execution_device is not None:
+                devices.add(str(torch.device(hook.execution_device)))
+    return devices
 
 
 def refuse_packed(name: str, weight: Tensor, module: nn.Module) -> None:

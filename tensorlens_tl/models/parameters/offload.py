@@ -110,6 +110,10 @@ class Reader(Protocol):
         """Bring in what a property reads."""
         ...
 
+    def placed(self, name: str, value: Any) -> Any:
+        """What a property has read, on the device that it is used on."""
+        ...
+
 
 class weights_read(cached_property[Read]):  # noqa: N801 — used as functools.cached_property is
     """A `cached_property` of weights: its value stays where the weights are resident.
@@ -124,7 +128,9 @@ class weights_read(cached_property[Read]):  # noqa: N801 — used as functools.c
         assert self.attrname is not None
         with instance.opened(self.attrname):
             instance.read_names.add(self.attrname)
-            return super().__get__(instance, owner)
+            value = instance.placed(self.attrname, super().__get__(instance, owner))
+            vars(instance)[self.attrname] = value
+            return value
 
 
 def sources(model: nn.Module) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
@@ -209,13 +215,17 @@ def _source(weights: Any, name: str) -> tuple[Tensor | None, tuple[Any, ...] | N
     return None, (str(path), name, status.st_mtime_ns, status.st_size)
 
 
-def execution_device(model: nn.Module) -> torch.device:
-    """Where the model's weights are when it runs: that of its first weight."""
-    for module in whole(model):
+def execution_device(part: nn.Module) -> torch.device:
+    """Where a part of a model runs: the device of its first weight, or the one that this is brought to."""
+    first = next(part.parameters(), torch.empty(0))
+    if not first.is_meta:
+        return first.device
+    for module in whole(part):
         for hook in offload_hooks(module):
-            if hook.execution_device is not None:
+            weights = module.parameters(recurse=bool(hook.place_submodules))
+            if hook.execution_device is not None and any(weight is first for weight in weights):
                 return torch.device(hook.execution_device)
-    return next(model.parameters()).device
+    return first.device
 
 
 def refuse_offloaded(model: Any, what: str) -> None:

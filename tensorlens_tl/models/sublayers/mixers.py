@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear
+from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, on_device
 from tensorlens_tl.algebra.numerics import maybe, times
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.parameters import innermost
@@ -97,7 +97,8 @@ class Mixer:
                 f"{self.leaking}, which padding on the left passes on to real tokens: padding changes what the model "
                 "gives. Pad on the right, or freeze the prompts one by one."
             )
-        return mixer_map(self.module, x, mask)
+        there = next(self.module.parameters()).device
+        return on_device(mixer_map(self.module, *on_device((x, mask), there)), x.device)
 
     @property
     def weights(self) -> MixerWeights:

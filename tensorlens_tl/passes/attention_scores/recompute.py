@@ -100,7 +100,7 @@ class PatternReader:
         """Hooks that read the final queries and keys, where the model shows them."""
 
         def read(tensor: Tensor, *, hook: Any, name: str) -> None:
-            self._model_vectors[name] = tensor.detach()
+            self._model_vectors[name] = tensor.detach().to(self.maps.mask.device)
 
         known = hook_points(self.maps.view.model)
         names = [pattern.replace(PATTERN, shown) for pattern in self.layers for pair in SHOWN for shown in pair]
@@ -113,12 +113,12 @@ class PatternReader:
             NumericalError, UnsupportedModelError: see `check_pattern` and `_read_pattern`.
         """
         if name in self.layers:
-            self._read_pattern(name, activation)
+            self._read_pattern(name, activation.to(self.maps.mask.device), activation.device)
         else:
             keep_in(self.activations, self.store, name, activation)
 
-    def _read_pattern(self, name: str, pattern: Float[Tensor, "batch head query key"]) -> None:
-        """Find what a layer's pattern is recomputed from, and prove that all of it is.
+    def _read_pattern(self, name: str, pattern: Float[Tensor, "batch head query key"], device: torch.device) -> None:
+        """Find what a layer's pattern is recomputed from, and prove that all of it is; it is stored on a device.
 
         Raises:
             UnsupportedModelError: no known reading of the scores gives the pattern; names the smallest error.
@@ -145,10 +145,9 @@ class PatternReader:
                 f"row: {error:.1e}; allowed {tolerance:.0e}); relative position biases, a mask that is "
                 "neither causal nor a window, or another hook on the model would explain it",
             )
-        tensors = {field: getattr(best, field) for field in ("queries", "keys", "sums", "real")}
-        if self.store == "cpu":
-            tensors = {field: tensor.cpu() for field, tensor in tensors.items()}
-        self.scores[name] = replace(best, **tensors, error=error)
+        place = torch.device("cpu") if self.store == "cpu" else device
+        tensors = {field: getattr(best, field).to(place) for field in ("queries", "keys", "sums", "real")}
+        self.scores[name] = replace(best, **tensors, device=device, error=error)
 
     def _best(self, layer: int, pattern: Tensor, enough: float) -> HeldScores | None:
         """The candidate with the smallest error on a few rows, or the first whose error is small enough."""

@@ -82,16 +82,17 @@ def _hooks(
 ) -> list[FwdHook]:
     """The same, given the hook points of patterns at which a hook takes effect."""
     hooks: list[FwdHook] = []
-    for layer, block in enumerate(maps.view.blocks):
-        with block.loaded():
-            hooks += _padding_hooks(maps, layer)
+    for layer in range(maps.capture.n_layers):
+        there = maps.at_weights(layer)
+        with there.view.blocks[layer].loaded():
+            hooks += _padding_hooks(there, layer)
             if patterns:
-                hooks += _pattern_hooks(maps, layer, effective)
+                hooks += _pattern_hooks(there, layer, effective)
             if norms:
-                hooks += _norm_hooks(maps, layer)
+                hooks += _norm_hooks(there, layer)
             if activations:
-                hooks += _per_layer_hooks(maps, layer, activation)
-                hooks += _mlp_hooks(maps, layer, activation)
+                hooks += _per_layer_hooks(there, layer, activation)
+                hooks += _mlp_hooks(there, layer, activation)
     if norms:
         hooks += _end_hooks(maps, maps.encoder_norm(), maps.points.encoder_scale, maps.points.encoder_norm, 0)
         last = maps.capture.n_layers - 1
@@ -154,7 +155,8 @@ def _norm_hooks(maps: BlockMaps, layer: int) -> list[FwdHook]:
 def _ends_of(scale: str) -> Ends:
     """Where the norm with this scale begins and ends, to be held as a whole where weights are offloaded.
 
-    A Bridge whose scale is replaced reads the norm's weights itself, where no hook of accelerate brings them in.
+    A Bridge whose scale is replaced reads the norm's weights itself, where no hook of accelerate brings them in, or
+    moves what the norm reads to their device.
     """
     norm = scale.removesuffix(".hook_scale")
     return Ends(f"{norm}.hook_in", f"{norm}.hook_out")
@@ -180,7 +182,8 @@ def _end_hooks(maps: BlockMaps, norm: Norm | None, scale: str | None, whole: End
     """What holds the norm after the last block of a stack."""
     if norm is None or scale is None:
         return []
-    if whole is None and maps.view.any_offloaded:
+    on_other_device = maps.view.is_bridge and maps.view.any_moved
+    if whole is None and (maps.view.any_offloaded or on_other_device):
         whole = _ends_of(scale)
     if whole is None:
         return [replace(scale, maps.capture.activation(scale))]

@@ -15,7 +15,7 @@ from functools import partial
 from jaxtyping import Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import Chain
+from tensorlens_tl.algebra import Chain, on_device
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.algebra.progress import note_progress
 from tensorlens_tl.errors import UnsupportedModelError
@@ -78,17 +78,19 @@ def prove(
     layouts: list[Layout] = []
     errors: dict[str, float] = {}
     kinds = set[tuple[object, ...]]()
-    for layer, block in enumerate(maps.view.blocks):
+    for layer in range(len(maps.view.blocks)):
         note_progress("proof of the blocks", layer / len(maps.view.blocks))
+        there = maps.at_weights(layer)
+        block = there.view.blocks[layer]
         previous = layouts[-1] if layouts else None
         with block.loaded():
             kind = _kind(block)
-            proof = _BlockProof(maps, layer, positions, writes)
+            proof = _BlockProof(there, layer, on_device(positions, there.mask.device), writes)
             if previous is not None and not every_block and kind in kinds and previous in proof.search.candidates:
                 layouts.append(previous)
                 continue
             layout, measured = proof.find(previous)
-            if block.offloaded:
+            if block.brought:
                 _ = block.widest  # read while the weights are loaded, and cached: it decides how rows are cut
         kinds.add(kind)
         layouts.append(layout)
