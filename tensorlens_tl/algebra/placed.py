@@ -69,9 +69,9 @@ class Placed(MixingMap):
     """A map whose weights are on another device than the vectors: these are moved there, and what it gives back.
 
     Attributes:
-        inner: the map, with everything that it holds on `there`.
-        there: the device of its weights.
-        here: the device of the vectors.
+        inner: the map, with everything that it holds on `device`.
+        device: the device of its weights.
+        outside: the device of the vectors.
 
     >>> from tensorlens_tl.algebra import Linear, Placed
     >>> cpu = torch.device("cpu")
@@ -81,11 +81,11 @@ class Placed(MixingMap):
     """
 
     inner: AffineMap
-    there: torch.device
-    here: torch.device
+    device: torch.device
+    outside: torch.device
 
     def __repr__(self) -> str:
-        return f"{self.inner} on {self.there}"
+        return f"{self.inner} on {self.device}"
 
     @property
     def parts(self) -> tuple[AffineMap, ...]:
@@ -93,27 +93,27 @@ class Placed(MixingMap):
 
     @property
     def bias(self) -> Tensor:
-        return on_device(self.inner.bias, self.here)
+        return on_device(self.inner.bias, self.outside)
 
     def at(self, where: Where) -> "Placed":
-        return replace(self, inner=self.inner.at(on_device(where, self.there)))
+        return replace(self, inner=self.inner.at(on_device(where, self.device)))
 
     def norm_bound(self) -> float:
         return self.inner.norm_bound()
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        return self.inner._forward(x.to(self.there), affine).to(self.here)
+        return self.inner._forward(x.to(self.device), affine).to(self.outside)
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         terms = collector(biases)
-        pulled = self.inner._backward(g.to(self.there), terms)
+        pulled = self.inner._backward(g.to(self.device), terms)
         if biases is not None:
-            biases += on_device(terms or [], self.here)
-        return pulled.to(self.here)
+            biases += on_device(terms or [], self.outside)
+        return pulled.to(self.outside)
 
     def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
         terms: BiasTerms | None = None if biases is None else []
-        pulled = self.inner._pull(g.to(self.there), on_device(here, self.there), destination, reach, terms)
+        pulled = self.inner._pull(g.to(self.device), on_device(here, self.device), destination, reach, terms)
         if biases is not None:
-            biases += on_device(terms or [], self.here)
-        return pulled.to(self.here)
+            biases += on_device(terms or [], self.outside)
+        return pulled.to(self.outside)

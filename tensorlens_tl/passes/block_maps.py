@@ -92,8 +92,8 @@ class BlockMaps(Blocks):
         if not block.moved:
             return self
         if block.device not in self._on_devices:
-            there = self.capture.on(block.device)
-            self._on_devices[block.device] = replace(self, capture=there, cache=_Cache())
+            capture = self.capture.on(block.device)
+            self._on_devices[block.device] = replace(self, capture=capture, cache=_Cache())
         return self._on_devices[block.device]
 
     @cached_property

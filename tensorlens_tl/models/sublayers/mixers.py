@@ -97,8 +97,8 @@ class Mixer:
                 f"{self.leaking}, which padding on the left passes on to real tokens: padding changes what the model "
                 "gives. Pad on the right, or freeze the prompts one by one."
             )
-        there = next(self.module.parameters()).device
-        return on_device(mixer_map(self.module, *on_device((x, mask), there)), x.device)
+        device = next(self.module.parameters()).device
+        return on_device(mixer_map(self.module, *on_device((x, mask), device)), x.device)
 
     @property
     def weights(self) -> MixerWeights:

@@ -83,16 +83,16 @@ def _hooks(
     """The same, given the hook points of patterns at which a hook takes effect."""
     hooks: list[FwdHook] = []
     for layer in range(maps.capture.n_layers):
-        there = maps.at_weights(layer)
-        with there.view.blocks[layer].loaded():
-            hooks += _padding_hooks(there, layer)
+        local = maps.at_weights(layer)
+        with local.view.blocks[layer].loaded():
+            hooks += _padding_hooks(local, layer)
             if patterns:
-                hooks += _pattern_hooks(there, layer, effective)
+                hooks += _pattern_hooks(local, layer, effective)
             if norms:
-                hooks += _norm_hooks(there, layer)
+                hooks += _norm_hooks(local, layer)
             if activations:
-                hooks += _per_layer_hooks(there, layer, activation)
-                hooks += _mlp_hooks(there, layer, activation)
+                hooks += _per_layer_hooks(local, layer, activation)
+                hooks += _mlp_hooks(local, layer, activation)
     if norms:
         hooks += _end_hooks(maps, maps.encoder_norm(), maps.points.encoder_scale, maps.points.encoder_norm, 0)
         last = maps.capture.n_layers - 1

@@ -80,12 +80,12 @@ def prove(
     kinds = set[tuple[object, ...]]()
     for layer in range(len(maps.view.blocks)):
         note_progress("proof of the blocks", layer / len(maps.view.blocks))
-        there = maps.at_weights(layer)
-        block = there.view.blocks[layer]
+        local = maps.at_weights(layer)
+        block = local.view.blocks[layer]
         previous = layouts[-1] if layouts else None
         with block.loaded():
             kind = _kind(block)
-            proof = _BlockProof(there, layer, on_device(positions, there.mask.device), writes)
+            proof = _BlockProof(local, layer, on_device(positions, local.mask.device), writes)
             if previous is not None and not every_block and kind in kinds and previous in proof.search.candidates:
                 layouts.append(previous)
                 continue
