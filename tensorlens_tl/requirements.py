@@ -55,8 +55,7 @@ class Requirement:
 @Requirement
 def one_stack(frozen: FrozenPass, method: str) -> None:
     """The model has one stack of blocks: it is no encoder–decoder, and no block takes keys and values of another."""
-    frozen.view.refuse_encoder_decoder(method)
-    frozen.view.refuse_shared_values(method)
+    frozen.view.require_chain(method)
 
 
 @Requirement

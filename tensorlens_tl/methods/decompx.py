@@ -88,7 +88,7 @@ def decompx(
     >>> torch.allclose(result.scores.sum(-1) + result.bias, result.total, rtol=1e-3)
     True
     """
-    frozen.view.refuse_shared_values("decompx")
+    frozen.view.require_own_streams("decompx")
     if aggregate is None:
         aggregate = "norm" if target is None else "target"
     if (aggregate == "target") != (target is not None):
@@ -184,7 +184,6 @@ def source_to_output(
         through_head: go on through a masked language model's prediction head.
         memory: that of `decompx`.
     """
-    frozen.view.refuse_loop("decompx")
     rule = check_bias_rule(bias)
     width = 3 * frozen.resid_pre(0).shape[-1] + _widest(frozen)
     spread = Spread(rule, _reach(frozen), frozen.mask.long().argmax(1), _budget(frozen, rule, width, memory))

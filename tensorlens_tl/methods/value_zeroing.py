@@ -315,7 +315,7 @@ class _Run:
         """Cross-attention, whose pattern is the pass's in the rows in which no token of the decoder is zeroed."""
         mixed = self.heads.mixed_across(layer, self.rows).to(z).reshape(-1, *z.shape[1:])
         decoder = self.frozen.capture.side(layer)[0]
-        as_in_pass = (self.rows.zeroed < decoder).all(-1).repeat_interleave(self.copies[1])
+        as_in_pass = (self.rows.zeroed < decoder).all(-1).repeat_interleave(self.copies[1]).to(z.device)
         return torch.where(as_in_pass.view(-1, *(1 for _ in z.shape[1:])), mixed, z)
 
     def _whole(self, layer: int, live: Tensor, *, hook: Any) -> Tensor:

@@ -195,6 +195,24 @@ class ModelView:
                 "switch them off (model.set_use_split_qkv_input(False)) before freezing."
             )
 
+    def require_chain(self, what: str) -> None:
+        """Refuse a model whose blocks are no chain, each a map of what the one before it gives.
+
+        Raises:
+            UnsupportedModelError: an encoder–decoder, a loop, or keys and values of an earlier block.
+        """
+        self.refuse_encoder_decoder(what)
+        self.refuse_shared_values(what)
+
+    def require_own_streams(self, what: str) -> None:
+        """Refuse a model with a block that reads another stream of its own stack besides the one it adds to.
+
+        Raises:
+            UnsupportedModelError: a loop, or keys and values of an earlier block.
+        """
+        self.refuse_loop(what)
+        self.refuse_shared_values(what)
+
     def refuse_encoder_decoder(self, what: str) -> None:
         """Refuse an encoder–decoder where something reads blocks as those of one stack.
 

@@ -90,8 +90,7 @@ def whiten(model: Model, *, init: Init = "identity", reads: Reads = "stream", va
     True
     """
     view = ModelView(model)
-    view.refuse_encoder_decoder("whiten")
-    view.refuse_shared_values("whiten")
+    view.require_chain("whiten")
     adapter = adapter_of(view)
     options = WhitenOptions(reads, values)
     if options.reads == "keys and values":

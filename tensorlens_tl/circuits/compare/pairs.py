@@ -74,8 +74,7 @@ def check_pair(clean: PassLike, corrupted: PassLike) -> None:
             "one of them. What two models do differently is the question of tlens.difference(a, b) and "
             "circuits.compare_models."
         )
-    clean.view.refuse_encoder_decoder("comparing two prompts")
-    clean.view.refuse_shared_values("comparing two prompts")
+    clean.view.require_chain("comparing two prompts")
     for block in clean.view.blocks:
         if isinstance(block.mlp, ExpertsWeights):
             raise UnsupportedModelError(

@@ -183,8 +183,7 @@ def _mlps(step: Step) -> list[Sublayer]:
 
 def _held(frozen: FrozenPass, hook: str, mlp: bool) -> tuple[int, Tensor]:
     """A hook point's block, and what it holds in this pass."""
-    frozen.view.refuse_encoder_decoder("sparse dictionaries")
-    frozen.view.refuse_shared_values("sparse dictionaries")
+    frozen.view.require_chain("sparse dictionaries")
     match = re.match(r"blocks\.(\d+)\.", hook)
     # GPT-1's last output is at no hook point of a block
     ends = {frozen.capture.output_name(layer): layer for layer in range(frozen.n_layers)}

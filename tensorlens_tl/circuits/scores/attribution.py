@@ -102,8 +102,7 @@ def qk_attribution(
     frozen.check_fresh()
     if isinstance(frozen, Difference):
         return score_change(frozen, layer, head, positions["query"], positions["key"], by, of)
-    frozen.view.refuse_encoder_decoder("attention scores")
-    frozen.view.refuse_shared_values("attention scores")
+    frozen.view.require_chain("attention scores")
     if of != "score":
         raise InvalidInputError(
             f"of={of!r}: a softmax of one run is no sum of its sources. Ask for of='score', or pass the difference of "

@@ -173,8 +173,7 @@ def spectral_norm_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
     True
     """
     check_pass(frozen)
-    frozen.view.refuse_encoder_decoder("bounds")
-    frozen.view.refuse_shared_values("bounds")
+    frozen.view.require_chain("bounds")
     one_prompt(frozen.operator())
     bound = 1.0
     for layer, layout in enumerate(frozen.layouts):
@@ -241,8 +240,7 @@ def _of_norm(norm: Norm, mask: Tensor, as_printed: bool) -> float:
 def _other_input(frozen: Any, x: Any, activation: str) -> tuple[FrozenOperator, Tensor]:
     """The operator of one prompt, and another input of it, checked."""
     check_pass(frozen)
-    frozen.view.refuse_encoder_decoder("bounds")
-    frozen.view.refuse_shared_values("bounds")
+    frozen.view.require_chain("bounds")
     op = frozen.operator(activation=activation)
     one_prompt(op)
     x = torch.as_tensor(x).to(op.x)

@@ -103,11 +103,10 @@ class Stream:
             FrozenModelError: the weights were changed since the pass.
             UnsupportedModelError: a block takes keys and values of an earlier one.
         """
-        frozen.view.refuse_loop("the stream of a circuit")
+        frozen.view.require_own_streams("the stream of a circuit")
         rule = check_rule(activation)
         chosen = chosen_layers(frozen.n_layers, layers)
         frozen.check_fresh()
-        frozen.view.refuse_shared_values("circuits")
         steps = [step for layer in chosen for step in block_steps(frozen, layer, rule)]
         if chosen.stop == frozen.n_layers:
             ends = dict[str, AffineMap | None]()

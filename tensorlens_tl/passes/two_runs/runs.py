@@ -333,8 +333,7 @@ def refuse_without_secant(view: ModelView) -> None:
     Raises:
         UnsupportedModelError: names the part.
     """
-    view.refuse_loop("a difference of two runs")
-    view.refuse_shared_values("difference")
+    view.require_own_streams("a difference of two runs")
     for block in view.blocks:
         with block.loaded():
             if block.mixer is None:
