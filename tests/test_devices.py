@@ -20,7 +20,9 @@ from tensorlens_tl.testing.requirements import precision
 QUERIES = [0, 2, 5]
 BRIDGES = [name for name in model_names() if name.startswith("bridge/")]
 HOOKED = [name for name in model_names() if name.startswith("hooked/")]
-MODELS = ["bridge/llama"] if HookedTransformer is None else ["bridge/llama", "hooked/ln"]
+MODELS = ["bridge/llama"]
+if HookedTransformer is not None:
+    MODELS.append(pytest.param("hooked/ln", marks=pytest.mark.whole))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -223,7 +225,7 @@ def test_two_runs(passes):
     same(*results, passes[0])
 
 
-CANNOT_RUN = {"bridge/t5gemma", "hooked/alibi", "hooked/sinks"}
+CANNOT_RUN = {"bridge/bert", "bridge/t5gemma", "hooked/alibi", "hooked/sinks"}
 """Models that cannot run on these devices by themselves."""
 
 

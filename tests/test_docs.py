@@ -125,6 +125,7 @@ def test_every_method_has_its_page(method):
     assert f"methods/{method}.md" in (DOCS / "methods.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(HookedTransformer is None, reason="measured on a HookedTransformer")
 def test_the_table_of_methods_is_what_is_measured():
     """`make choose` writes it again."""
@@ -153,6 +154,7 @@ def test_every_method_page_begins_with_its_example_and_its_evidence():
         assert "\n$$\n" in text, "no formula"
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(HookedTransformer is None, reason="drawn with a HookedTransformer")
 @pytest.mark.parametrize("name", method_pages.built_in())
 def test_the_example_of_a_method_draws_its_picture(name, tmp_path):

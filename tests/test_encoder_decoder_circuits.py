@@ -517,7 +517,8 @@ def test_pictures_and_reports_show_both_stacks(model_named):
     assert "L2.cross.H1" in circuits.contribution_graph(frozen, **TARGET, threshold=0).to_html()
     page = report.explain(frozen).body
     assert "The circuit" in page
-    assert "alti: not read of an encoder–decoder yet" in page
+    assert "alti-logit: Σ scores + bias against its total" in page
+    assert "not read of an encoder–decoder" not in page
 
 
 def test_the_letter_that_is_copied_comes_by_cross_attention():

@@ -401,10 +401,12 @@ def test_chefer(frozen, same):
         (gradient,) = torch.autograd.grad(logits[0, -1, 5], patterns[at], retain_graph=True)
         A = (gradient * patterns[at])[0].clamp_min(0).mean(0).detach()
         if "cross" in at:
-            rest = R - torch.eye(len(R))
-            total = rest.sum(1, keepdim=True)
-            bar = torch.where(total > 0, rest / total, 0) + torch.eye(len(R))
-            R[q, i] = R[q, i] + bar[q, q].T @ A @ bar[i, i]
+            bars = []
+            for side in (q, i):
+                rest = R[side, side] - torch.eye(len(R))[side, side]
+                total = rest.sum(1, keepdim=True)
+                bars.append(torch.where(total > 0, rest / total, 0) + torch.eye(len(R))[side, side])
+            R[q, i] = R[q, i] + bars[0].T @ A @ bars[1]
         elif at.startswith("encoder"):
             R[i, i] = R[i, i] + A @ R[i, i]
         else:

@@ -234,6 +234,7 @@ def test_closing_stops_what_runs(session, monkeypatch):
     explorer.close()  # once more does nothing
 
 
+@pytest.mark.whole
 def test_ctrl_c_ends_the_command_in_the_middle_of_a_question(tmp_path):
     script = tmp_path / "slow.py"
     script.write_text(

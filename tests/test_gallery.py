@@ -25,6 +25,7 @@ def drawn(tmp_path_factory):
     return folder, files
 
 
+@pytest.mark.whole
 def test_each_snippet_draws_the_picture_below_it(drawn):
     _, files = drawn
     assert files[0] == []  # the names that all others use
@@ -70,6 +71,7 @@ def common(tmp_path_factory):
     return names
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.split("\n")[0])
 def test_a_section_needs_no_other(section, common, tmp_path):
     """One copies the first snippet and a section."""

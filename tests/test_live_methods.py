@@ -139,8 +139,8 @@ def test_layers_that_do_not_read_what_hooks_put_there_are_refused(model_named, m
     zeroing = importlib.import_module("tensorlens_tl.methods.value_zeroing")
     put = zeroing._Run._put
 
-    def ignored(self, name, x):
-        point, hook = put(self, name, x)
+    def ignored(self, name, x, side):
+        point, hook = put(self, name, x, side)
         return point, (lambda live, *, hook: live) if name == "blocks.1.hook_resid_pre" else hook
 
     monkeypatch.setattr(zeroing._Run, "_put", ignored)

@@ -188,7 +188,7 @@ def test_terms_of_heads_of_either_kind_are_their_share_of_the_sum(frozen):
 METHODS = [
     ("tensorlens", {"target": 7}), ("decompx", {"bias": "token"}), ("input-x-gradient", {"target": 7}),
     ("integrated-gradients", {"target": 7, "steps": 3}), ("cp-lrp", {"target": 7}),
-    ("relp", {"target": 7, "attention": "frozen"}),
+    ("relp", {"target": 7, "attention": "frozen"}), ("leave-one-out", {"target": 7}),
 ]  # fmt: skip
 
 
@@ -218,6 +218,9 @@ def test_what_needs_its_scores_or_a_hook_at_one_of_them_is_refused(model, frozen
         circuits.qk(frozen, 2, 0, offset=1, cross=True)
     with pytest.raises(tlens.UnsupportedModelError, match="one output of self- and cross-attention"):
         circuits.total_effects(frozen, 7, by="head", live=True)
+    for method in ("rollout", "alti", "chefer", "value-zeroing"):
+        with pytest.raises(tlens.UnsupportedModelError, match=one_softmax):
+            tlens.attribute(frozen, method=method, target=7 if method == "chefer" else None)
     for method in ("attnlrp", "gim"):
         with pytest.raises(
             tlens.UnsupportedModelError, match=r"decoder_blocks\.0 .*shares one softmax with cross-attention"

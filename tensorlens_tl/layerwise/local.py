@@ -48,7 +48,7 @@ class LocalLayer:
     is_cross: bool = False
 
     def __post_init__(self) -> None:
-        self.frozen.view.require_own_streams("what the tokens of one layer give each other (layer maps)")
+        self.frozen.view.require_single_streams("what the tokens of one layer give each other (layer maps)")
         self.frozen.maps.additions(self.layer)  # refuses a patch
 
     @property

@@ -121,19 +121,23 @@ def _relevance_of_both_sides(
 ) -> Float[Tensor, "batch query key"]:
     """The same of an encoder–decoder, by the rules of its self- and cross-attention."""
     x = upcast(frozen.resid_pre(0))
-    identity = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
-    relevance = identity.repeat(*positions.shape, 1, 1)
+    relevance = torch.eye(x.shape[1], dtype=x.dtype, device=x.device).repeat(*positions.shape, 1, 1)
     for site, gradient in zip(sites, gradients, strict=True):
         queries = site.layer.queries
         keys = site.layer.keys
         given = site.weighted(gradient)
         if site.layer.is_cross:
-            normalized = identity + normalize_rows(relevance - identity)
-            by_queries = normalized[..., queries, queries].mT
-            relevance[..., queries, keys] += by_queries @ given @ normalized[..., keys, keys]
+            by_queries, by_keys = (_normalized(relevance[..., side, side]) for side in (queries, keys))
+            relevance[..., queries, keys] += by_queries.mT @ given @ by_keys
         else:
             relevance[..., queries, :] += given @ relevance[..., queries, :]
     return torch.take_along_dim(relevance, positions[..., None, None], dim=2)[:, :, 0]
+
+
+def _normalized(relevance: Float[Tensor, "batch query pos pos"]) -> Float[Tensor, "batch query pos pos"]:
+    """R̄ of one side's own tokens; a row with nothing beside its 1 stays as it is."""
+    identity = torch.eye(relevance.shape[-1], dtype=relevance.dtype, device=relevance.device)
+    return identity + normalize_rows(relevance - identity)
 
 
 class _Site:

@@ -88,7 +88,7 @@ def decompx(
     >>> torch.allclose(result.scores.sum(-1) + result.bias, result.total, rtol=1e-3)
     True
     """
-    frozen.view.require_own_streams("decompx")
+    frozen.view.require_single_streams("decompx")
     if aggregate is None:
         aggregate = "norm" if target is None else "target"
     if (aggregate == "target") != (target is not None):

@@ -19,8 +19,8 @@ the prompts' own positions in reversed order and nothing zeroed, and must give w
 The cosine is ``½·‖x̃/‖x̃‖ − ỹ/‖ỹ‖‖²``, which is the same number without the
 cancellation of 1 − cos near zero.
 
-In a decoder block of an encoder–decoder (ours) the value of an encoder's token is that in cross-attention, so that a
-row is over both sides. Cross-attention's pattern is the live model's: its queries respond to self-attention.
+In a decoder block of an encoder–decoder the value of an encoder's token is that in cross-attention, so that a row is
+over both sides (one row for both is ours). Cross-attention's pattern is the live model's: its queries respond.
 """
 
 from collections.abc import Mapping

@@ -275,8 +275,14 @@ class BlockView:
         """The attention weights, of a block in which nothing else mixes positions.
 
         Raises:
-            UnsupportedModelError: nothing that mixes positions is attention, or a mixer stands beside it.
+            UnsupportedModelError: nothing that mixes positions is attention, a mixer stands beside it, or its softmax is
+                also over the encoder's tokens.
         """
+        if self.is_merged:
+            raise self._refuse(
+                "its self- and cross-attention share one softmax (T5Gemma 2), so that neither gives its queries a "
+                "mixture of its own. The operator and what is made from it work (tensorlens, decompx, gradients)."
+            )
         if self.has_beside:
             raise self._refuse(
                 f"{self.beside_name} stands beside its attention, so that its patterns do not say what tokens take "

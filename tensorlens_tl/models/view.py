@@ -204,7 +204,7 @@ class ModelView:
         self.refuse_encoder_decoder(what)
         self.refuse_shared_values(what)
 
-    def require_own_streams(self, what: str) -> None:
+    def require_single_streams(self, what: str) -> None:
         """Refuse a model with a block that reads another stream of its own stack besides the one it adds to.
 
         Raises:

@@ -381,7 +381,7 @@ PARTS = {
         "activation", "allowed_gap", "capture", "causal", "check_fresh", "checked", "cross_pattern", "cut",
         "errors", "final_map", "inputs", "layouts", "live", "logit_vectors", "mask", "model", "n_layers", "noise",
         "other_hooks", "points", "prediction_head", "prompt", "provenance", "routing", "row_bytes", "runs", "sides",
-        "stage", "str_tokens", "tokens", "tolerance", "unembedding_error", "view", "with_capture",
+        "stages", "str_tokens", "tokens", "tolerance", "unembedding_error", "view", "with_capture",
     ),
     "FrozenOperator": ("of", "x", "end"),
     "FrozenGeneration": ("difference", "generated_ranges", "label", "real", "texts"),

@@ -103,7 +103,7 @@ class Stream:
             FrozenModelError: the weights were changed since the pass.
             UnsupportedModelError: a block takes keys and values of an earlier one.
         """
-        frozen.view.require_own_streams("the stream of a circuit")
+        frozen.view.require_single_streams("the stream of a circuit")
         rule = check_rule(activation)
         chosen = chosen_layers(frozen.n_layers, layers)
         frozen.check_fresh()

@@ -103,7 +103,10 @@ def sampled(weight: Tensor) -> Tensor:
     """A weight's numbers down the diagonal, starting again at the other edge: every row and column of each head."""
     if weight.ndim < 2:
         return weight.reshape(-1)
-    return torch.take(weight, _steps(weight.shape, weight.device))
+    steps = _steps(weight.shape, weight.device)
+    if weight.dtype.itemsize == 1:  # torch takes nothing of float8
+        return torch.take(weight.view(torch.uint8), steps).view(weight.dtype)
+    return torch.take(weight, steps)
 
 
 @lru_cache(maxsize=512)

@@ -333,7 +333,7 @@ def refuse_without_secant(view: ModelView) -> None:
     Raises:
         UnsupportedModelError: names the part.
     """
-    view.require_own_streams("a difference of two runs")
+    view.require_single_streams("a difference of two runs")
     for block in view.blocks:
         with block.loaded():
             if block.mixer is None:
