@@ -3,8 +3,8 @@
     T_ij = LN(a_ij + δ_ij x_i), linear part;   y_i = LN(x_i + attention output), biases included
     C_ij = max(0, ‖y_i‖ − ‖y_i − T_ij‖), rows divided by their sum;   aggregated by the product of C
 
-Pre-LN blocks (as in the code of ALTI+) and parallel ones (ours): no norm around the sum, y = x + attention output. The original adds 1e-6 to every
-component inside its distance, an error of about 1e-5; here the formula is exact.
+Pre-LN blocks (as in the code of ALTI+) and parallel ones (ours): no norm around the sum, y = x + attention output. The
+original adds 1e-6 to every component inside its distance, an error of about 1e-5; here the formula is exact.
 
 Encoder–decoders (ALTI+, Ferrando et al. 2022, "Towards opening the black box of neural machine translation"): after a
 decoder block's self-attention, whose C is as above, cross-attention has a sum of its own, of the encoder's tokens and

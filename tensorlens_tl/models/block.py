@@ -275,8 +275,8 @@ class BlockView:
         """The attention weights, of a block in which nothing else mixes positions.
 
         Raises:
-            UnsupportedModelError: nothing that mixes positions is attention, a mixer stands beside it, or its softmax is
-                also over the encoder's tokens.
+            UnsupportedModelError: nothing that mixes positions is attention, a mixer stands beside it, or its softmax
+                is also over the encoder's tokens.
         """
         if self.is_merged:
             raise self._refuse(
