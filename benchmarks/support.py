@@ -34,7 +34,7 @@ goes through `check_model`, every method through `check_method`, and one head's 
 * **QK**: whether attention scores can be read from weights (`circuits.qk_attribution`).
 * ✓ passes everything; numbers refer to the reasons below the table. Each release line of TransformerLens has a table with its own numbers and reasons, and says which models only the other line has. Any other model is checked when it is frozen, and raises an error if the checks fail ([what they cover](guarantees.md));
   `tensorlens-tl verify --model NAME` runs the same proof on yours.
-* Encoder–decoders (`freeze(model, input, decoder_input_ids=...)`) support everything that needs the operator, the difference of two runs or the live model alone, with scores over both sides, and terms, paths, graphs and weights of heads, cross-attention's included ([what circuits take](howto/22_encoder_decoders.md)).
+* Encoder–decoders (`freeze(model, input, decoder_input_ids=...)`) take every method, with scores over both sides, and have terms, paths, graphs and weights of heads, cross-attention's included ([what circuits take](howto/22_encoder_decoders.md)).
 * Everything here was run on CPU. On a GPU the library runs where the model is, which has not been tested yet ([devices](guarantees.md#devices)).
 * Every architecture that TransformerLens 4 maps, exact or refused and why: [the census](census.md).
 
@@ -145,7 +145,7 @@ def needs() -> str:
     lines = ["| needed of the model | by |", "| --- | --- |"]
     for requirement in requirements:
         names = ", ".join(method for method, some in needed.items() if requirement in some)
-        lines.append(f"| `{requirement.name}`: {requirement.summary} | {names} |")
+        lines.append(f"| `{requirement.name}`: {requirement.summary} | {names or 'layer maps without `both_stacks`'} |")
     return "\n".join(lines) + "\n"
 
 

@@ -100,6 +100,7 @@ def sequential_mlp(frozen: FrozenPass, method: str) -> None:
 @Requirement
 def patterns(frozen: FrozenPass, method: str) -> None:
     """Every block mixes tokens by softmax attention, and by nothing else."""
+    frozen.view.require_single_streams(method)
     for block in frozen.view.blocks:
         block.require_attention_alone()
 
@@ -107,6 +108,7 @@ def patterns(frozen: FrozenPass, method: str) -> None:
 @Requirement
 def head_vectors(frozen: FrozenPass, method: str) -> None:
     """What a source token gives through a head is the pattern times a vector: no gate and no norm before W_O."""
+    frozen.view.require_single_streams(method)
     for number, block in enumerate(frozen.view.blocks):
         if block.require_attention_alone().output_factor is not None:
             raise UnsupportedModelError(

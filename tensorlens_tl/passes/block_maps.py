@@ -25,6 +25,7 @@ from tensorlens_tl.algebra import (
     Norm,
     Placed,
     Recursion,
+    on_device,
     stages_of,
 )
 from tensorlens_tl.algebra.numerics import upcast
@@ -159,7 +160,7 @@ class BlockMaps(Blocks):
         """The norm after an encoder–decoder's last encoder block, or None."""
         if self.view.encoder_norm is None or self.points.encoder_scale is None:
             return None
-        return self._norm(self.view.encoder_norm, self.points.encoder_scale)
+        return on_device(self._norm(self.view.encoder_norm, self.points.encoder_scale), self.mask.device)
 
     @reads_weights
     def within(self, layer: int) -> Within | None:
