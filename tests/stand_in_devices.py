@@ -66,6 +66,9 @@ class Lists(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is torch.Tensor.tolist:
             return function(plain(args[0]))
+        if function is torch.Tensor.new_tensor:
+            place = kwargs.pop("device", None) or device_of(args[0])
+            return function(plain(args[0]), *args[1:], **kwargs).to(place)
         place = kwargs.get("device")
         if function not in (torch.tensor, torch.as_tensor, torch.from_numpy) or place is None:
             return function(*args, **kwargs)

@@ -372,14 +372,16 @@ class BlockView:
             return None
         return read_per_layer(innermost(self.module), self.model.cfg, self._refuse)
 
-    @cached_property
+    @property
     def whitening(self) -> WhiteningWeights | None:
         """What `tensorlens_tl.whiten` put in front of the block, or None; refuses what is not such a recursion."""
-        module: Any = getattr(self.module, "whitening", None)
         if getattr(getattr(self.module, "attn", None), "whitening", None) is not None:
             raise self._refuse("attention reads a whitened copy of the stream; only whiten(reads='stream') is read.")
-        if module is None:
-            return None
+        return None if getattr(self.module, "whitening", None) is None else self._whitening
+
+    @weights_read
+    def _whitening(self) -> WhiteningWeights:
+        module: Any = self.module.whitening
         entry = getattr(module, "entry", None)
         step = getattr(module, "step", None)
         if not isinstance(entry, Tensor) or not isinstance(step, Tensor):

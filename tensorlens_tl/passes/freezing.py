@@ -300,8 +300,8 @@ def _freeze(
     frozen = FrozenPass(replace(maps, layouts=proof.layouts), proof, options.strict)
     if points.unembed_in is not None:
         frozen.logits_check.postpone(run.compared.of(logits), compared)
-    if hooked or options.query is not None:  # so many logits are not stored
-        frozen.logits_check.catch_up(capture, frozen.unembedded())
+        if hooked or options.query is not None:  # so many logits are not stored
+            frozen.logits_check.catch_up(capture, frozen.unembedded())
     if cache is None:
         check_repeats(capture, tolerance)
     return frozen
