@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain, Linear
-from tensorlens_tl.algebra.numerics import plus, relative_error
+from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.models import Layout
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.proof.writes import BlockErrors, WriteError, write_errors
@@ -129,7 +129,7 @@ def _shown(point: str | None, sublayer: AffineMap | None, seen: Mapping[str, Ten
     shown = seen[point].to(x.device)
     if not isinstance(out, Linear) or shown.shape != x.shape:
         return None
-    dtypes = {x.dtype, shown.dtype, out.weight.dtype, plus(x.new_zeros(1), out.offset).dtype}
+    dtypes = {tensor.dtype for tensor in (x, shown, out.weight, out.offset) if tensor is not None}
     return ShownProduct(point, out, shown) if len(dtypes) == 1 else None
 
 
