@@ -21,7 +21,7 @@ test-whole: .venv/.ready .venv-tl4/.ready
 # the default run once more, every signature's types and shapes checked as it is called: three times as slow, so up to 10
 # cases of each test, evenly spread; without what runs in processes of its own, where nothing is checked, what repeats
 # calls, and what passes wrong things on purpose
-UNCHECKED = notebooks supply_chain changed_models inputs messages
+UNCHECKED = notebooks supply_chain changed_models inputs messages devices
 test-shapes: .venv/.ready
 	.venv/bin/python -m pytest --cases=10 --jaxtyping-packages=tensorlens_tl,beartype.beartype $(UNCHECKED:%=--ignore=tests/test_%.py)
 
