@@ -38,9 +38,9 @@ _numbered: "WeakKeyDictionary[Any, dict[int, NumberedPoint]]" = WeakKeyDictionar
 
 def numbered(model: Any, points: Mapping[str, Any]) -> dict[str, Any]:
     """Hook points by name, and those of a loop also by number; names of one point share their numbered points."""
-    known = dict(points)
     if not is_looped(model):
-        return known
+        return dict(points)
+    known = dict(points)
     counts = call_counts(model)
     for name, point in points.items():
         stack, _, rest = name.partition("_")

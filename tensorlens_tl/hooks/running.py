@@ -66,8 +66,8 @@ def _at_points(model: Any, points: Mapping[str, Any], hooks: Sequence[FwdHook]) 
     model.context_level = level
     try:
         for name, function in hooks:
-            matches = name if callable(name) else name.__eq__
-            for point in {id(point): point for at, point in points.items() if matches(at)}.values():
+            names = filter(name, points) if callable(name) else [name]
+            for point in {id(points[at]): points[at] for at in names}.values():
                 chosen.append(point)
                 point.add_hook(function, level=level)
         yield

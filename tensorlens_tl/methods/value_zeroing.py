@@ -95,7 +95,7 @@ def value_zeroing_map(frozen: FrozenPass, memory: Memory = None) -> Maps:
 
 
 def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
-    """One run for each token, which serves all layers."""
+    """At most one run for each token, which serves all layers; half as many where rows are filled."""
     return frozen.tokens.shape[1]
 
 

@@ -647,7 +647,7 @@ class BlockView:
 
     @cached_property
     def halved(self) -> bool:
-        """Whether the model halved the stream after the block, past its hook points, when this was first asked for."""
+        """Whether the model halved the stream after the block, past its hook points, when this was first read."""
         return self.is_halving
 
     @property

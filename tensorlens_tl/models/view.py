@@ -612,7 +612,7 @@ class ModelView:
         known = {
             "model": str(getattr(self.cfg, "model_name", "custom")),
             "class": self.class_name,
-            "transformer_lens": _transformer_lens(),
+            "transformer_lens": _version_of_transformer_lens(),
             "weight_processing": self.weight_processing,
             "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
         }
@@ -666,6 +666,6 @@ def _zero_mean(rows: Tensor) -> bool:
 
 
 @cache
-def _transformer_lens() -> str:
-    """The version that is installed, which its files are searched for."""
+def _version_of_transformer_lens() -> str:
+    """The installed version, looked up once: the look-up reads files."""
     return version("transformer-lens")

@@ -5,7 +5,7 @@ stack that is not called. A call that ends gives its stack's new state; the next
 it stands the state of the stack that it is not of: of two calls of one stack the same as before, else the new one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -32,22 +32,21 @@ def unrolled(loop: Loop, stages: Sequence[AffineMap], x: Float[Tensor, "batch po
         stages: of each block, with the norm that ends a call but the last.
         x: what the first block reads, for its dtype.
     """
-    return list(_unrolled(loop, stages, x))
 
-
-def _unrolled(loop: Loop, stages: Sequence[AffineMap], x: Tensor) -> Iterator[AffineMap]:
     def streams(factors: Sequence[Sequence[float]]) -> Streams:
         return Streams(torch.tensor(factors, dtype=x.dtype, device=x.device))
 
-    yield streams(((1.0,), (loop.scale,)))  # the first block scales what it reads by itself
+    maps: list[AffineMap] = [streams(((1.0,), (loop.scale,)))]  # the first block scales what it reads by itself
     remaining = iter(stages)
     for call, after in zip(loop.calls, [*loop.calls[1:], None], strict=True):
         blocks = [next(remaining) for _ in range(call.length)]
-        yield Sum((Chain((streams(FIRST), *blocks, streams(IN_FIRST))), streams(SECOND_STAYS)))
+        called = Chain((streams(FIRST), *blocks, streams(IN_FIRST)))
+        maps.append(Sum((called, streams(SECOND_STAYS))))
         if after is None:
-            yield streams(FIRST)
+            maps.append(streams(FIRST))
         else:
-            yield streams(SAME_STACK if after.stack == call.stack else OTHER_STACK)
+            maps.append(streams(SAME_STACK if after.stack == call.stack else OTHER_STACK))
+    return maps
 
 
 def check_loop(capture: Capture, tolerance: float) -> dict[str, float]:

@@ -37,7 +37,7 @@ WITHOUT_INFLUENCE = {
 """What SAELens and others say besides: shapes, where it came from, how it was trained."""
 
 
-def chosen_features(source: Any, features: int, what: str) -> int | None:
+def k_of_topk(source: Any, features: int, what: str) -> int | None:
     """The k of TopK; without `encode`, which shows what an object does, refuses whatever else could be meant."""
     activations = {name: value for name in ACTIVATIONS if (value := setting(source, name)) is not None}
     if isinstance(architecture := activations.get("architecture"), MethodType):  # SAELens 6 has it as a method

@@ -9,7 +9,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import refuse_meta
 from tensorlens_tl.algebra.numerics import maybe, plus
 from tensorlens_tl.errors import InvalidInputError, NumericalError
-from tensorlens_tl.models.dictionaries.activation import chosen_features
+from tensorlens_tl.models.dictionaries.activation import k_of_topk
 from tensorlens_tl.models.dictionaries.dictionary import DictionaryWeights
 from tensorlens_tl.models.dictionaries.settings import setting
 
@@ -73,7 +73,7 @@ def read_dictionary(source: Any, *, transcodes: bool | None = None) -> Dictionar
         W_dec=W_dec,
         b_dec=plus(W_dec.new_zeros(width), b_dec),
         threshold=threshold,
-        k=chosen_features(source, features, what),
+        k=k_of_topk(source, features, what),
         normalise=_normalisation(source, what),
         W_skip=maybe(torch.t, W_skip),
         source=source,
