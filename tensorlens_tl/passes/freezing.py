@@ -126,11 +126,11 @@ def freeze(
             is used. Every one is compared with the model's own while the pass runs.
         verify: True proves every block against the model's own output at every token; products of plain blocks whose
             result the model shows are compared on random vectors (`tensorlens_tl.passes.proof.projected`), which
-            overlooks an error with a probability of 1e-7. ``"sample"`` proves every block
-            at up to 8 tokens of each prompt, among them its last one (``proof.positions`` of the pass): this detects
-            a part that is read wrongly, and no activation that was changed at another token. Blocks with whitening or
-            a mixer in place of attention, and those of encoder–decoders, are proved at every token all the same. False
-            proves only the first block of each kind.
+            overlooks an error with a probability of 1e-7. ``"sample"`` proves every block at up to 8 tokens of each
+            prompt, among them its last one (``proof.positions`` of the pass): this detects a part that is read wrongly,
+            and no activation that was changed at another token. Blocks with whitening or a mixer in place of
+            attention, and those of encoder–decoders, are proved at every token all the same. False proves only the
+            first block of each kind, at the same tokens.
         tolerance: largest relative error that a block may show in its output, and every head, neuron and sublayer in
             what it gives; None takes `TOLERANCE` for the model's dtype.
         strict: whether a sum that is further from the model's number than its proof allows (`allowed_gap` of the
@@ -312,7 +312,7 @@ class _Run:
 
     Attributes:
         activations: by hook-point name.
-        sampled: the positions that blocks are proved at, of a sampled proof.
+        sampled: the positions that blocks are proved at; None for every one.
         writes: what the proof compares.
         reader: reads patterns where they are recomputed.
         compared: the logits that are compared with those of the weights.
@@ -330,7 +330,7 @@ class _Run:
         self.activations: dict[str, Tensor] = {}
         self.sampled: Int[Tensor, "batch query"] | None = None
         self.writes: SeenWrites | None = None
-        if options.verify == "sample":
+        if options.verify is not True:
             self.sampled = sampled_positions(prompt.mask)
         if options.verify:
             self.writes = SeenWrites.of(view, points, len(prompt.tokens), self.sampled, options.store)
