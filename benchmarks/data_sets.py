@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from subprocess import run
@@ -19,6 +20,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROWS, ROUNDS = 2000, 2
+PLAIN = "plain forward, batched"
+SMALLER = (512, 2048)
+"""Tokens a batch, beside those that are the default."""
 TARGET = 5
 """A token: which one it is changes nothing."""
 
@@ -37,7 +41,7 @@ def rows_of_text(count: int) -> list[dict[str, Any]]:
     return [{"id": n, "text": window[: 16 + (29 * n) % 64].tolist()} for n, window in enumerate(windows)]
 
 
-def forwards(model: Any, rows: list[dict[str, Any]], out: Path) -> None:
+def forwards(model: Any, rows: list[dict[str, Any]], out: Path, tokens_per_batch: int = 8192) -> None:
     """The plain model over the same batches."""
     import torch
 
@@ -46,7 +50,7 @@ def forwards(model: Any, rows: list[dict[str, Any]], out: Path) -> None:
     texts = [row["text"] for row in rows]
     tokens = [model.to_tokens(text)[0] if isinstance(text, str) else torch.tensor(text) for text in texts]
     with torch.no_grad():
-        for batch in planned([len(ids) for ids in tokens], [], 8192)[0]:
+        for batch in planned([len(ids) for ids in tokens], [], tokens_per_batch)[0]:
             model(torch.nn.utils.rnn.pad_sequence([tokens[row] for row in batch], batch_first=True))
 
 
@@ -78,14 +82,26 @@ def by_gradient(work: Callable[..., None]) -> Callable[..., None]:
     return lambda model, rows, out: work(model, rows, out, method="input-x-gradient")
 
 
+def by_batch() -> Iterator[tuple[str, Callable[..., None]]]:
+    """A plain forward and ours in smaller batches."""
+    for size in SMALLER:
+        for name, work in ((PLAIN, forwards), ("`attribute_dataset`", attributed)):
+            yield f"{name}{_smaller(size)}", partial(work, tokens_per_batch=size)
+
+
+def _smaller(size: int) -> str:
+    return f", {size} tokens a batch"
+
+
 OURS = {
-    "plain forward, batched": forwards,
+    PLAIN: forwards,
     "`attribute_dataset`": attributed,
     "loop over `attribute`": looped,
     '`attribute_dataset(method="logit_attribution", by="head")`': with_effects,
+    **dict(by_batch()),
 }
 BESIDE_INSEQ = {
-    "plain forward, batched": forwards,
+    PLAIN: forwards,
     '`attribute_dataset(method="input-x-gradient")`': by_gradient(attributed),
     'loop over `attribute(method="input-x-gradient")`': by_gradient(looped),
     "inseq, `input_x_gradient`": by_inseq,
@@ -191,9 +207,10 @@ def measure(count: int = ROWS) -> Iterator[tuple[Any, ...]]:
                     row["with_target"] = tokenizer.decode([*ids, TARGET])
             (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
             made = in_turn(interpreters, folder, few)
-        base = made["plain forward, batched"]["seconds"]
         shape = "bundled" if candidates is OURS else "random GPT-2"
         for name, one in made.items():
+            size = next((size for size in map(_smaller, SMALLER) if name.endswith(size)), "")
+            base = made[f"{PLAIN}{size}"]["seconds"]
             late = one["late"]
             grown = max(late[len(late) // 2 :]) - max(late[: len(late) // 2]) if len(late) > 3 else 0.0
             yield shape, name, few, few / one["seconds"], base / one["seconds"], one["peak"], grown

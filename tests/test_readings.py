@@ -6,7 +6,8 @@ from conftest import some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl.models.kernels import in_one_kernel
-from tensorlens_tl.passes import one_reading
+from tensorlens_tl.models.lifecycle import WeightState
+from tensorlens_tl.passes import one_check, one_reading
 from tensorlens_tl.testing import tiny_model
 
 
@@ -84,3 +85,30 @@ def test_without_proof_nothing_is_shared(model):
         first = tlens.freeze(model, some_tokens(batch=1))
         assert tlens.freeze(model, some_tokens(batch=1)).view is first.view
         assert tlens.freeze(model, some_tokens(batch=1), verify=False).view is not first.view
+
+
+def test_one_question_compares_a_pass_with_its_model_once(model, monkeypatch):
+    compared: list[WeightState] = []
+    holds = WeightState.holds
+
+    def counted(state: WeightState, model: torch.nn.Module) -> bool:
+        compared.append(state)
+        return holds(state, model)
+
+    monkeypatch.setattr(WeightState, "holds", counted)
+    tlens.attribute(model, some_tokens(batch=1), 5)
+    assert not compared  # it was frozen for the question
+    frozen = tlens.freeze(model, some_tokens(batch=1))
+    tlens.attribute(frozen, 5)
+    assert compared == [frozen.capture.weights]
+
+
+def test_a_change_after_one_question_is_noticed(model):
+    with one_check(model):
+        frozen = tlens.freeze(model, some_tokens(batch=1))
+        with torch.no_grad():
+            frozen.check_fresh()
+            next(model.parameters()).add_(1)
+        frozen.check_fresh()  # not compared again
+    with pytest.raises(tlens.FrozenModelError, match="weights were changed"):
+        frozen.check_fresh()

@@ -109,7 +109,7 @@ class FrozenGeneration:
             others = options | given(minus=minus, bias=bias, activation=activation)
             return self._by_method(method, queries, span, minus, others, memory)
         shown = queries if span is None else self._last(queries)
-        with one_check():
+        with one_check(self.frozen.view.model):
             if span is not None and self._is_pulled(hops, shares, settings):
                 collapse = self._pulled(queries, minus, hops, settings)
             else:

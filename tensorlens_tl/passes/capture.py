@@ -20,17 +20,19 @@ from tensorlens_tl.models import HookedModel, ModelView
 from tensorlens_tl.models.lifecycle import WeightState, changed, configuration
 from tensorlens_tl.passes.inputs import Prompt
 
-_checked: ContextVar[set[int] | None] = ContextVar("checked", default=None)  # captures, by identity
+_checked: ContextVar[set[WeightState] | None] = ContextVar("checked", default=None)  # those of captures, by identity
 
 
 @contextmanager
-def one_check() -> Generator[None, None, None]:
-    """Inside, in this thread, each capture is compared with its model once: around the steps of one question."""
-    token = _checked.set(set())
-    try:
-        yield
-    finally:
-        _checked.reset(token)
+def one_check(model: HookedModel) -> Generator[None, None, None]:
+    """Inside, this thread has the model to itself, and no capture is compared with it twice, nor one that is taken
+    here: around the steps of one question."""
+    with lock_of(model):
+        token = _checked.set(set(_checked.get() or ()))
+        try:
+            yield
+        finally:
+            _checked.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +144,7 @@ class Capture:
         """
         refuse_autocast(self.view.device)
         checked = _checked.get()
-        if checked is not None and id(self) in checked:
+        if checked is not None and self.weights in checked:
             return
         with lock_of(self.view.model):
             same_weights = self.weights.holds(self.view.model)
@@ -159,8 +161,13 @@ class Capture:
                 "the model was put in train mode, or taken out of it, after this pass was frozen, and scales its "
                 "stream and its weights differently there. Put it back, or freeze again."
             )
+        self.note_fresh()
+
+    def note_fresh(self) -> None:
+        """Inside `one_check`, do not compare the pass with its model again: it was taken or compared just now."""
+        checked = _checked.get()
         if checked is not None:
-            checked.add(id(self))
+            checked.add(self.weights)
 
     def _check_configuration(self, now: Mapping[str, str]) -> None:
         if self.configuration is None:

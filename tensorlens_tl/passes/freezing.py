@@ -284,6 +284,7 @@ def _freeze(
         other_hooks=tuple(other_hooks(view.model)),
         hook_numbers=hook_numbers(view.model),
     )
+    capture.note_fresh()
     check_width(capture)
     check_shown_patterns(capture)
     check_dtype(capture)

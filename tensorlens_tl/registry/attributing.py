@@ -11,9 +11,8 @@ from torch import Tensor
 from tensorlens_tl._arguments import plain
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, RegistryError
-from tensorlens_tl.hooks import lock_of
 from tensorlens_tl.models import NEXT, ModelLike, Query, TokenLike
-from tensorlens_tl.passes import Difference, FrozenPass, freeze, unchecked_view
+from tensorlens_tl.passes import Difference, FrozenPass, freeze, one_check, unchecked_view
 from tensorlens_tl.passes.inputs import (
     check_slice,
     one_per_prompt,
@@ -104,8 +103,7 @@ def attribute(
         raise InvalidInputError("attribute: `input` is missing; pass a string, a list of strings or token ids.")
     rows, batches = prompt_batches(unchecked_view(model), input, for_freeze, memory)
     if len(batches) < 2:
-        frozen = freeze(model, input, **for_freeze, query=_logit_positions(for_method))
-        return _answered(chosen, frozen, for_method)
+        return _frozen_and_answered(chosen, model, input, for_freeze, for_method)
     for_freeze.pop("prepend_bos", None)  # the rows are token ids now
     split = {name: one_per_prompt(name, for_method[name], len(rows)) for name in PER_PROMPT if name in for_method}
     check_slice(for_method.get("query"), [len(row) for row in rows])
@@ -113,9 +111,8 @@ def attribute(
     for batch in batches:
         of_batch = {name: taken(values, batch) for name, values in split.items() if values is not None}
         try:
-            batch_options = for_method | of_batch
-            frozen = freeze(model, [rows[i] for i in batch], **for_freeze, query=_logit_positions(batch_options))
-            parts.append(_answered(chosen, frozen, batch_options))
+            prompts = [rows[i] for i in batch]
+            parts.append(_frozen_and_answered(chosen, model, prompts, for_freeze, for_method | of_batch))
         except InvalidInputError as error:
             raise error.with_prompts(dict(enumerate(map(PromptNumber, batch)))) from error
     explained = {name: for_method[name] for name in PER_PROMPT if for_method.get(name) is not None}
@@ -151,6 +148,15 @@ def _logit_positions(options: Mapping[str, Any]) -> Query | None:
     return query
 
 
+def _frozen_and_answered(
+    method: Method, model: ModelLike, input: Any, for_freeze: Mapping[str, Any], options: Mapping[str, Any]
+) -> Attribution:
+    """A method's answer on a pass that is frozen for it."""
+    with one_check(model):
+        frozen = freeze(model, input, **for_freeze, query=_logit_positions(options))
+        return _answered(method, frozen, options)
+
+
 def _answered(method: Method, frozen: FrozenPass | Difference, options: Mapping[str, Any]) -> Attribution:
     """A method's answer, to each query or to their mean."""
     query = options.get("query")
@@ -184,7 +190,7 @@ def _filled(row: Int[Tensor, "query"], length: int, place: Int[Tensor, ""]) -> I
 
 def _computed(method: Method, frozen: FrozenPass | Difference, options: Mapping[str, Any]) -> Attribution:
     """The result of a method; no other thread gives the model other weights before it is computed."""
-    with lock_of(frozen.view.model):
+    with one_check(frozen.view.model):
         frozen.check_fresh()
         return _with_tokens_of_queries(frozen, _checked(method.name, method.function(frozen, **options)), options)
 

@@ -125,16 +125,20 @@ def refuse_devices(model: nn.Module) -> None:
     """
     brought: set[nn.Module] = set()
     empty: list[tuple[str, nn.Module]] = []  # weights without numbers, and whose they are
+    resident: set[torch.device] = set()
     for module in whole(model):
         for name, weight in module._parameters.items():
             if weight is not None:
                 refuse_packed(name, weight, module)
+                resident.add(weight.device)
                 if weight.is_meta:
                     empty.append((name, module))
         for hook in offload_hooks(module):
             brought.add(module)
             if hook.place_submodules:
                 brought.update(module.modules())
+    if len(resident) == 1 and not empty and not brought:
+        return  # what most models are
     if brought and getattr(model, "compatibility_mode", False):
         raise UnsupportedModelError(
             "the model's weights are offloaded after enable_compatibility_mode changed them: TransformerLens runs some "

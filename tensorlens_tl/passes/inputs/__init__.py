@@ -22,7 +22,8 @@ from tensorlens_tl.passes.inputs.batches import (
     tokenized,
 )
 from tensorlens_tl.passes.inputs.positions import is_all, one_query, query_positions, span_positions
-from tensorlens_tl.passes.inputs.prompts import Prompt, prepare, readable_tokens, token_inputs, token_rows
+from tensorlens_tl.passes.inputs.prompts import Prompt, prepare, token_inputs, token_rows
+from tensorlens_tl.passes.inputs.readable import readable_tokens
 from tensorlens_tl.passes.inputs.spans import find, find_real, without_mark, word_ids, word_starts
 
 __all__ = [

@@ -15,6 +15,7 @@ from tensorlens_tl._arguments import refuse_meta
 from tensorlens_tl.errors import InvalidInputError, PromptNumber
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.passes.inputs.arguments import IdsLike, InputLike, ModelInputs, Side
+from tensorlens_tl.passes.inputs.readable import readable_tokens
 from tensorlens_tl.passes.inputs.signals import Signal, extra_inputs, named_images, read_signal, refuse_signal
 
 
@@ -435,36 +436,3 @@ def _check(view: ModelView, tokens: Tensor, mask: Tensor, name: str, vocabulary:
     empty = ~mask.any(dim=1)
     if bool(empty.any()):
         raise InvalidInputError(f"{name}: ", PromptNumber(int(empty.nonzero()[0]), "row"), " has no real token.")
-
-
-def readable_tokens(view: ModelView, tokens: Tensor) -> tuple[list[list[str]], list[list[bool]] | None]:
-    """Tokens as text, and which begin a word, as the tokenizer itself marks it (Ġ, ▁, or ## for what continues)."""
-    tokenizer = view.tokenizer
-    if tokenizer is None:
-        return [[f" {int(token)}" for token in row] for row in tokens], None  # each id reads as a word
-    word_pieces = tokenizer.convert_tokens_to_ids("##s") not in (None, getattr(tokenizer, "unk_token_id", None))
-    special = set(tokenizer.all_special_ids)
-    known = len(tokenizer)
-    texts: list[list[str]] = []
-    starts: list[list[bool]] = []
-    rows = tokens.tolist()
-    different = list(dict.fromkeys(token for row in rows for token in row))
-    pieces = dict(zip(different, tokenizer.convert_ids_to_tokens(different), strict=True))
-    decoded = tokenizer.batch_decode([[token] for token in different], clean_up_tokenization_spaces=False)
-    text_of = dict(zip(different, decoded, strict=True))
-    for row in rows:
-        texts.append([])
-        starts.append([])
-        after_gap = True
-        for token in row:
-            piece = pieces[token] or ""
-            text = text_of[token]
-            if token >= known:
-                text = f" {token}"
-            elif piece.startswith("▁") and text[:1] != " ":
-                text = f" {text}"  # decoding one token drops the space that SentencePiece writes as ▁
-            continues = piece.startswith("##") if word_pieces else not text[:1].isspace()
-            texts[-1].append(text)
-            starts[-1].append(after_gap or token in special or not continues)
-            after_gap = token in special or text[-1:].isspace()
-    return texts, starts
