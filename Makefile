@@ -13,17 +13,19 @@ test: .venv/.ready
 test-tl4: .venv-tl4/.ready
 	.venv-tl4/bin/python -m pytest
 
-# what the default run leaves out, on both lines: most models, random ones, the training scripts
+# what the default run leaves out: most models, random ones, the training scripts, most tests in a browser; of the cases
+# that both lines have, each runs one half, and with HALVES= (before a release) all
+HALVES = yes
 test-whole: .venv/.ready .venv-tl4/.ready
-	.venv/bin/python -m pytest -m whole
-	.venv-tl4/bin/python -m pytest -m whole
+	.venv/bin/python -m pytest -m whole $(HALVES:%=--half=1)
+	.venv-tl4/bin/python -m pytest -m whole $(HALVES:%=--half=2)
 
-# the default run once more, every signature's types and shapes checked as it is called: three times as slow, so up to 10
+# the default run once more, every signature's types and shapes checked as it is called: three times as slow, so up to 6
 # cases of each test, evenly spread; without what runs in processes of its own, where nothing is checked, what repeats
 # calls, and what passes wrong things on purpose
 UNCHECKED = notebooks supply_chain changed_models inputs messages devices
 test-shapes: .venv/.ready
-	.venv/bin/python -m pytest --cases=10 --jaxtyping-packages=tensorlens_tl,beartype.beartype $(UNCHECKED:%=--ignore=tests/test_%.py)
+	.venv/bin/python -m pytest --cases=6 --jaxtyping-packages=tensorlens_tl,beartype.beartype $(UNCHECKED:%=--ignore=tests/test_%.py)
 
 # 180 random models; hooks, caches and loops: 300 of each
 fuzz: .venv/.ready

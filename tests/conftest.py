@@ -1,5 +1,6 @@
 import os
 import random
+from zlib import crc32
 
 import pytest
 import torch
@@ -45,8 +46,15 @@ UNREAD = ("jetmoe",)
 """Families whose heads' scores are not read, and their two runs not compared; `test_attention_experts` is of these."""
 
 
+OF_ONE_LINE = ("hooked/", "encoder/", "encoder-decoder/", "bridge/roberta", "bridge/t5", "bridge/wav2vec2")
+"""Models that one line of TransformerLens alone has or runs."""
+
+
 def pytest_addoption(parser):
     parser.addoption("--cases", type=int, help="of each test no more than so many cases, evenly spread")
+    parser.addoption(
+        "--half", type=int, choices=(1, 2), help="of the marked cases that both lines of TransformerLens have, one half"
+    )
 
 
 def rest_whole(names, *quick):
@@ -66,23 +74,60 @@ def pytest_collection_modifyitems(config, items):
         named = [mark.args[1] for mark in item.iter_markers("parametrize") if mark.args[0] == "name"]
         if asked in model_names() and asked not in REPRESENTATIVES and not (named and len(named[0]) <= FEW):
             item.add_marker(pytest.mark.whole)
+    _mark_slow(items)
+    surplus = set()
     cases = config.getoption("cases")
     if cases is not None:
-        _keep_cases(config, items, cases)
-
-
-def _keep_cases(config, items, count):
-    """No more than so many cases of each test, evenly spread over its parameters."""
-    of_test = {}
-    for item in items:
-        if item.get_closest_marker("whole") is None:
-            of_test.setdefault(item.nodeid.split("[")[0], []).append(item)
-    surplus = set()
-    for tests in of_test.values():
-        spread = {len(tests) * number // count for number in range(count)}
-        surplus |= {item for place, item in enumerate(tests) if len(tests) > count and place not in spread}
+        for tests in _by_test(items):
+            surplus |= _beyond(tests, cases)
+    half = config.getoption("half")
+    if half is not None:
+        surplus |= {item for item in items if _is_whole(item) and _of_other_half(item, half)}
     items[:] = [item for item in items if item not in surplus]
     config.hook.pytest_deselected(items=list(surplus))
+
+
+def _mark_slow(items):
+    """Of tests that are marked `few`, and of each file's tests in a browser, most cases belong to the marked set."""
+    for tests in _by_test(items):
+        few = tests[0].get_closest_marker("few")
+        if few is not None:
+            for item in _beyond(tests, *few.args):
+                item.add_marker(pytest.mark.whole)
+    shown = set()
+    for item in items:
+        if "browser" in item.fixturenames and not _is_whole(item):
+            if item.path in shown:
+                item.add_marker(pytest.mark.whole)
+            shown.add(item.path)
+
+
+def _is_whole(item):
+    return item.get_closest_marker("whole") is not None
+
+
+def _by_test(items):
+    """The cases of each test that are not in the marked set."""
+    of_test = {}
+    for item in items:
+        if not _is_whole(item):
+            of_test.setdefault(item.nodeid.split("[")[0], []).append(item)
+    return of_test.values()
+
+
+def _beyond(tests, count):
+    """All but so many cases of a test, evenly spread over its parameters."""
+    if len(tests) <= count:
+        return set()
+    spread = {len(tests) * number // count for number in range(count)}
+    return {item for place, item in enumerate(tests) if place not in spread}
+
+
+def _of_other_half(item, half):
+    """Whether a case is left to the other line of TransformerLens, which has it as well: by its name's checksum."""
+    if any(name in item.nodeid for name in OF_ONE_LINE):
+        return False
+    return crc32(item.nodeid.encode()) % 2 != half - 1
 
 
 def _is_mixed(item):

@@ -91,6 +91,7 @@ SOME = [
 
 
 @pytest.mark.parametrize("number", SOME)
+@pytest.mark.few(8)
 def test_every_change(number):
     change = CHANGES[number]
     if (at := place(number, change)) is None:

@@ -304,6 +304,7 @@ TARGETS = [5, 7, 3, 20, 31, 9]
 
 @pytest.mark.parametrize("name", [name for name in NAMES if getattr(name, "values", [name])[0] != "encoder/bert"])
 @pytest.mark.parametrize("by", rest_whole(BY, "matrix", "head", "rank"))
+@pytest.mark.few(3)
 def test_many_prompts_in_small_batches_are_each_what_it_is_alone(name, by):
     """Terms sum to the change of the live logit for every prompt, however they are batched."""
     base, tuned = two_models(name)

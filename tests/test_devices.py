@@ -145,6 +145,7 @@ def test_same_numbers_as_on_one_device(passes, question):
 
 
 @pytest.mark.parametrize("name", tlens.list_methods())
+@pytest.mark.few(7)
 def test_every_method_is_the_same_or_refused(passes, name):
     here, there = passes
     options = {"target": 3} if "target" in tlens.get_method(name).options else {}
@@ -233,6 +234,7 @@ CANNOT_RUN = {
 
 
 @pytest.mark.parametrize("name", BRIDGES)
+@pytest.mark.few(4)
 def test_every_model_is_the_same_or_refused(name):
     here = tiny_model(name)
     input, options = tiny_input(here)
@@ -256,6 +258,7 @@ def test_every_model_is_the_same_or_refused(name):
 
 @pytest.mark.skipif(HookedTransformer is None, reason="no HookedTransformer")
 @pytest.mark.parametrize("name", HOOKED)
+@pytest.mark.few(4)
 def test_every_hooked_transformer(name):
     here = tiny_model(name)
     input, options = tiny_input(here)

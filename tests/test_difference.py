@@ -253,6 +253,7 @@ def in_dtype(name, dtype):
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size:g}")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", rest_whole(CLOSE, "hooked/ln", "bridge/gpt2", "bridge/llama"))
+@pytest.mark.few(20)
 def test_close_prompts(name, dtype, size):
     """The sum misses the difference by a share of it and the rounding of the two numbers; nothing warns or is refused.
 
@@ -346,6 +347,7 @@ def curved(x, hook):
 
 @pytest.mark.parametrize("point", [*(f"blocks.1.{point}" for point in POINTS), *AFTER])
 @pytest.mark.parametrize("name", BOTH)
+@pytest.mark.few(30)
 def test_what_a_hook_changes_inside_is_explained_or_refused(name, point, model_named):
     """In either run; a refusal names the block or what follows the last, and says what to do."""
     model = model_named(name)

@@ -43,6 +43,7 @@ BY_DEFAULT = [name for name in ("encoder-decoder/tied", "bridge/bart", "bridge/t
 
 
 @parametrize_with_checks(battery(BY_DEFAULT))
+@pytest.mark.few(40)
 def test_battery(check):
     check()
 

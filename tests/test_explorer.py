@@ -550,6 +550,7 @@ def test_without_the_extra_it_says_what_to_install(session, monkeypatch):
         Explorer(session, 0)
 
 
+@pytest.mark.whole
 def test_the_command_serves_until_ctrl_c():
     command = [sys.executable, "-m", "tensorlens_tl", "explore", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -26,6 +26,7 @@ def drawn(tmp_path_factory):
 
 
 @pytest.mark.whole
+@pytest.mark.whole
 def test_each_snippet_draws_the_picture_below_it(drawn):
     _, files = drawn
     assert files[0] == []  # the names that all others use
@@ -39,6 +40,7 @@ def test_snippets_are_short():
     assert max(code.strip().count("\n") + 1 for code in snippets()[1:]) <= MOST_LINES
 
 
+@pytest.mark.whole
 def test_the_pictures_in_the_documentation_are_those_of_the_code(drawn):
     """`make gallery` draws them again.
 
@@ -53,6 +55,7 @@ def test_the_pictures_in_the_documentation_are_those_of_the_code(drawn):
     assert sum(path.stat().st_size for path in PICTURES.iterdir()) < MOST_BYTES
 
 
+@pytest.mark.whole
 def test_a_picture_is_the_same_every_time(drawn, tmp_path):
     names = {}
     for code in snippets()[:2]:

@@ -215,6 +215,7 @@ def witness(text, span, hops, minus=None):
 
 
 @pytest.mark.parametrize("hops", [1, 2, 3])
+@pytest.mark.few(24)
 def test_hops_at_one_pull_each(model, name, hops):
     """What is sent on without the scores of single tokens is what these give, and nothing is lost on the way."""
     limit = tolerance(name)

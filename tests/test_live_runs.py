@@ -104,6 +104,7 @@ BY_COPIES = {"total_effects", "patch_scores", "leave-one-out", "deleted"}
     ("question", "kind"),
     [(question, "hook") for question in QUESTIONS] + [("total_effects", kind) for kind in SEEN if kind != "hook"],
 )
+@pytest.mark.few(8)
 def test_what_acts_on_one_row_reaches_every_copy(name, question, kind):
     """With one prompt, adding to row 0 and adding to every row is the same model."""
     found = []
@@ -390,6 +391,7 @@ def _along_direction(frozen):
     return circuits.total_effects(frozen, direction=direction, live=True, layers=[0], final_norm=False).scores
 
 
+@pytest.mark.few(8)
 def test_runs_that_begin_at_a_later_layer_are_whole_runs(model, monkeypatch):
     frozen, other = tlens.freeze(model, some_tokens()), tlens.freeze(model, some_tokens(seed=1))
     forwards = _forwards(model)

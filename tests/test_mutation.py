@@ -318,6 +318,7 @@ def raised_inside(model, error, run):
         "last_logits", "unembedding", "circuits", "total",
     ],
 )  # fmt: skip
+@pytest.mark.few(26)
 def test_an_error_inside_a_run_leaves_no_hook(model, frozen, run, error):
     raised_inside(model, error, lambda: run(model, frozen))
     assert hooks_left(model) == 0

@@ -103,6 +103,7 @@ def test_same_numbers_as_in_memory(passes, question):
 
 
 @pytest.mark.parametrize("name", tlens.list_methods())
+@pytest.mark.few(20)
 def test_every_method_is_the_same_or_refused(passes, name):
     here, away = passes
     options = {"target": 3} if "target" in tlens.get_method(name).options else {}
@@ -211,6 +212,7 @@ GRADIENTS = [
 
 @pytest.mark.parametrize(("method", "options"), GRADIENTS)
 @pytest.mark.parametrize("memory", [None, 1 << 18], ids=["at once", "in parts"])
+@pytest.mark.few(12)
 def test_gradients_are_the_same(passes, method, options, memory):
     scores = [
         tlens.attribute(frozen, method=method, target=3, query=QUERIES, memory=memory, **options).scores
@@ -263,6 +265,7 @@ def test_a_graph_holds_no_matrix(trained, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("first", [True, False], ids=["offloaded first", "wrapped first"])
 @pytest.mark.parametrize("name", BRIDGES)
+@pytest.mark.few(6)
 def test_every_model_is_the_same_or_refused(name, first, tmp_path, monkeypatch):
     here = tiny_model(name)
     input, options = tiny_input(here)

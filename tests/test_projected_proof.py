@@ -78,6 +78,7 @@ def test_a_block_that_is_read_right_is_accepted_with_the_errors_of_the_whole_pro
 
 @pytest.mark.parametrize("dtype", CHANGE, ids=str)
 @pytest.mark.parametrize("name", PLAIN[:2])
+@pytest.mark.few(1)
 def test_no_weight_that_is_read_wrongly_is_accepted(name, dtype):
     """Whatever the composed block misses by more than the tolerance, projections do not let pass."""
     proved = Proved(name, dtype)
@@ -103,6 +104,7 @@ def test_no_weight_that_is_read_wrongly_is_accepted(name, dtype):
 
 @pytest.mark.parametrize("point", ["attention_write", "mlp_write", "z", "post"])
 @pytest.mark.parametrize("position", range(9))
+@pytest.mark.few(12)
 def test_no_single_token_that_is_changed_is_accepted(point, position):
     proved = Proved("bridge/gpt2", torch.float64)
     name = getattr(proved.maps.points.blocks[1], point)

@@ -228,6 +228,7 @@ def without_gaps(html):
 
 
 @pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.few(5)
 def test_a_file_is_what_its_name_says(name, tmp_path):
     pytest.importorskip("matplotlib").use("Agg")
     kind = result(name)

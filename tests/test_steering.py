@@ -250,6 +250,7 @@ def patched_and_plain(model, point, act):
 
 @pytest.mark.parametrize("act", PATCHES)
 @pytest.mark.parametrize("name", rest_whole(NAMES, *HANDFUL))
+@pytest.mark.few(6)
 def test_the_difference_to_a_plain_run_is_the_effect_of_a_patch(name, act, model_named):
     model = model_named(name)
     for point in points_for(act, name, model):

@@ -67,6 +67,7 @@ def test_queries_that_stand_for_nothing(frozen, query, message):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.few(8)
 def test_every_method_takes_every_kind_of_query(frozen, method):
     whole = tlens.attribute(frozen, method=method, query="all", **options(method))
     for query in ([3, 15], slice(3, 5), "file", "FileNotFoundError", -1):
