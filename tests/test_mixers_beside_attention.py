@@ -132,4 +132,4 @@ def test_both_are_shown_by_themselves(frozen):
 
 def test_other_weights_of_a_block_with_constants_are_refused(frozen):
     with pytest.raises(tlens.UnsupportedModelError, match="multiplied by a constant"):
-        frozen.view.blocks[0].with_weights({"W_O": frozen.model.blocks[0].attn.W_O})
+        frozen.view.with_weights({0: {"W_O": frozen.model.blocks[0].attn.W_O}})

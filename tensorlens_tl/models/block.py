@@ -6,55 +6,46 @@ refused, naming block and part.
 """
 
 import operator
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from einops import rearrange
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from tensorlens_tl.algebra import on_device
 from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.models.halving import halves_after
 from tensorlens_tl.models.loops import StackCall
 from tensorlens_tl.models.names import (
-    ATTENTION,
     END_NORM,
-    ENTRY_NORM,
     EXPERTS_BESIDE,
-    MIXERS,
-    MLPS,
     NORMS,
     PER_LAYER_NORM,
-    STREAMS,
 )
+from tensorlens_tl.models.owner import Owner
 from tensorlens_tl.models.parameters import (
     AttentionWeights,
     MLPWeights,
     NormWeights,
     QueryKeyWeights,
+    Residence,
     WhiteningWeights,
     adapter_names,
     detached,
     execution_device,
-    flattened,
     floating,
     innermost,
-    is_bridge_component,
     is_norm,
-    loaded,
-    lock_of,
-    norm_epsilon,
     norm_weights,
     offloaded,
-    tried_norm,
     weights_read,
 )
+from tensorlens_tl.models.parts import BlockParts
 from tensorlens_tl.models.sublayers import (
     ChannelMixWeights,
     ExpertsWeights,
@@ -63,45 +54,17 @@ from tensorlens_tl.models.sublayers import (
     channel_mix_weights,
     has_experts,
     is_channel_mix,
-    projection,
     read_attention,
     read_experts,
     read_latent_scores,
-    read_mixer,
     read_mlp,
     read_module,
+    read_only_mixer,
     read_per_layer,
+    read_query_key,
     read_shared_attention,
     shared_source,
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Owner:
-    """What a block needs of the view of its model.
-
-    Not the view itself: the two would refer to each other, and the weights that a view has copied would stay in memory
-    until Python looks for such circles.
-
-    Attributes:
-        model, cfg: as of the view.
-        description: class and name, for messages.
-        is_hooked_encoder_decoder: whether it is TransformerLens' own class of encoder–decoders.
-        device: where results are, and what is read of the weights: that of the model's first weight.
-    """
-
-    model: Any
-    cfg: Any
-    description: str
-    is_hooked_encoder_decoder: bool
-    device: torch.device
-
-    @property
-    def encoder_gain(self) -> Float[Tensor, "d_model"] | None:
-        """What cross-attention multiplies the encoder's output by, as it is shown; None for nothing."""
-        if not self.is_hooked_encoder_decoder:
-            return None
-        return norm_weights(self.model.encoder_final_ln, self.cfg).gain
 
 
 class BlockView:
@@ -113,7 +76,6 @@ class BlockView:
         name: where its hook points are: ``"blocks.0"``, ``"decoder_blocks.0"``, ``"L_blocks.0@3"``.
         call: of a block that runs in a loop, the call of its stack; None of any other.
         offloaded: whether its weights are read when they are needed, and dropped after.
-        loads: how often its weights were read so far, where they are offloaded.
         device: where the block runs.
         moved: whether what is read of its weights is moved to another device, that of the results, and dropped after.
 
@@ -129,41 +91,26 @@ class BlockView:
         self.number = number
         self.call = call
         self.name = f"{stack}.{number}" if call is None else f"{stack}.{number}@{call.number}"
-        self.ends_call = call is not None and number + 1 == call.length
         self.module: Any = getattr(model.model, stack)[number]
+        self.parts = BlockParts(self.module)
         self.offloaded = offloaded(self.module)
         self.device = execution_device(self.module)
         self.moved = self.device != model.device
-        self.loads = 0
-        self.read_names: set[str] = set()
-        self._depth = 0
+        self.residence = Residence(model.model, self.module)
 
-    @contextmanager
-    def loaded(self) -> Generator[None, None, None]:
-        """Inside, the weights and what is read of them stay loaded; both are dropped after, if `brought`."""
-        if not self.brought:
-            yield
-            return
-        with lock_of(self.model.model), loaded(self.module) as fresh:
-            self.loads += fresh
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
-                if not self._depth:
-                    for name in self.read_names:
-                        self.__dict__.pop(name, None)
-                    self.read_names.clear()
+    def loaded(self, *names: str) -> AbstractContextManager[None]:
+        """Inside, the weights stay loaded, and `names`, which are read of them; all are dropped after, if `brought`."""
+        return self.residence.opened(vars(self), *names) if self.brought else nullcontext()
+
+    @property
+    def loads(self) -> int:
+        """How often its weights were read so far, where they are offloaded."""
+        return self.residence.loads
 
     @property
     def brought(self) -> bool:
         """Whether its weights are brought in when they are read, from a disk, the CPU's memory or another device."""
         return self.offloaded or self.moved
-
-    def opened(self, name: str) -> Any:
-        """What `weights_read` reads a property in."""
-        return self.loaded()
 
     def placed(self, name: str, value: Any) -> Any:
         """What a property has read, on the device of the results."""
@@ -171,61 +118,46 @@ class BlockView:
 
     def unmoved(self) -> "BlockView":
         """The same block, whose weights are read on the device that they are on."""
-        other = self._unread()
+        other = self.unread()
         other.moved = False
         return other
 
-    def _unread(self) -> "BlockView":
+    def unread(self) -> "BlockView":
         """A copy; what has been read of weights that are brought in is left out."""
         other = copy(self)
-        if self.brought:
-            other.read_names = set()
-            other._depth = 0
-            for name in self.read_names:
-                other.__dict__.pop(name, None)
+        other.residence = self.residence.renewed(vars(other))
         return other
 
     @cached_property
     def widest(self) -> int:
         """Numbers that a vector takes inside the block at most; read once."""
         with self.loaded():
-            return max(self.mlp_hidden, self.width)
-
-    @property
-    def mlp_hidden(self) -> int:
-        """Numbers that a vector takes inside its MLP at most; 0 without."""
-        return self.mlp.hidden if self.mlp is not None else 0
+            return max(self._mlp_hidden, self._width)
 
     @cached_property
     def captured(self) -> tuple[int, int]:
         """Numbers that a pass stores of the block, for each token and for each pair of tokens; read once."""
         with self.loaded():
-            by_token = 3 * self.model.cfg.d_model + self.mlp_hidden
+            by_token = 3 * self.model.cfg.d_model + self._mlp_hidden
             if self.has_beside:
-                by_token += self.width
+                by_token += self._width
             if self.mixer is None:
                 return by_token, 2 * self.attention.heads
-            return by_token + self.width, 0
-
-    def _first_of(self, names: Iterable[str], default: str) -> str:
-        """The first of some names under which the block has a part."""
-        return next((name for name in names if self.module._modules.get(name) is not None), default)
+            return by_token + self._width, 0
 
     @property
-    def mixer_name(self) -> str:
-        """What the block calls its self-attention, or what it has instead."""
-        return next((name for name in (*ATTENTION, *MIXERS) if name in self.module._modules), "attn")
+    def _mlp_hidden(self) -> int:
+        """Numbers that a vector takes inside its MLP at most; 0 without."""
+        return self.mlp.hidden if self.mlp is not None else 0
 
     @property
-    def cross_name(self) -> str:
-        """What a decoder block calls its cross-attention."""
-        return self.mixer_name if self.is_merged else "cross_attn"
-
-    @property
-    def is_merged(self) -> bool:
-        """Whether its self-attention attends to the encoder's output as well, in the same softmax (T5Gemma 2)."""
-        attention = getattr(self.module, self.mixer_name, None)
-        return getattr(attention, "hook_cross_pattern", None) is not None
+    def _width(self) -> int:
+        """Numbers that a vector takes inside attention, or inside a mixer instead of it or beside it, at most."""
+        heads = 0 if self.mixer is not None else 3 * self.attention.W_O.shape[0]
+        if self.mixer is None and not self.has_beside:
+            return heads
+        parameters = innermost(self.module._modules[self.parts.beside_name]).parameters()
+        return max(heads, 3 * max(max(parameter.shape) for parameter in parameters))
 
     @weights_read
     def mixer(self) -> Mixer | None:
@@ -233,74 +165,20 @@ class BlockView:
 
         Refuses two of them beside each other, and a mixer that is not read.
         """
-        return None if self._has_attention else self._read_mixer()
+        return None if self.parts.has_attention else read_only_mixer(self.module._modules, self.refuse)
 
     @weights_read
     def beside(self) -> Mixer | None:
         """What mixes positions beside attention, reading the same norm (Falcon-H1); None where nothing does."""
-        return self._read_mixer() if self.has_beside else None
+        return read_only_mixer(self.module._modules, self.refuse) if self.has_beside else None
 
     @property
     def has_beside(self) -> bool:
         """Whether a mixer stands beside attention; no weights are read for it."""
-        return self._has_attention and any(name in self.module._modules for name in MIXERS)
+        return self.parts.has_beside
 
-    @property
-    def _has_attention(self) -> bool:
-        return any(name in self.module._modules for name in ATTENTION)
-
-    @property
-    def beside_name(self) -> str:
-        """What the block calls the mixer that stands beside its attention."""
-        return self._first_of(MIXERS, MIXERS[0])
-
-    def _read_mixer(self) -> Mixer | None:
-        """The one mixer of the block, or None."""
-        parts = [name for name in MIXERS if name in self.module._modules]
-        if len(parts) > 1:
-            raise self._refuse(f"{' and '.join(parts)} beside each other, which is not read.")
-        if not parts:
-            return None
-        inner = innermost(self.module._modules[parts[0]])
-        if hasattr(inner, "q_proj") and hasattr(inner, "o_proj") and not hasattr(inner, "A_log"):
-            raise self._refuse(
-                f"{parts[0]} is attention here ({type(inner).__name__}), and TransformerLens shows no pattern of it."
-            )
-        try:
-            return read_mixer(inner, self._refuse)
-        except UnsupportedModelError as error:
-            raise self._refuse(f"{parts[0]}: {error}") from None
-
-    def require_attention_alone(self) -> AttentionWeights:
-        """The attention weights, of a block in which nothing else mixes positions.
-
-        Raises:
-            UnsupportedModelError: nothing that mixes positions is attention, a mixer stands beside it, or its softmax
-                is also over the encoder's tokens.
-        """
-        if self.is_merged:
-            raise self._refuse(
-                "its self- and cross-attention share one softmax (T5Gemma 2), so that neither gives its queries a "
-                "mixture of its own. The operator and what is made from it work (tensorlens, decompx, gradients)."
-            )
-        if self.has_beside:
-            raise self._refuse(
-                f"{self.beside_name} stands beside its attention, so that its patterns do not say what tokens take "
-                "from each other. The operator and what is made from it work (tensorlens, gradients, "
-                "logit_attribution, with terms for each head and for the mixer)."
-            )
-        return self.attention
-
-    @property
-    def width(self) -> int:
-        """Numbers that a vector takes inside attention, or inside a mixer instead of it or beside it, at most."""
-        heads = 0 if self.mixer is not None else 3 * self.attention.W_O.shape[0]
-        if self.mixer is None and not self.has_beside:
-            return heads
-        parameters = innermost(self.module._modules[self.beside_name]).parameters()
-        return max(heads, 3 * max(max(parameter.shape) for parameter in parameters))
-
-    def _refuse(self, what: str) -> UnsupportedModelError:
+    def refuse(self, what: str) -> UnsupportedModelError:
+        """An error that names the block."""
         return UnsupportedModelError(f"{self.name} of this {self.model.description}: {what}")
 
     @weights_read
@@ -317,12 +195,12 @@ class BlockView:
         """Norms that no layout has: around experts that stand beside an MLP, after an input of its own, and at the end
         of a stack that runs in a loop."""
         names: list[str] = []
-        if self.has_experts_beside:
+        if self.parts.has_experts_beside:
             names = [name for pair in EXPERTS_BESIDE.values() for name in pair]
         if PER_LAYER_NORM in self.module._modules:
             names.append(PER_LAYER_NORM)
         norms = self._norms(names)
-        if self.has_end_norm:
+        if self.end_norm is not None:
             norms[END_NORM] = norm_weights(getattr(self.model.model, self.end_norm.partition("@")[0]), self.model.cfg)
         return norms
 
@@ -332,51 +210,26 @@ class BlockView:
         return self.call is not None and self.layer == 0
 
     @property
-    def has_end_norm(self) -> bool:
-        """Whether it is the last of its stack's call, in a loop that goes on."""
-        return self.call is not None and self.ends_call and not self.call.ends
-
-    @property
-    def end_norm(self) -> str:
-        """Where the hook points of the norm that ends its stack's call are."""
-        assert self.call is not None
-        return self.call.norm
+    def end_norm(self) -> str | None:
+        """Where the hook points of the norm that ends its stack's call are; None where no other call follows it."""
+        return None if self.call is None else self.call.norm_after(self.number)
 
     def _norms(self, names: Iterable[str]) -> dict[str, NormWeights]:
         modules = {name: getattr(self.module, name, None) for name in names}
         return {name: norm_weights(norm, self.model.cfg) for name, norm in modules.items() if is_norm(norm)}
-
-    def require_one_stream(self) -> None:
-        """Refuse a block that reads and writes several vectors for each token.
-
-        Raises:
-            UnsupportedModelError: naming what mixes them.
-        """
-        inner = innermost(self.module)
-        mixed = [cause for name, cause in STREAMS.items() if isinstance(getattr(inner, name, None), nn.Module)]
-        if mixed:
-            raise self._refuse(
-                f"its stream has several vectors for each token, and {mixed[0]}. Only models with one vector for each "
-                "token can be frozen."
-            )
-
-    @property
-    def has_experts_beside(self) -> bool:
-        """Whether experts stand beside its MLP, each with norms of its own (Gemma 4)."""
-        return {"mlp", "experts"} <= set(self.module._modules)
 
     @weights_read
     def per_layer(self) -> PerLayerWeights | None:
         """What it adds for an input of each token at this layer, or None."""
         if "per_layer_input_gate" not in self.module._modules:
             return None
-        return read_per_layer(innermost(self.module), self.model.cfg, self._refuse)
+        return read_per_layer(innermost(self.module), self.model.cfg, self.refuse)
 
     @property
     def whitening(self) -> WhiteningWeights | None:
         """What `tensorlens_tl.whiten` put in front of the block, or None; refuses what is not such a recursion."""
         if getattr(getattr(self.module, "attn", None), "whitening", None) is not None:
-            raise self._refuse("attention reads a whitened copy of the stream; only whiten(reads='stream') is read.")
+            raise self.refuse("attention reads a whitened copy of the stream; only whiten(reads='stream') is read.")
         return None if getattr(self.module, "whitening", None) is None else self._whitening
 
     @weights_read
@@ -385,60 +238,56 @@ class BlockView:
         entry = getattr(module, "entry", None)
         step = getattr(module, "step", None)
         if not isinstance(entry, Tensor) or not isinstance(step, Tensor):
-            raise self._refuse(f"its whitening ({type(module).__name__}) has no readable entry and step.")
+            raise self.refuse(f"its whitening ({type(module).__name__}) has no readable entry and step.")
         return WhiteningWeights(self._floating(entry, "whitening.L_inv"), self._floating(step, "whitening.M"))
 
     @weights_read
     def attention(self) -> AttentionWeights:
         """The attention weights; refuses what is not softmax attention with readable weights."""
         if self.mixer is not None:
-            raise self._refuse(
-                f"{self.mixer_name} is no softmax attention (a state-space layer, a delta rule, a convolution): it has "
-                "no pattern and no heads that are read. The operator and what is made from it work (tensorlens, "
+            raise self.refuse(
+                f"{self.parts.mixer_name} is no softmax attention (a state-space layer, a delta rule, a convolution): "
+                "it has no pattern and no heads that are read. The operator and what is made from it work (tensorlens, "
                 "gradients, logit_attribution); tlens.implicit_attention shows which tokens it takes from."
             )
-        attention: Any = getattr(self.module, self.mixer_name, None)
+        attention: Any = self.parts.mixer
         if attention is None:
-            raise self._refuse(self._missing_mixer())
+            raise self.refuse(self.parts.missing_mixer)
         if self.values_layer is None:
-            read = read_attention(attention, self.model.cfg, self._refuse)
+            read = read_attention(attention, self.model.cfg, self.refuse)
         else:
             read = self._shared_attention(attention, self.values_layer)
-        return read.scaled(self.attention_factor, self._attention_in)
+        return read.scaled(self.attention_factor, self.parts.multiplier("attention_in_multiplier"))
 
     @cached_property
     def values_layer(self) -> int | None:
         """The earlier block whose keys and values its attention takes (Gemma 4); None where it has its own."""
         blocks = [getattr(self.model.model, self.stack)[earlier] for earlier in range(self.number + 1)]
         try:
-            source = shared_source([getattr(block, self.mixer_name, None) for block in blocks])
+            source = shared_source([getattr(block, self.parts.mixer_name, None) for block in blocks])
         except UnsupportedModelError as error:
-            raise self._refuse(str(error)) from None
+            raise self.refuse(str(error)) from None
         return maybe(partial(operator.add, self.layer - self.number), source)
 
     @property
     def reads_at(self) -> str:
         """Where attention that is held as a whole reads the vectors that its values are made of."""
         name = self.name if self.values_layer is None else f"{self.stack}.{self.values_layer}"
-        return f"{name}.{self.mixer_name}.hook_in"
+        return f"{name}.{self.parts.mixer_name}.hook_in"
 
     def _shared_attention(self, attention: Any, source: int) -> AttentionWeights:
         """The weights of attention with the values of an earlier block."""
         if self.offloaded:
-            raise self._refuse(
+            raise self.refuse(
                 f"its attention takes keys and values of block {source}, and its weights are offloaded, so that the "
                 "two blocks are not loaded together. Load the model into memory."
             )
         values = self.model.model.get_submodule(self.reads_at.removesuffix(".hook_in"))
-        return read_shared_attention(attention, values, self.model.cfg, self._refuse)
+        return read_shared_attention(attention, values, self.model.cfg, self.refuse)
 
     def require_attention(self) -> AttentionWeights:
         """The attention weights, for a caller that needs only their refusal."""
         return self.attention
-
-    def require_plain_attention(self) -> AttentionWeights:
-        """Attention that is no more than its matrices, for a caller that needs only its refusal."""
-        return self.plain_attention
 
     def require_dense_mlp(self) -> MLPWeights | None:
         """One MLP for all tokens, or none, for a caller that needs only the refusal of experts."""
@@ -448,23 +297,9 @@ class BlockView:
         """The weights that make the attention scores, for a caller that needs only their refusal."""
         return self.query_key
 
-    def _missing_mixer(self) -> str:
-        """Why there is no attention and no mixer to be read."""
-        kind = type(innermost(self.module)).__name__
-        shown = [name for name, part in self.module._modules.items() if is_bridge_component(part)]
-        if not shown:
-            return (
-                f"it ({kind}) shows nothing inside: TransformerLens has hook points at its two ends only, so that what "
-                "its parts read, and any pattern, cannot be seen."
-            )
-        return (
-            f"it ({kind}) has {', '.join(shown)}: no attention, and no mixer under a name that is read "
-            f"({', '.join(MIXERS)})."
-        )
-
     def adapters(self, letters: str, *, cross: bool = False) -> tuple[str, ...]:
         """The names of the adapters in effect in some of attention's projections, ``"VO"``, or cross-attention's."""
-        attn = getattr(self.module, self.cross_name if cross else self.mixer_name, None)
+        attn = getattr(self.module, self.parts.cross_name, None) if cross else self.parts.mixer
         parts = [getattr(attn, "_modules", {}).get(letter.lower()) for letter in letters]
         return tuple(sorted({name for part in parts if part is not None for name in adapter_names(part)}))
 
@@ -475,21 +310,20 @@ class BlockView:
         Where self-attention reads it as well, they are the weights of that, without the output's bias, which is added
         once.
         """
-        if self.is_merged:
-            return replace(self.plain_attention, b_O=None)
-        cross = self.module._modules.get(self.cross_name)
+        if self.parts.is_merged:
+            return replace(self.require_plain_attention(), b_O=None)
+        cross = self.module._modules.get(self.parts.cross_name)
         if cross is None:
             return None
-        read = read_attention(cross, self.model.cfg, self._refuse)
+        read = read_attention(cross, self.model.cfg, self.refuse)
         if not read.hooked:
-            raise self._refuse("cross-attention with a gate or a norm inside, which is not read.")
+            raise self.refuse("cross-attention with a gate or a norm inside, which is not read.")
         return replace(read, value_matrix=self._of_encoder(read.W_V))
 
-    @property
-    def plain_attention(self) -> AttentionWeights:
+    def require_plain_attention(self) -> AttentionWeights:
         """The attention weights; refuses attention that is more than pattern, W_V and W_O."""
         if not self.attention.hooked:
-            raise self._refuse(
+            raise self.refuse(
                 "a gate, a norm, a latent or a choice of experts stands inside its attention: what a head reads and "
                 "writes is no product of W_V and W_O alone. The operator and what is made from it work (tensorlens, "
                 "decompx, terms, effects)."
@@ -499,31 +333,17 @@ class BlockView:
     @property
     def branch_factor(self) -> float:
         """What the block multiplies both branches by before it adds them to the stream (Granite)."""
-        return float(getattr(innermost(self.module), "residual_multiplier", 1.0))
+        return self.parts.multiplier("residual_multiplier")
 
     @property
     def attention_factor(self) -> float:
         """What the block multiplies by what attention writes; other than `branch_factor` in Falcon-H1."""
-        return self.branch_factor * float(getattr(innermost(self.module), "attn_out_multiplier", 1.0))
-
-    @property
-    def _attention_in(self) -> float:
-        """What the block multiplies by what attention reads (Falcon-H1)."""
-        return float(getattr(innermost(self.module), "attention_in_multiplier", 1.0))
+        return self.branch_factor * self.parts.multiplier("attn_out_multiplier")
 
     @property
     def beside_factor(self) -> float:
         """What the block multiplies by what a mixer beside attention writes."""
-        return self.branch_factor * float(getattr(innermost(self.module), "ssm_out_multiplier", 1.0))
-
-    @property
-    def _is_multiplied(self) -> bool:
-        """Whether constants stand beside the block's matrices (Granite, Falcon-H1)."""
-        attn = self.module._modules.get(self.mixer_name)
-        modules = [vars(innermost(part)) for part in (self.module, attn, self._mlp_module) if part is not None]
-        return any(
-            name.endswith("_multiplier") and value != 1 for attributes in modules for name, value in attributes.items()
-        )
+        return self.branch_factor * self.parts.multiplier("ssm_out_multiplier")
 
     def require_cross_attention(self) -> AttentionWeights:
         """The weights of cross-attention; refuses a block without it.
@@ -532,7 +352,7 @@ class BlockView:
             UnsupportedModelError: the block has none, or one that is not read.
         """
         if self.cross_attention is None:
-            raise self._refuse("it has no cross-attention.")
+            raise self.refuse("it has no cross-attention.")
         return self.cross_attention
 
     @weights_read
@@ -540,13 +360,13 @@ class BlockView:
         """The weights that make the attention scores; refuses what has none that can be read."""
         if self.mixer is not None:
             self.require_attention()
-        return self._query_key(getattr(self.module, self.mixer_name, None))
+        return self._query_key(self.parts.mixer)
 
     @weights_read
     def cross_query_key(self) -> QueryKeyWeights:
         """The weights that make the scores of cross-attention; refuses what has none that can be read."""
         self.require_cross_attention()
-        read = self._query_key(self.module._modules[self.cross_name])
+        read = self._query_key(self.module._modules[self.parts.cross_name])
         return replace(read, W_K=self._of_encoder(read.W_K))
 
     def _of_encoder(self, weight: Tensor) -> Tensor:
@@ -556,87 +376,22 @@ class BlockView:
 
     def _query_key(self, attn: Any) -> QueryKeyWeights:
         if self.values_layer is not None:
-            raise self._refuse(
+            raise self.refuse(
                 f"its attention takes the keys of block {self.values_layer} (shared keys and values), so that its "
                 "attention scores depend on the stream there as well; they are not read."
             )
-        if self.is_merged:
-            raise self._refuse(
+        if self.parts.is_merged:
+            raise self.refuse(
                 "its self- and cross-attention share one softmax (T5Gemma 2), so that the attention scores of neither "
                 "alone give its pattern; they are not read."
             )
-        if hasattr(innermost(attn), "kv_proj") and hasattr(innermost(attn), "experts"):
-            raise self._refuse(
-                "its queries are read by experts that each token is sent to (a mixture of attention heads), so "
-                "that its attention scores are not read."
-            )
-        (W_Q, b_Q), (W_K, b_K) = (projection(attn, letter, self.model.cfg, self._refuse) for letter in "QK")
-        if not isinstance(W_Q, Tensor) or not isinstance(W_K, Tensor) or W_Q.ndim != 3 or W_K.ndim != 3:
-            raise self._refuse("no readable W_Q and W_K [head, d_model, d_head]; its attention scores cannot be read.")
-        q_norm, k_norm = (getattr(attn, name, None) for name in ("q_norm", "k_norm"))
-        read_norm = partial(norm_weights, cfg=self.model.cfg)
-        for_both = innermost(getattr(innermost(attn), "qk_norm", None))  # of Llama 4
-        if isinstance(for_both, nn.Module):
-            q_norm = k_norm = for_both
-            read_norm = partial(tried_norm, cfg=self.model.cfg, width=W_Q.shape[2])
-        keys = float(getattr(innermost(attn), "key_multiplier", 1.0))  # of Falcon-H1
-        W_Q = _multiplied(self._floating(W_Q, "attn.W_Q"), self._attention_in)
-        W_K = _multiplied(self._floating(W_K, "attn.W_K"), self._attention_in * keys)
-        return QueryKeyWeights(
-            W_Q=rearrange(W_Q, "head d_model d_head -> d_model (head d_head)"),
-            b_Q=maybe(flattened, b_Q),
-            W_K=rearrange(W_K, "kv d_model d_head -> d_model (kv d_head)"),
-            b_K=maybe(partial(_multiplied, factor=keys), maybe(flattened, b_K)),
-            q_norm=maybe(read_norm, q_norm),
-            k_norm=maybe(read_norm, k_norm),
-            epsilon=norm_epsilon(q_norm, self.model.cfg),
-        )
+        return read_query_key(attn, self.model.cfg, self.refuse, self.parts.multiplier("attention_in_multiplier"))
 
     @weights_read
     def latent_scores(self) -> QueryKeyWeights | None:
         """The weights that make the scores of latent attention (DeepSeek); None of any other."""
-        attn: Any = getattr(self.module, self.mixer_name, None)
-        return read_latent_scores(attn, self.model.cfg, self._refuse)
-
-    def require_scores(self) -> None:
-        """Refuse attention whose scores are read neither from the stream nor from latents, cross-attention likewise."""
-        if self.mixer is not None or self.latent_scores is None:
-            self.require_query_key()
-        if self.cross_attention is not None:
-            self.require_cross_query_key()
-
-    def require_cross_query_key(self) -> QueryKeyWeights:
-        """The weights that make the scores of cross-attention, for a caller that needs only their refusal."""
-        return self.cross_query_key
-
-    def with_weights(self, weights: Mapping[str, Tensor]) -> "BlockView":
-        """This reading with other weights, by TransformerLens' names; what the block itself holds is not touched."""
-
-        def flat(name: str) -> Tensor:
-            weight = weights[name].detach().to(self.attention.W_O)
-            if name == "W_O":
-                return rearrange(weight, "head d_head d_model -> (head d_head) d_model")
-            if name.startswith("b"):
-                return weight.reshape(-1)
-            return rearrange(weight, "h m d -> m (h d)")
-
-        if self._is_multiplied:
-            raise self._refuse("its branches are multiplied by a constant; other weights for it are not read.")
-        other = self._unread()
-        fields = {"value_matrix": "W_V", "b_V": "b_V", "W_O": "W_O"}
-        values = {field: flat(name) for field, name in fields.items() if name in weights}
-        scores = {name: flat(name) for name in ("W_Q", "b_Q", "W_K", "b_K") if name in weights}
-        if values:
-            other.attention = replace(self.plain_attention, **values)
-        if scores:
-            other.query_key = replace(self.query_key, **scores)
-        mlp_weights = {name: weights[name] for name in ("W_in", "W_gate", "W_out") if name in weights}
-        if isinstance(self.mlp, MLPWeights) and mlp_weights:
-            mlp = self.mlp
-            if mlp.post_factor is not None:
-                raise self._refuse(f"a norm stands inside its MLP; other {', '.join(mlp_weights)} are not read.")
-            other.mlp = replace(mlp, **{name: weight.to(mlp.W_in) for name, weight in mlp_weights.items()})
-        return other
+        attn: Any = self.parts.mixer
+        return read_latent_scores(attn, self.model.cfg, self.refuse)
 
     @property
     def scalar(self) -> Tensor | None:
@@ -653,92 +408,47 @@ class BlockView:
     @property
     def is_halving(self) -> bool:
         """Whether it does now (RWKV): not in train mode, in which the weights that write to the stream are larger."""
-        every = self._halved_every
-        return every > 0 and not innermost(self.module).training and (self.layer + 1) % every == 0
-
-    @property
-    def _halved_every(self) -> int:
-        """After how many blocks the model halves its stream; 0 where it does not."""
-        return getattr(getattr(innermost(self.module), "config", None), "rescale_every", 0)
-
-    def require_scaled_weights(self) -> None:
-        """Refuse offloaded weights of a model that halves its stream.
-
-        Raises:
-            UnsupportedModelError: they are.
-        """
-        if self.offloaded and self._halved_every > 0:
-            raise self._refuse(
-                f"it halves its stream after every {self._halved_every} blocks, and in its first run scales the "
-                "weights that write to the stream, which does nothing to offloaded ones: what it computes is not what "
-                "it was trained for. Load the model into memory, or set config.rescale_every = 0 before it is loaded."
-            )
-
-    @property
-    def entry_norm(self) -> str | None:
-        """What the first block calls a norm that the embeddings go through inside it; None without."""
-        return ENTRY_NORM if is_norm(self.module._modules.get(ENTRY_NORM)) else None
+        return halves_after(self.module, self.layer)
 
     @property
     def has_mlp(self) -> bool:
         """Whether the block has an MLP, readable or not."""
-        return self._mlp_module is not None
-
-    @property
-    def mlp_name(self) -> str:
-        """What the block calls its MLP or its experts."""
-        return self._first_of(MLPS, "mlp")
-
-    @property
-    def _mlp_module(self) -> Any:
-        return getattr(self.module, self.mlp_name, None)
-
-    @property
-    def shared_name(self) -> str | None:
-        """What it calls an MLP for every token that stands beside its experts instead of among them; None without."""
-        if self.has_experts_beside:
-            return "mlp"
-        shared = self._first_of([name for name in MLPS if name != self.mlp_name], "")
-        return shared or None
+        return self.parts.mlp is not None
 
     @weights_read
     def mlp(self) -> MLPWeights | ExpertsWeights | ChannelMixWeights | None:
         """The weights of the MLP, of its experts or of a channel mixing; None without; refuses anything else."""
-        mlp: Any = self._mlp_module
+        mlp: Any = self.parts.mlp
         if mlp is None:
             return None
         if is_channel_mix(innermost(mlp)):
             return channel_mix_weights(innermost(mlp))
-        if self.has_experts_beside:
-            read = read_experts(self.module, self.model.cfg, self._refuse)
-            return replace(read, shared=read_mlp(mlp, self.model.cfg, self._refuse), around=EXPERTS_BESIDE)
+        if self.parts.has_experts_beside:
+            read = read_experts(self.module, self.model.cfg, self.refuse)
+            return replace(read, shared=read_mlp(mlp, self.model.cfg, self.refuse), around=EXPERTS_BESIDE)
         if has_experts(mlp):
-            read = read_experts(mlp, self.model.cfg, self._refuse)
-            if self.shared_name is not None:
-                shared = innermost(self.module._modules[self.shared_name])
-                read = replace(read, shared=read_module(shared, self.model.cfg, self._refuse))
+            read = read_experts(mlp, self.model.cfg, self.refuse)
+            if self.parts.shared_name is not None:
+                shared = innermost(self.module._modules[self.parts.shared_name])
+                read = replace(read, shared=read_module(shared, self.model.cfg, self.refuse))
             return replace(read, branch_factor=self.branch_factor)
-        return read_mlp(mlp, self.model.cfg, self._refuse).scaled(self.branch_factor)
+        return read_mlp(mlp, self.model.cfg, self.refuse).scaled(self.branch_factor)
 
     @property
     def dense_mlp(self) -> MLPWeights | None:
         """The MLP's weights; refuses neurons that are not the same for every token, or read two of them."""
         if isinstance(self.mlp, ChannelMixWeights):
-            raise self._refuse(
-                f"its {self.mlp_name} reads each token mixed with the one before it, and gates what its neurons write: "
-                "it is held as a whole. The operator and what is made from it work; this needs an MLP of each token."
+            raise self.refuse(
+                f"its {self.parts.mlp_name} reads each token mixed with the one before it, and gates what its neurons "
+                "write: it is held as a whole. The operator and what is made from it work; this needs an MLP of each "
+                "token."
             )
         if isinstance(self.mlp, ExpertsWeights):
-            raise self._refuse(
+            raise self.refuse(
                 "its MLP is a mixture of experts: which neurons a token meets depends on where it is sent. The "
                 "operator and what is made from it work; this needs one MLP for all tokens."
             )
         return self.mlp
 
     def _floating(self, weight: Tensor, name: str) -> Tensor:
-        return floating(weight, name, self._refuse)
-
-
-def _multiplied(weight: Tensor, factor: float) -> Tensor:
-    """A weight and a constant that stands beside it; no copy where that is 1."""
-    return weight if factor == 1 else weight * factor
+        return floating(weight, name, self.refuse)

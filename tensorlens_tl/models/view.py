@@ -5,8 +5,8 @@ structural: nothing here imports a model class, because HookedTransformer does n
 TransformerLens 4. Whether the reading is right is decided by the block proof (`tensorlens_tl.passes.proof.blocks`).
 """
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import cache, cached_property
@@ -20,13 +20,16 @@ from torch import Tensor, nn
 from tensorlens_tl.algebra import on_device
 from tensorlens_tl.algebra.numerics import maybe, plus, refuse_autocast, times
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.block import BlockView, Owner
+from tensorlens_tl.models.block import BlockView
 from tensorlens_tl.models.lifecycle import newly_initialised
 from tensorlens_tl.models.loops import is_looped, read_loop
 from tensorlens_tl.models.names import LOOPS, NORMS, STABLE, UNSCALED
+from tensorlens_tl.models.other_weights import with_weights
+from tensorlens_tl.models.owner import Owner
 from tensorlens_tl.models.parameters import (
     MLMHead,
     NormWeights,
+    Residence,
     adapter_names,
     computes_in_float32,
     detached,
@@ -121,10 +124,9 @@ class ModelView:
         self.device = execution_device(model)
         owner = Owner(model, self.cfg, self.description, self.is_hooked_encoder_decoder, self.device)
         self.blocks = [BlockView(owner, layer, *block) for layer, block in enumerate(blocks)]
-        self.read_names: set[str] = set()
-        self._opened: set[str] = set()
-        parts = {part for parts in READ_FROM.values() for part in parts}
-        self.offloaded = offloaded(*(getattr(model, part, None) for part in parts))
+        parts = {name: [getattr(model, part, None) for part in parts] for name, parts in READ_FROM.items()}
+        self._residences = {name: Residence(model, *read) for name, read in parts.items()}
+        self.offloaded = offloaded(*(part for read in parts.values() for part in read))
         self.encoder_layers = len(getattr(model, self._stacks[0])) if self.is_encoder_decoder else 0
         refuse_autocast(self.device)
         self.refuse_split_inputs()
@@ -134,14 +136,10 @@ class ModelView:
 
     def with_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> "ModelView":
         """This reading with other weights in some blocks, by TransformerLens' names; the model stays as it is."""
-        other = copy(self)
-        other._opened = set()
-        if self.offloaded:
-            for name in READ_FROM:
-                other.__dict__.pop(name, None)
+        other = self._unread()
         other.blocks = list(self.blocks)
         for layer, changed in weights.items():
-            other.blocks[layer] = self.blocks[layer].with_weights(changed)
+            other.blocks[layer] = with_weights(self.blocks[layer], changed)
         return other
 
     @property
@@ -160,28 +158,19 @@ class ModelView:
 
     def unmoved(self, device: torch.device) -> "ModelView":
         """This reading with the blocks of one device read there."""
-        other = copy(self)
-        other._opened = set()
+        other = self._unread()
         other.blocks = [block.unmoved() if block.device == device else block for block in self.blocks]
         return other
 
-    @contextmanager
-    def opened(self, name: str) -> Generator[None, None, None]:
-        """What `weights_read` reads a property in; it stays until the end of the outermost one."""
-        if not self.offloaded:
-            yield
-            return
-        with lock_of(self.model):
-            if name in self._opened:
-                yield
-                return
-            self._opened.add(name)
-            try:
-                with loaded(*(getattr(self.model, part, None) for part in READ_FROM[name])):
-                    yield
-            finally:
-                self._opened.remove(name)
-                self.__dict__.pop(name, None)
+    def _unread(self) -> "ModelView":
+        """A copy; what is loaded just now is left out."""
+        other = copy(self)
+        other._residences = {name: each.renewed(vars(other)) for name, each in self._residences.items()}
+        return other
+
+    def loaded(self, name: str) -> AbstractContextManager[None]:
+        """Inside, what a property reads stays loaded; it is dropped at the end of the outermost one, if offloaded."""
+        return self._residences[name].opened(vars(self), name) if self.offloaded else nullcontext()
 
     def refuse_split_inputs(self) -> None:
         """Refuse a model that runs with a copy of its residual stream for each head.

@@ -13,6 +13,7 @@ from tensorlens_tl.models.parameters.linears import (
     unlike_shown,
 )
 from tensorlens_tl.models.parameters.offload import (
+    Residence,
     execution_device,
     loaded,
     lock_of,
@@ -63,6 +64,7 @@ __all__ = [
     "NormWeights",
     "QueryKeyWeights",
     "Refuse",
+    "Residence",
     "WhiteningWeights",
     "adapter_layers",
     "adapter_names",
