@@ -106,7 +106,7 @@ class LiveLogits:
             is_pass_input: whether this is the pass's own input, so that the run must repeat the pass.
         """
         frozen = self.frozen
-        frozen.view.refuse_gradients("gradients")
+        frozen.view.structure.refuse_gradients("gradients")
         unembed_in = frozen.points.unembed_in
         streams: list[Tensor] = []
 

@@ -8,6 +8,9 @@
 | `block_checks` | is a block what a frozen run, or a method, needs? |
 | `parameters` | what do a module's weights amount to, adapters, packing and offloading included? |
 | `sublayers` | how is each kind of part read: attention, MLPs, experts, and mixers in attention's place? |
+| `structure` | how do its blocks follow each other: in one stack, in two, or in a loop? |
+| `ends` | how are its embedding, the head before the logits and the unembedding read? |
+| `provenance` | what does a result depend on besides the prompt? |
 | `patches`, `dictionaries` | how are patch embeddings and sparse dictionaries read? |
 | `layouts` | how are blocks put together? |
 | `loops` | which call of a stack follows which, where stacks run several times each? |
