@@ -5,7 +5,7 @@ import torch
 from conftest import close, hooks_left
 
 import tensorlens_tl as tlens
-from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models import BlockView
 from tensorlens_tl.testing import tiny_input, tiny_model
 from tensorlens_tl.testing.building import HookedEncoderDecoder
 

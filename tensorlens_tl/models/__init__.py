@@ -3,9 +3,8 @@
 | module | question |
 | --- | --- |
 | `protocol` | what must a model be able to do, and what may be passed as a query, a token, a range of layers? |
-| `view`, `block`, `owner` | what is this model made of, whichever its class, and each of its blocks? |
-| `parts` | which parts does a block have, and what does it call them? |
-| `block_checks` | is a block what a frozen run, or a method, needs? |
+| `view` | what is this model made of, whichever its class? |
+| `blocks` | what is each of its blocks made of, and is it what a frozen run or a method needs? |
 | `parameters` | what do a module's weights amount to, adapters, packing and offloading included? |
 | `sublayers` | how is each kind of part read: attention, MLPs, experts, and mixers in attention's place? |
 | `structure` | how do its blocks follow each other: in one stack, in two, or in a loop? |
@@ -14,12 +13,10 @@
 | `patches`, `dictionaries` | how are patch embeddings and sparse dictionaries read? |
 | `layouts` | how are blocks put together? |
 | `loops` | which call of a stack follows which, where stacks run several times each? |
-| `halving` | after which blocks does RWKV halve its stream? |
 | `activations` | how is an activation replaced by a linear form? |
 | `kernels` | which activation functions does torch compute at once? |
 | `lifecycle` | is a model in a state to be frozen, and still in that of its pass? |
 | `writing` | how are other weights put on a model, and taken off again? |
-| `other_weights` | how is a block read with other weights than the model has? |
 | `names` | which parts are known by their names alone, and why? |
 """
 
@@ -32,8 +29,8 @@ from tensorlens_tl.models.activations import (
     coefficients as coefficients,
     derivative as derivative,
 )
-from tensorlens_tl.models.block import BlockView
-from tensorlens_tl.models.block_checks import (
+from tensorlens_tl.models.blocks import (
+    BlockView,
     require_attention_alone as require_attention_alone,
     require_one_stream as require_one_stream,
     require_scaled_weights as require_scaled_weights,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models.blocks import BlockView
 from tensorlens_tl.models.parameters import adapter_names
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models.blocks import BlockView
 from tensorlens_tl.models.loops import Loop, is_looped
 from tensorlens_tl.models.names import LOOPS
 

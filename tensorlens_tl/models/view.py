@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tensorlens_tl.algebra import on_device
 from tensorlens_tl.algebra.numerics import plus, refuse_autocast, times
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models.blocks import BlockView, Owner, with_weights
 from tensorlens_tl.models.ends import (
     Unembedding,
     embedding_weights,
@@ -33,8 +33,6 @@ from tensorlens_tl.models.ends import (
 from tensorlens_tl.models.lifecycle import Untrained
 from tensorlens_tl.models.loops import read_loop
 from tensorlens_tl.models.names import NORMS, STABLE
-from tensorlens_tl.models.other_weights import with_weights
-from tensorlens_tl.models.owner import Owner
 from tensorlens_tl.models.parameters import (
     MLMHead,
     NormWeights,

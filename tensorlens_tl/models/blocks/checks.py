@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from tensorlens_tl.models.block import BlockView
-from tensorlens_tl.models.halving import halving_period
+from tensorlens_tl.models.blocks.block import BlockView
+from tensorlens_tl.models.blocks.halving import halving_period
 from tensorlens_tl.models.names import STREAMS
 from tensorlens_tl.models.parameters import AttentionWeights, innermost
 

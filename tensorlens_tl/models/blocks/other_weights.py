@@ -6,7 +6,7 @@ from dataclasses import replace
 from einops import rearrange
 from torch import Tensor
 
-from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models.blocks.block import BlockView
 from tensorlens_tl.models.parameters import MLPWeights
 
 

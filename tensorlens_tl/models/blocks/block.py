@@ -1,8 +1,8 @@
 """One reading of a transformer block: its attention or what it has instead, its MLP or experts, and its norms.
 
 A part is recognised by what a block calls it (`tensorlens_tl.models.names`) or by what it has, never by the model's
-name; each is read in a separate module (`attention`, `mlps`, `experts`, `mixers`, `weights`). What is not read is
-refused, naming block and part.
+name; each is read in a separate module of `tensorlens_tl.models.sublayers`. What is not read is refused, naming block
+and part.
 """
 
 import operator
@@ -19,7 +19,9 @@ from torch import Tensor
 from tensorlens_tl.algebra import on_device
 from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.halving import halves_after
+from tensorlens_tl.models.blocks.halving import halves_after
+from tensorlens_tl.models.blocks.owner import Owner
+from tensorlens_tl.models.blocks.parts import BlockParts
 from tensorlens_tl.models.loops import StackCall
 from tensorlens_tl.models.names import (
     END_NORM,
@@ -27,7 +29,6 @@ from tensorlens_tl.models.names import (
     NORMS,
     PER_LAYER_NORM,
 )
-from tensorlens_tl.models.owner import Owner
 from tensorlens_tl.models.parameters import (
     AttentionWeights,
     MLPWeights,
@@ -45,7 +46,6 @@ from tensorlens_tl.models.parameters import (
     offloaded,
     weights_read,
 )
-from tensorlens_tl.models.parts import BlockParts
 from tensorlens_tl.models.sublayers import (
     ChannelMixWeights,
     ExpertsWeights,
