@@ -12,6 +12,21 @@ from tensorlens_tl.models.parameters.linears import (
     shown,
     unlike_shown,
 )
+from tensorlens_tl.models.parameters.modules import (
+    detached,
+    find_activation,
+    flattened,
+    innermost,
+    is_bridge_component,
+)
+from tensorlens_tl.models.parameters.norms import (
+    NormWeights,
+    computes_in_float32,
+    is_norm,
+    norm_epsilon,
+    norm_weights,
+    tried_norm,
+)
 from tensorlens_tl.models.parameters.offload import (
     Residence,
     execution_device,
@@ -37,19 +52,8 @@ from tensorlens_tl.models.parameters.weights import (
     Latent,
     MLMHead,
     MLPWeights,
-    NormWeights,
     QueryKeyWeights,
     WhiteningWeights,
-    computes_in_float32,
-    detached,
-    find_activation,
-    flattened,
-    innermost,
-    is_bridge_component,
-    is_norm,
-    norm_epsilon,
-    norm_weights,
-    tried_norm,
 )
 
 __all__ = [
