@@ -32,16 +32,6 @@ class Structure:
     loop: Loop | None
     blocks: Sequence[BlockView]
 
-    def require_chain(self, what: str) -> None:
-        """Refuse an encoder–decoder, a loop, and keys and values of an earlier block."""
-        self.refuse_encoder_decoder(what)
-        self.refuse_shared_values(what)
-
-    def require_single_streams(self, what: str) -> None:
-        """Refuse a loop, and keys and values of an earlier block."""
-        self.refuse_loop(what)
-        self.refuse_shared_values(what)
-
     def refuse_encoder_decoder(self, what: str) -> None:
         """Refuse an encoder–decoder or a loop, where something reads blocks as those of one stack."""
         self.refuse_loop(what)

@@ -177,7 +177,8 @@ class ModelView:
         Raises:
             UnsupportedModelError: an encoder–decoder, a loop, or keys and values of an earlier block.
         """
-        self.structure.require_chain(what)
+        self.structure.refuse_encoder_decoder(what)
+        self.structure.refuse_shared_values(what)
 
     def require_single_streams(self, what: str) -> None:
         """Refuse a model with a block that reads another stream of its own stack besides the one it adds to.
@@ -185,7 +186,8 @@ class ModelView:
         Raises:
             UnsupportedModelError: a loop, or keys and values of an earlier block.
         """
-        self.structure.require_single_streams(what)
+        self.structure.refuse_loop(what)
+        self.structure.refuse_shared_values(what)
 
     def refuse_encoder_decoder(self, what: str) -> None:
         """Refuse an encoder–decoder where something reads blocks as those of one stack.

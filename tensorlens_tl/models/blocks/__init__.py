@@ -6,7 +6,6 @@
 | `parts` | which parts does it have, and what does it call them? |
 | `owner` | what does it know of its model? |
 | `checks` | is it what a frozen run, or a method, needs? |
-| `halving` | does RWKV halve its stream after it? |
 | `other_weights` | how is it read with other weights than the model has? |
 """
 

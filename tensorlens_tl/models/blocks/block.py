@@ -19,7 +19,6 @@ from torch import Tensor
 from tensorlens_tl.algebra import on_device
 from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.blocks.halving import halves_after
 from tensorlens_tl.models.blocks.owner import Owner
 from tensorlens_tl.models.blocks.parts import BlockParts
 from tensorlens_tl.models.loops import StackCall
@@ -52,6 +51,7 @@ from tensorlens_tl.models.sublayers import (
     Mixer,
     PerLayerWeights,
     channel_mix_weights,
+    halves_after,
     has_experts,
     is_channel_mix,
     read_attention,

@@ -3,9 +3,9 @@
 from torch import nn
 
 from tensorlens_tl.models.blocks.block import BlockView
-from tensorlens_tl.models.blocks.halving import halving_period
 from tensorlens_tl.models.names import STREAMS
 from tensorlens_tl.models.parameters import AttentionWeights, innermost
+from tensorlens_tl.models.sublayers import halving_period
 
 
 def require_one_stream(block: BlockView) -> None:

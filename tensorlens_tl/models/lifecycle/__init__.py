@@ -1,8 +1,8 @@
 """What state a model is in: its weights, its configuration, and what its checkpoint left out."""
 
+from tensorlens_tl.models.lifecycle.checkpoint import Untrained
 from tensorlens_tl.models.lifecycle.once import OncePerWeights
 from tensorlens_tl.models.lifecycle.settings import changed, compact, configuration
-from tensorlens_tl.models.lifecycle.untrained import Untrained
 from tensorlens_tl.models.lifecycle.weight_state import (
     WeightState,
     fingerprint,
