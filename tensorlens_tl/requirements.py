@@ -21,6 +21,7 @@ from typing import Any
 
 from tensorlens_tl.errors import RegistryError, UnsupportedModelError
 from tensorlens_tl.layerwise import refuse_whitened
+from tensorlens_tl.models import require_attention_alone
 from tensorlens_tl.passes import Difference, FrozenPass, product_points, refuse_without_secant
 
 __all__ = ["REQUIREMENTS", "Requirement"]
@@ -102,7 +103,7 @@ def patterns(frozen: FrozenPass, method: str) -> None:
     """Every block mixes tokens by softmax attention, and by nothing else."""
     frozen.view.require_single_streams(method)
     for block in frozen.view.blocks:
-        block.require_attention_alone()
+        require_attention_alone(block)
 
 
 @Requirement
@@ -110,7 +111,7 @@ def head_vectors(frozen: FrozenPass, method: str) -> None:
     """What a source token gives through a head is the pattern times a vector: no gate and no norm before W_O."""
     frozen.view.require_single_streams(method)
     for number, block in enumerate(frozen.view.blocks):
-        if block.require_attention_alone().output_factor is not None:
+        if require_attention_alone(block).output_factor is not None:
             raise UnsupportedModelError(
                 f"{method}: blocks.{number} of this {frozen.view.description} has a gate or a norm inside its "
                 "attention, so that what a source token gives is not its pattern times a value. Methods over the "

@@ -1,10 +1,12 @@
 import os
 import random
+from copy import deepcopy
 from zlib import crc32
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 import tensorlens_tl as tlens
 from tensorlens_tl.hooks import hooks_on
@@ -178,6 +180,29 @@ def model(name, model_named):
 @pytest.fixture(scope="session")
 def demo_model():
     return tlens.load_demo_model(dtype=torch.float64)
+
+
+def bridge_of(module):
+    """A TransformerBridge of a copy of a Hugging Face model, which itself stays free of hooks, as a witness."""
+    inside = deepcopy(module)
+    return build_bridge_from_module(inside, type(inside).__name__, hf_config=inside.config).eval()
+
+
+class Choices:
+    """What a literal forward pass holds: its scales, patterns and gates, or those of another pass.
+
+    Attributes:
+        noted: what was held, in the order of the pass.
+        given: what is held instead; None for what this pass computes.
+    """
+
+    def __init__(self, given=None):
+        self.noted = []
+        self.given = None if given is None else iter(given)
+
+    def hold(self, value):
+        self.noted.append(value if self.given is None else next(self.given))
+        return self.noted[-1]
 
 
 def some_tokens(batch=2, pos=6, seed=0):

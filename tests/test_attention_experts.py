@@ -116,4 +116,4 @@ def test_what_is_not_read_is_refused_by_name(frozen, model_named):
     with pytest.raises(tlens.UnsupportedModelError, match=r"nothing inside L0\.attn"):
         circuits.total_effects(frozen, 7, live=True, by="head")
     with pytest.raises(tlens.UnsupportedModelError, match="a choice of experts stands inside its attention"):
-        _ = frozen.view.blocks[0].plain_attention
+        frozen.view.blocks[0].require_plain_attention()

@@ -511,7 +511,7 @@ def test_something_that_is_no_result(model_named):
 
 def misread(monkeypatch, part, **changes):
     """A model adapter that hands out other weights than the model computes with."""
-    from tensorlens_tl.models.block import BlockView
+    from tensorlens_tl.models import BlockView
 
     right = getattr(BlockView, part).func
     wrong = property(lambda self: dataclasses.replace(right(self), **{k: f(right(self)) for k, f in changes.items()}))

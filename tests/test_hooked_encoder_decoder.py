@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import close, hooks_left
+from conftest import Choices, close, hooks_left
 
 import tensorlens_tl as tlens
-from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models import BlockView
 from tensorlens_tl.testing import tiny_input, tiny_model
 from tensorlens_tl.testing.building import HookedEncoderDecoder
 
@@ -16,22 +16,12 @@ pytestmark = [
 NAMES = ["encoder-decoder/tied", "encoder-decoder/gated"]
 
 
-class Literal:
-    """One prompt through a T5, head by head; scales, patterns and gates are noted, or those of another pass.
-
-    Attributes:
-        noted: what was held, in the order of the pass.
-        given: what is held instead; None for what this pass computes.
-    """
+class Literal(Choices):
+    """One prompt through a T5, head by head; scales, patterns and gates are noted, or those of another pass."""
 
     def __init__(self, model, given=None):
+        super().__init__(given)
         self.model = model
-        self.noted = []
-        self.given = None if given is None else iter(given)
-
-    def hold(self, value):
-        self.noted.append(value if self.given is None else next(self.given))
-        return self.noted[-1]
 
     def norm(self, module, x):
         return x / self.hold((x.square().mean(-1, keepdim=True) + module.eps).sqrt()) * module.w

@@ -1,10 +1,10 @@
 """Stacks that run several times each (HRM-Text), beside a literal recursion over the modules of Hugging Face."""
 
-import copy
 import importlib
 
 import pytest
 import torch
+from conftest import bridge_of
 
 import tensorlens_tl as tlens
 from tensorlens_tl.testing.building import HookedTransformer, randomise
@@ -34,12 +34,6 @@ def hugging_face(**changes):
     return module
 
 
-def bridge(module):
-    """The same as a TransformerBridge."""
-    builder = importlib.import_module("transformer_lens.model_bridge.sources._bridge_builder")
-    return builder.build_bridge_from_module(copy.deepcopy(module), "HrmTextForCausalLM", hf_config=module.config).eval()
-
-
 @pytest.fixture(scope="module")
 def module():
     return hugging_face(L_bp_cycles=[3, 3])
@@ -47,7 +41,7 @@ def module():
 
 @pytest.fixture(scope="module")
 def model(module):
-    return bridge(module)
+    return bridge_of(module)
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +239,7 @@ def test_circuits_and_some_layers_are_refused(frozen):
 
 def test_gradients_that_transformers_does_not_record_are_refused(frozen, literal, module):
     """By default Hugging Face runs the first fast cycles under ``torch.no_grad``."""
-    usual = tlens.freeze(bridge(hugging_face()), TOKENS)
+    usual = tlens.freeze(bridge_of(hugging_face()), TOKENS)
     with pytest.raises(tlens.UnsupportedModelError, match=r"3 of its 8 calls .*L_bp_cycles=\[3, 3\]"):
         tlens.attribute(usual, TARGET, method="input-x-gradient")
     assert difference(usual.operator().contributions(), frozen.operator().contributions()) == 0

@@ -1,13 +1,11 @@
 """Self- and cross-attention in one softmax (T5Gemma 2), beside a literal forward pass of its two stacks."""
 
-from copy import deepcopy
 from unittest.mock import patch
 
 import pytest
 import torch
 import transformers
-from conftest import close, hooks_left
-from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+from conftest import Choices, bridge_of, close, hooks_left
 from transformers.models.t5gemma2 import modeling_t5gemma2
 
 import tensorlens_tl as tlens
@@ -59,8 +57,7 @@ def module():
 
 @pytest.fixture(scope="module")
 def model(module):
-    inside = deepcopy(module)
-    return build_bridge_from_module(inside, type(inside).__name__, hf_config=inside.config).eval()
+    return bridge_of(module)
 
 
 @pytest.fixture(scope="module")
@@ -68,26 +65,19 @@ def frozen(model):
     return tlens.freeze(model, [[3, 4, 5, 6, 7, 8]], decoder_input_ids=[[1, 9, 10, 11]])
 
 
-class Literal:
+class Literal(Choices):
     """One prompt through both stacks, head by head; scales, patterns and gates are noted, or those of another pass.
 
     Attributes:
         patterns: those of the model itself, by layer: the encoder's, the decoder's and those from the decoder to the
             encoder.
-        noted: scales and gates, in the order of the pass.
-        given: what is held instead; None for what this pass computes.
     """
 
     def __init__(self, module, patterns, given=None):
+        super().__init__(given)
         self.encoder = module.model.encoder.text_model
         self.decoder = module.model.decoder
         self.patterns = patterns
-        self.noted = []
-        self.given = None if given is None else iter(given)
-
-    def hold(self, value):
-        self.noted.append(value if self.given is None else next(self.given))
-        return self.noted[-1]
 
     def norm(self, module, x):
         return x / self.hold((x.square().mean(-1, keepdim=True) + module.eps).sqrt()) * (1 + module.weight)

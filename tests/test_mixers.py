@@ -112,7 +112,7 @@ def test_attention_is_shown_as_it_is_and_padding_as_nothing(frozen):
 @pytest.mark.parametrize("by", circuits.effects.BY)
 @few
 def test_terms_are_complete_and_name_the_mixer(frozen, by):
-    if by == "neuron" and frozen.view.blocks[0].mlp_name == "channel_mix":
+    if by == "neuron" and frozen.view.blocks[0].parts.mlp_name == "channel_mix":
         pytest.skip("its neurons are not read, see test_rwkv")
     terms = circuits.logit_attribution(frozen, 7, by=by, query=[3, -1])
     assert "L0.mixer" in terms.names

@@ -132,4 +132,14 @@ def test_both_are_shown_by_themselves(frozen):
 
 def test_other_weights_of_a_block_with_constants_are_refused(frozen):
     with pytest.raises(tlens.UnsupportedModelError, match="multiplied by a constant"):
-        frozen.view.blocks[0].with_weights({"W_O": frozen.model.blocks[0].attn.W_O})
+        frozen.view.with_weights({0: {"W_O": frozen.model.blocks[0].attn.W_O}})
+
+
+@pytest.mark.parametrize("name", [NAME, "bridge/granite-moe"])
+def test_a_branch_without_its_factor_has_the_precision_of_the_stream(name, model_named):
+    """The factor is taken out in the precision in which it was put in."""
+    frozen = tlens.freeze(model_named(name), some_tokens(1, 5))
+    x = torch.randn_like(frozen.resid_pre(0))
+    factor = frozen.view.blocks[0].attention_factor
+    assert factor != 1
+    assert close(frozen.maps.attention_alone(0)(x) * factor, frozen.maps.mixer(0)(x), 1e-14)

@@ -10,8 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
-from conftest import close, hooks_left
-from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+from conftest import Choices, bridge_of, close, hooks_left
 from transformers.models.gemma4 import modeling_gemma4
 
 import tensorlens_tl as tlens
@@ -61,8 +60,7 @@ def module():
 
 @pytest.fixture(scope="module")
 def model(module):
-    inside = deepcopy(module)
-    return build_bridge_from_module(inside, type(inside).__name__, hf_config=inside.config).eval()
+    return bridge_of(module)
 
 
 @pytest.fixture(scope="module")
@@ -84,27 +82,20 @@ def patterns(module):
     return [(pattern[0], given[0]) for pattern, given in zip(attentions, inputs, strict=True)]
 
 
-class Literal:
+class Literal(Choices):
     """One prompt through the blocks, head by head; scales and gates are noted, or those of another pass.
 
     Attributes:
         patterns: by layer those of the model itself, and each token's input there.
-        noted: scales and gates, in the order of the pass.
-        given: what is held instead; None for what this pass computes.
         streams: what entered each block.
     """
 
     def __init__(self, module, patterns, given=None):
+        super().__init__(given)
         self.layers = module.model.layers
         self.final = module.model.norm
         self.patterns = patterns
-        self.noted = []
-        self.given = None if given is None else iter(given)
         self.streams = []
-
-    def hold(self, value):
-        self.noted.append(value if self.given is None else next(self.given))
-        return self.noted[-1]
 
     def gelu(self, x):
         return torch.nn.functional.gelu(x, approximate="tanh")

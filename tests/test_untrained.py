@@ -50,7 +50,7 @@ def booted(folder, **options):
 
 
 def newly_initialised(model):
-    names = ModelView(model).newly_initialised
+    names = ModelView(model).untrained.names
     return None if names is None else set(names)
 
 
@@ -61,9 +61,9 @@ def newly_initialised(model):
 def test_a_head_that_the_checkpoint_lacks_is_named_in_every_result(tmp_path, name, lacking):
     model = booted(saved(tmp_path, name, tied=name == "BertModel"))
     view = ModelView(model)
-    head = set(view.untrained_head)
-    assert head == lacking == set(view.newly_initialised)
-    assert view.untrained_stack == ()
+    head = set(view.untrained.head)
+    assert head == lacking == set(view.untrained.names)
+    assert view.untrained.stack == ()
     frozen = tlens.freeze(model, some_tokens(1, 5))
     for result in (
         tlens.attribute(frozen, target=3),
@@ -109,8 +109,8 @@ def test_a_block_that_the_checkpoint_lacks_is_part_of_the_stack(tmp_path):
     lacking = "model.layers.1.mlp.down_proj.weight"
     save_file({k: w for k, w in weights.items() if k != lacking}, tmp_path / "model.safetensors", {"format": "pt"})
     view = ModelView(booted(folder))
-    assert view.untrained_stack == (lacking,)
-    assert view.untrained_head == ()
+    assert view.untrained.stack == (lacking,)
+    assert view.untrained.head == ()
 
 
 def _trained(model):

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         raise tlens.InvalidInputError(f"--minus: {args.method!r} has no such option; leave it out.")
     if args.query is not None and not method.takes("query"):
         raise tlens.InvalidInputError(f"--query: {args.method!r} has no such option; leave it out.")
-    if prediction.best and (args.allow_untrained or not frozen.view.untrained_head):
+    if prediction.best and (args.allow_untrained or not frozen.view.untrained.head):
         token = frozen.str_tokens[0][prediction.position]
         choices = ", ".join(f"{token!r} {chance:.1%}" for token, chance in prediction.best)
         print(f"After {token!r} at position {prediction.position} the model predicts {choices}.")

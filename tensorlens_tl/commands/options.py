@@ -175,15 +175,15 @@ def refuse_untrained(model: Any, name: str, *, logits: bool) -> None:
     from tensorlens_tl.models import ModelView
 
     view = ModelView(model)
-    if view.untrained_stack:
+    if view.untrained.stack:
         raise InvalidInputError(
-            f"--model {name}: its checkpoint does not have {_some(view.untrained_stack)}; these are newly initialised, "
+            f"--model {name}: its checkpoint does not have {_some(view.untrained.stack)}; these are newly initialised, "
             "and what the model computes with them is noise. Load a checkpoint that has them, or pass "
             "--allow-untrained."
         )
-    if logits and view.untrained_head:
+    if logits and view.untrained.head:
         raise InvalidInputError(
-            f"--model {name}: its checkpoint does not have {_some(view.untrained_head)}; these are newly initialised, "
+            f"--model {name}: its checkpoint does not have {_some(view.untrained.head)}; these are newly initialised, "
             "and the logits are noise. Explain the hidden state instead (tensorlens-tl attribute TEXT --collapse "
             "in_out), load a checkpoint with its head, or pass --allow-untrained."
         )

@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> None:
 
 def _newly_initialised(view: "ModelView") -> str:
     """What is known about weights that the checkpoint does not have."""
-    if view.newly_initialised is None:
+    if view.untrained.names is None:
         return "Whether a checkpoint had every weight is not known of this model."
-    if not view.newly_initialised:
+    if not view.untrained.names:
         return "Every weight is the checkpoint's."
-    names = ", ".join(view.newly_initialised)
+    names = ", ".join(view.untrained.names)
     return f"Newly initialised, as the checkpoint does not have them: {names}. What these compute is noise."

@@ -29,7 +29,7 @@ from tensorlens_tl.circuits.stream import Stream, StreamTarget, Sublayer, stream
 from tensorlens_tl.compress.plan import Plan
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError
 from tensorlens_tl.hooks import capture, other_hooks, unheld_run
-from tensorlens_tl.models import BlockView, Coefficients, Query, TokenLike
+from tensorlens_tl.models import BlockView, Coefficients, Query, TokenLike, require_attention_alone
 from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.passes import Capture, FrozenPass, PassLike, check_pass, mlp_chain
 from tensorlens_tl.results import Terms
@@ -243,7 +243,7 @@ def compression_effect(frozen: PassLike, plan: Plan | Any) -> CompressionEffect:
     if plan.model is not frozen.model:
         raise InvalidInputError(f"plan: it was made for {plan.description}, and this pass is of another model.")
     for block in frozen.view.blocks:
-        block.require_attention_alone()  # before any work: patterns of every layer are settled
+        require_attention_alone(block)  # before any work: patterns of every layer are settled
     frozen.check_fresh()
     refuse_dropout(frozen.view.model)
     if other_hooks(frozen.model) != frozen.other_hooks:

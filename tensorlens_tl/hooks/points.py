@@ -34,7 +34,7 @@ from torch import nn
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks.loops import START, numbered
 from tensorlens_tl.hooks.running import hook_points
-from tensorlens_tl.models import BlockView, ModelView
+from tensorlens_tl.models import BlockView, ModelView, require_one_stream, require_scaled_weights
 from tensorlens_tl.models.names import END_NORM
 from tensorlens_tl.models.parameters import NormWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
@@ -279,10 +279,10 @@ def _block_points(view: ModelView, block: BlockView, known: Collection[str]) -> 
     """The hook points of one block; reading a part that cannot be frozen raises an error that names the block."""
     readers = (_stream_points, _mixer_points, _mlp_points, _per_layer_points, _norm_points)
     points = {name: point for read in readers for name, point in read(block).items()}
-    attn = f"{block.name}.{block.mixer_name}"
+    attn = f"{block.name}.{block.parts.mixer_name}"
     points["attention_write"] = _first_known(known, f"{block.name}.hook_attn_out", f"{attn}.hook_out")
     if block.mlp is not None:
-        mlp = f"{block.name}.{block.mlp_name}"
+        mlp = f"{block.name}.{block.parts.mlp_name}"
         points["mlp_write"] = _first_known(known, f"{block.name}.hook_mlp_out", f"{mlp}.hook_out")
     if getattr(view.cfg, "use_attn_result", False):
         points["head_writes"] = f"{attn}.hook_result"
@@ -291,12 +291,12 @@ def _block_points(view: ModelView, block: BlockView, known: Collection[str]) -> 
 
 def _stream_points(block: BlockView) -> dict[str, Any]:
     """Where the stream enters."""
-    block.require_one_stream()
+    require_one_stream(block)
     if block.reads_embedding:
         return {"resid_pre": START, "whitened": f"{block.name}.hook_resid_pre"}
-    block.require_scaled_weights()
-    if block.entry_norm is not None:
-        return {"resid_pre": f"{block.name}.{block.entry_norm}.hook_out"}
+    require_scaled_weights(block)
+    if block.parts.entry_norm is not None:
+        return {"resid_pre": f"{block.name}.{block.parts.entry_norm}.hook_out"}
     if block.whitening is None:
         return {"resid_pre": f"{block.name}.hook_resid_pre"}
     return {"resid_pre": f"{block.name}.whitening.hook_in", "whitened": f"{block.name}.whitening.hook_out"}
@@ -304,33 +304,33 @@ def _stream_points(block: BlockView) -> dict[str, Any]:
 
 def _mixer_points(block: BlockView) -> dict[str, Any]:
     """Self-attention, or what the block has instead, and cross-attention."""
-    name = f"{block.name}.{block.mixer_name}"
+    name = f"{block.name}.{block.parts.mixer_name}"
     if block.mixer is not None:
         return {"attention": _ends(name)}
     points: dict[str, Any] = {"heads": _attention_points(name)}
     if not block.attention.hooked:
         points["attention"] = Ends(block.reads_at, f"{name}.hook_out")
     if block.has_beside:
-        points["beside"] = _ends(f"{block.name}.{block.beside_name}")
+        points["beside"] = _ends(f"{block.name}.{block.parts.beside_name}")
     if block.cross_attention is not None:
-        points["cross"] = _attention_points(f"{block.name}.{block.cross_name}")
-    if block.is_merged:
+        points["cross"] = _attention_points(f"{block.name}.{block.parts.cross_name}")
+    if block.parts.is_merged:
         points["cross"] = replace(points["cross"], pattern=f"{name}.hook_cross_pattern")
     return points
 
 
 def _mlp_points(block: BlockView) -> dict[str, Any]:
     """An MLP from inside or as a whole, or experts and what stands beside them."""
-    name = f"{block.name}.{block.mlp_name}"
+    name = f"{block.name}.{block.parts.mlp_name}"
     points: dict[str, Any] = {}
-    if block.shared_name is not None:
-        points["shared"] = _ends(f"{block.name}.{block.shared_name}")
+    if block.parts.shared_name is not None:
+        points["shared"] = _ends(f"{block.name}.{block.parts.shared_name}")
     if isinstance(block.mlp, ExpertsWeights) and block.mlp.routing.shown:
         points["mlp"] = Ends(f"{name}.input", f"{block.name}.hook_mlp_out")
         points |= {part: f"{name}.{getattr(block.mlp.routing, part)}" for part in ("index", "weight")}
         points["experts"] = tuple(_expert_points(f"{name}.experts.{number}") for number in range(block.mlp.count))
     elif isinstance(block.mlp, ExpertsWeights):
-        experts = f"{block.name}.experts" if block.has_experts_beside else name
+        experts = f"{block.name}.experts" if block.parts.has_experts_beside else name
         points |= {"mlp": _ends(experts), "weight": f"{name}.experts.weight"}
         if not block.mlp.routing.dense:
             points["index"] = f"{name}.experts.index"
@@ -359,12 +359,12 @@ def _per_layer_points(block: BlockView) -> dict[str, Any]:
 def _norm_points(block: BlockView) -> dict[str, Any]:
     """The scales of its norms, and the ends of those that are held as a whole."""
     norms = {f"{block.name}.{name}": (name, norm) for name, norm in (block.norms | block.inner_norms).items()}
-    if block.has_end_norm:
+    if block.end_norm is not None:
         norms[block.end_norm] = norms.pop(f"{block.name}.{END_NORM}")
     return {
         "scales": {name: _scale_point(at, norm) for at, (name, norm) in norms.items()},
         "norms": {name: _ends(at) for at, (name, norm) in norms.items() if norm.epsilon is not None},
-        "call_end": f"{block.end_norm}.hook_out" if block.has_end_norm else None,
+        "call_end": f"{block.end_norm}.hook_out" if block.end_norm else None,
     }
 
 

@@ -185,7 +185,7 @@ def source_to_output(
         memory: that of `decompx`.
     """
     rule = check_bias_rule(bias)
-    width = 3 * frozen.resid_pre(0).shape[-1] + _widest(frozen)
+    width = 3 * frozen.resid_pre(0).shape[-1] + max(block.widest for block in frozen.view.blocks)
     spread = Spread(rule, _reach(frozen), frozen.mask.long().argmax(1), _budget(frozen, rule, width, memory))
     stages = _stages(frozen.maps.block_map(0, activation=activation))
     first = frozen.view.blocks[0]
@@ -257,12 +257,6 @@ def _budget(frozen: FrozenPass, rule: BiasRule, width: int, memory: Memory) -> i
 
 def _stages(block: AffineMap) -> list[AffineMap]:
     return list(block.stages) if isinstance(block, Chain) else [block]
-
-
-def _widest(frozen: FrozenPass) -> int:
-    blocks = frozen.view.blocks
-    mlps = [block.mlp.hidden for block in blocks if block.mlp is not None]
-    return max([*mlps, *(block.width for block in blocks)])
 
 
 def _real_keys(frozen: FrozenPass, keys: int) -> Tensor:

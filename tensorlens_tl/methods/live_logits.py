@@ -45,7 +45,7 @@ class LiveLogits:
         self.positions = query_positions(frozen.prompt, query)
         self.in_logits = frozen.prompt.in_logits(self.positions)
         self.real = torch.take_along_dim(frozen.mask, self.positions, dim=1)
-        with frozen.view.opened("unembedding"):  # where it is offloaded, it is read once
+        with frozen.view.loaded("unembedding"):  # where it is offloaded, it is read once
             self.ids, self.others = target_ids(frozen, self.positions, target, minus)
             self.label = logit_label(frozen.view, target, minus)
 
@@ -76,7 +76,7 @@ class LiveLogits:
         assert name is not None  # a model with an unembedding
         self.live.check({name: states})
         # the weights' logits are those of the pass where they were compared
-        with frozen.view.opened("unembedding"):
+        with frozen.view.loaded("unembedding"):
             expected = frozen.view.logits(torch.take_along_dim(frozen.unembedded(), self.positions[..., None], dim=1))
         known = self.real
         if self.live.same_hooks:
@@ -106,7 +106,7 @@ class LiveLogits:
             is_pass_input: whether this is the pass's own input, so that the run must repeat the pass.
         """
         frozen = self.frozen
-        frozen.view.refuse_gradients("gradients")
+        frozen.view.structure.refuse_gradients("gradients")
         unembed_in = frozen.points.unembed_in
         streams: list[Tensor] = []
 

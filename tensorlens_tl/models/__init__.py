@@ -3,9 +3,13 @@
 | module | question |
 | --- | --- |
 | `protocol` | what must a model be able to do, and what may be passed as a query, a token, a range of layers? |
-| `view`, `block` | what is this model made of, whichever its class, and each of its blocks? |
+| `view` | what is this model made of, whichever its class? |
+| `blocks` | what is each of its blocks made of, and is it what a frozen run or a method needs? |
 | `parameters` | what do a module's weights amount to, adapters, packing and offloading included? |
 | `sublayers` | how is each kind of part read: attention, MLPs, experts, and mixers in attention's place? |
+| `structure` | how do its blocks follow each other: in one stack, in two, or in a loop? |
+| `ends` | how are its embedding, the head before the logits and the unembedding read? |
+| `provenance` | what does a result depend on besides the prompt? |
 | `patches`, `dictionaries` | how are patch embeddings and sparse dictionaries read? |
 | `layouts` | how are blocks put together? |
 | `loops` | which call of a stack follows which, where stacks run several times each? |
@@ -25,7 +29,13 @@ from tensorlens_tl.models.activations import (
     coefficients as coefficients,
     derivative as derivative,
 )
-from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models.blocks import (
+    BlockView,
+    require_attention_alone as require_attention_alone,
+    require_one_stream as require_one_stream,
+    require_scaled_weights as require_scaled_weights,
+    require_scores as require_scores,
+)
 from tensorlens_tl.models.dictionaries import DictionaryWeights as DictionaryWeights, read_dictionary as read_dictionary
 from tensorlens_tl.models.kernels import in_one_kernel as in_one_kernel
 from tensorlens_tl.models.layouts import (

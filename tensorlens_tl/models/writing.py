@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, NumericalError, UnsupportedModelError
-from tensorlens_tl.models.block import BlockView
+from tensorlens_tl.models.blocks import BlockView
 from tensorlens_tl.models.lifecycle import sampled
 from tensorlens_tl.models.parameters import is_adapter, path_of, refuse_offloaded, shown
 from tensorlens_tl.models.view import ModelView

@@ -110,7 +110,7 @@ def product_points(frozen: FrozenPass) -> tuple[list[AttentionPoints], list[str]
     scales: list[str] = []
     for block, points in zip(frozen.view.blocks, frozen.points.blocks, strict=True):
         if points.attention is not None or points.heads is None or points.beside is not None:
-            name = block.mixer_name if points.beside is None else block.beside_name
+            name = block.parts.mixer_name if points.beside is None else block.parts.beside_name
             raise UnsupportedModelError(
                 f"{block.name} of this {frozen.view.description}: its {name} is held as a whole, without "
                 "hook points at the factors of its products, so this rule cannot be applied there. tensorlens, cp-lrp "

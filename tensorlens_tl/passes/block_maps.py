@@ -289,7 +289,7 @@ class BlockMaps(Blocks):
         What hooks add to its output is part of it: what is put in the place of that output comes after them.
         """
         factor = self.view.blocks[layer].attention_factor
-        return self._divided(self._with_added(layer, self.mixer(layer), "attention"), factor)
+        return self._divided(layer, self._with_added(layer, self.mixer(layer), "attention"), factor)
 
     @reads_weights
     def mlp_alone(self, layer: int, activation: str = "ratio") -> AffineMap | None:
@@ -297,13 +297,13 @@ class BlockMaps(Blocks):
         mlp = self.mlp(layer, activation)
         if mlp is None:
             return None
-        return self._divided(self._with_added(layer, mlp, "mlp"), self.view.blocks[layer].branch_factor)
+        return self._divided(layer, self._with_added(layer, mlp, "mlp"), self.view.blocks[layer].branch_factor)
 
     @reads_weights
     def experts_alone(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
         """The parts of a mixture of experts likewise."""
         factor = self.view.blocks[layer].branch_factor
-        return {name: self._divided(part, factor) for name, part in self.experts(layer, activation).items()}
+        return {name: self._divided(layer, part, factor) for name, part in self.experts(layer, activation).items()}
 
     def _with_added(self, layer: int, branch: AffineMap, place: StreamPlace) -> AffineMap:
         """A branch, and what hooks add to the output of its module."""
@@ -311,11 +311,11 @@ class BlockMaps(Blocks):
         offsets = [offset for point, offset in added if point.inside and point.place == place]
         return Chain((*stages_of(branch), *offsets)) if offsets else branch
 
-    def _divided(self, branch: AffineMap, factor: float) -> AffineMap:
+    def _divided(self, layer: int, branch: AffineMap, factor: float) -> AffineMap:
         """A branch of a block without the factor that the block multiplies it by."""
         if factor == 1:
             return branch
-        return Chain((branch, Diagonal(torch.full((1, 1, 1), 1 / factor, device=self.capture.tokens.device))))
+        return self._multiplied(layer, Chain((branch,)), 1 / factor)
 
     @reads_weights
     def mlp_coefficients(self, layer: int, activation: str = "ratio") -> Coefficients | None:

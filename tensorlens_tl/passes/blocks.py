@@ -291,7 +291,7 @@ class Blocks(ABC):
             blocks.append(self.stage(layer, activation=activation, heads=only, mlp=layer in mlp))
         if self.view.loop is not None:
             if len(layers) < self.view.n_layers:
-                self.view.refuse_loop(f"layers {layers.start} to {layers.stop - 1}")
+                self.view.structure.refuse_loop(f"layers {layers.start} to {layers.stop - 1}")
             return unrolled(self.view.loop, blocks, self.capture.resid_pre(0))
         return [ChainWithReads(tuple(blocks), reads)] if reads else blocks
 
@@ -314,7 +314,7 @@ class Blocks(ABC):
         scalar = self.view.blocks[layer].scalar
         if scalar is not None:
             ends.append(Diagonal(scalar.to(self.capture.resid_pre(layer)).reshape(1, 1, 1)))
-        if self.view.blocks[layer].has_end_norm:
+        if self.view.blocks[layer].end_norm is not None:
             ends.append(self.norm(layer, END_NORM))
         norm = self.encoder_norm() if layer + 1 == self.view.encoder_layers else None
         if norm is not None:

@@ -23,7 +23,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.size.spectrum import one_prompt, spectral_norm
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture, replace
-from tensorlens_tl.models import Place
+from tensorlens_tl.models import Place, require_attention_alone
 from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.operator import FrozenOperator
 
@@ -200,8 +200,8 @@ def spectral_norm_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
 
 
 def _attention_norm(frozen: FrozenPass, layer: int) -> float:
-    frozen.view.blocks[layer].require_attention_alone()
-    weights = frozen.view.blocks[layer].plain_attention
+    require_attention_alone(frozen.view.blocks[layer])
+    weights = frozen.view.blocks[layer].require_plain_attention()
     length = int(frozen.mask.sum())
     values = upcast(weights.W_V).unflatten(1, (weights.kv_heads, -1)).movedim(1, 0)
     values = values.repeat_interleave(weights.heads // weights.kv_heads, dim=0)

@@ -53,7 +53,7 @@ class LayerWeights:
             cross: those of cross-attention.
         """
         block = readable_view(source).blocks[layer]
-        weights = block.require_cross_attention() if cross else block.plain_attention
+        weights = block.require_cross_attention() if cross else block.require_plain_attention()
         group = weights.heads // weights.kv_heads
         V = rearrange(weights.W_V, "m (kv d) -> kv m d", kv=weights.kv_heads).repeat_interleave(group, dim=0)
         O = rearrange(weights.W_O, "(h d) m -> h d m", h=weights.heads)  # noqa: E741

@@ -1,6 +1,6 @@
 """What state a model is in: its weights, its configuration, and what its checkpoint left out."""
 
-from tensorlens_tl.models.lifecycle.checkpoint import newly_initialised
+from tensorlens_tl.models.lifecycle.checkpoint import Untrained
 from tensorlens_tl.models.lifecycle.once import OncePerWeights
 from tensorlens_tl.models.lifecycle.settings import changed, compact, configuration
 from tensorlens_tl.models.lifecycle.weight_state import (
@@ -13,12 +13,12 @@ from tensorlens_tl.models.lifecycle.weight_state import (
 
 __all__ = [
     "OncePerWeights",
+    "Untrained",
     "WeightState",
     "changed",
     "compact",
     "configuration",
     "fingerprint",
-    "newly_initialised",
     "refuse_devices",
     "refuse_dropout",
     "sampled",

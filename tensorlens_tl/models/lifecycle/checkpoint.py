@@ -13,12 +13,16 @@ offloaded weights); and weights that someone has written to since. Writes throug
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tensorlens_tl.algebra.numerics import maybe
 
 LOADED = "_is_hf_initialized"
 """transformers' mark: of a parameter, read from a checkpoint; of a module, initialised or read."""
@@ -26,22 +30,56 @@ LOADED = "_is_hf_initialized"
 WRAPPER = "_original_component."
 """What a Bridge puts into the names of parameters that it wraps."""
 
+HEAD_PARTS = ("mlm_head", "prediction_head", "classifier_ln", "unembed")
+"""Which parts stand between the hidden state and the logits."""
 
-def newly_initialised(model: Any) -> dict[str, nn.Parameter] | None:
-    """The weights that initialisation filled because the checkpoint lacks them, by Hugging Face's names.
 
-    Args:
-        model: a TransformerLens model.
+@dataclass(frozen=True, eq=False)
+class Untrained:
+    """The weights that a model's checkpoint lacks, and what depends on them.
 
-    Returns:
-        Those weights; None where the model does not show it (see the module).
+    They hold random numbers (or zeros and ones): what they compute is noise.
+
+    Attributes:
+        model: any TransformerLens model.
     """
-    inner = getattr(model, "original_model", None)
-    if inner is None or not any(_is_loaded(weight) for weight in inner.parameters()):
-        return None
-    computed = [re.compile(pattern) for pattern in getattr(inner, "_keys_to_ignore_on_load_missing", None) or ()]
-    fresh = dict(_initialised(inner))
-    return {name: weight for name, weight in fresh.items() if not any(p.search(name) for p in computed)}
+
+    model: Any
+
+    @cached_property
+    def _weights(self) -> dict[str, nn.Parameter] | None:
+        """Those that initialisation filled, by name; None where the model does not show it (see the module)."""
+        inner = getattr(self.model, "original_model", None)
+        if inner is None or not any(_is_loaded(weight) for weight in inner.parameters()):
+            return None
+        computed = [re.compile(pattern) for pattern in getattr(inner, "_keys_to_ignore_on_load_missing", None) or ()]
+        fresh = dict(_initialised(inner))
+        return {name: weight for name, weight in fresh.items() if not any(p.search(name) for p in computed)}
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """All of them, by Hugging Face's names; None where the model does not show it."""
+        return maybe(tuple, self._weights)
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        """Those that stand between the hidden state and the logits."""
+        parts: list[str] = [*HEAD_PARTS]
+        if hasattr(self.model, "mlm_head"):
+            parts.append("ln_final")
+        return self._inside(parts)
+
+    @property
+    def stack(self) -> tuple[str, ...]:
+        """Those that the hidden state itself depends on: of embeddings, blocks and the final norm."""
+        parts = [name for name, _ in self.model.named_children() if name != "original_model"]
+        head = self.head
+        return tuple(name for name in self._inside(parts) if name not in head)
+
+    def _inside(self, parts: Sequence[str]) -> tuple[str, ...]:
+        modules = [getattr(self.model, part, None) for part in parts]
+        inside = {id(weight) for module in modules if module is not None for weight in module.parameters()}
+        return tuple(name for name, weight in (self._weights or {}).items() if id(weight) in inside)
 
 
 def _initialised(inner: Any) -> Iterator[tuple[str, nn.Parameter]]:

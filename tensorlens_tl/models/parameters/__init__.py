@@ -12,7 +12,23 @@ from tensorlens_tl.models.parameters.linears import (
     shown,
     unlike_shown,
 )
+from tensorlens_tl.models.parameters.modules import (
+    detached,
+    find_activation,
+    flattened,
+    innermost,
+    is_bridge_component,
+)
+from tensorlens_tl.models.parameters.norms import (
+    NormWeights,
+    computes_in_float32,
+    is_norm,
+    norm_epsilon,
+    norm_weights,
+    tried_norm,
+)
 from tensorlens_tl.models.parameters.offload import (
+    Residence,
     execution_device,
     loaded,
     lock_of,
@@ -36,19 +52,8 @@ from tensorlens_tl.models.parameters.weights import (
     Latent,
     MLMHead,
     MLPWeights,
-    NormWeights,
     QueryKeyWeights,
     WhiteningWeights,
-    computes_in_float32,
-    detached,
-    find_activation,
-    flattened,
-    innermost,
-    is_bridge_component,
-    is_norm,
-    norm_epsilon,
-    norm_weights,
-    tried_norm,
 )
 
 __all__ = [
@@ -63,6 +68,7 @@ __all__ = [
     "NormWeights",
     "QueryKeyWeights",
     "Refuse",
+    "Residence",
     "WhiteningWeights",
     "adapter_layers",
     "adapter_names",

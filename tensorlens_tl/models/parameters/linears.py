@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.parameters.adapters import adapter_state, copied, in_effect, is_adapter, merge, stored_linear
+from tensorlens_tl.models.parameters.modules import detached, innermost, is_bridge_component
 from tensorlens_tl.models.parameters.offload import forward_of, version_of
-from tensorlens_tl.models.parameters.weights import detached, innermost, is_bridge_component
 
 Refuse = Callable[[str], UnsupportedModelError]
 """Makes an error that names the block."""

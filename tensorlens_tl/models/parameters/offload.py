@@ -104,10 +104,8 @@ def _bring(module: nn.Module, hook: Any) -> None:
 class Reader(Protocol):
     """What has weights that are read: a block, or a model's other parts."""
 
-    read_names: set[str]
-
-    def opened(self, name: str) -> AbstractContextManager[Any]:
-        """Bring in what a property reads."""
+    def loaded(self, *names: str) -> AbstractContextManager[None]:
+        """Bring in what properties read."""
         ...
 
     def placed(self, name: str, value: Any) -> Any:
@@ -126,11 +124,51 @@ class weights_read(cached_property[Read]):  # noqa: N801 — used as functools.c
         if instance is None:
             return self
         assert self.attrname is not None
-        with instance.opened(self.attrname):
-            instance.read_names.add(self.attrname)
+        with instance.loaded(self.attrname):
             value = instance.placed(self.attrname, super().__get__(instance, owner))
             vars(instance)[self.attrname] = value
             return value
+
+
+class Residence:
+    """How long what is read of parts of a model stays, if their weights are brought in: as long as they are loaded.
+
+    Attributes:
+        loads: how often weights were brought in from where they are offloaded.
+    """
+
+    def __init__(self, model: Any, *parts: Any):
+        self.model = model
+        self.parts = parts
+        self.loads = 0
+        self._names: set[str] = set()
+        self._depth = 0
+
+    @contextmanager
+    def opened(self, values: dict[str, Any], *names: str) -> Generator[None, None, None]:
+        """Inside, the weights stay loaded; at the end of the outermost, all names read inside leave `values`."""
+        with lock_of(self.model), loaded(*self.parts) as fresh:
+            self.loads += fresh
+            self._depth += 1
+            self._names.update(names)
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self._leave(values)
+                    self._names.clear()
+
+    def renewed(self, values: dict[str, Any]) -> "Residence":
+        """One for a copy of what reads the weights, whose `values` are left without what is loaded just now."""
+        self._leave(values)
+        other = Residence(self.model, *self.parts)
+        other.loads = self.loads
+        return other
+
+    def _leave(self, values: dict[str, Any]) -> None:
+        for name in self._names:
+            values.pop(name, None)
 
 
 def sources(model: nn.Module) -> tuple[list[Tensor], list[tuple[Any, ...]]]:

@@ -1,9 +1,7 @@
 """How the parts of a block are read: attention, MLPs, experts, and mixers in place of attention."""
 
 from tensorlens_tl.models.sublayers.attention import (
-    projection,
     read_attention,
-    read_latent_scores,
     read_shared_attention,
     shared_source,
 )
@@ -16,14 +14,24 @@ from tensorlens_tl.models.sublayers.experts import (
     read_experts,
     read_per_layer,
 )
-from tensorlens_tl.models.sublayers.mixers import Mixer, MixerWeights, ShortConvolution, mixer_map, read_mixer
+from tensorlens_tl.models.sublayers.mixers import (
+    Mixer,
+    MixerWeights,
+    ShortConvolution,
+    mixer_map,
+    read_mixer,
+    read_only_mixer,
+)
 from tensorlens_tl.models.sublayers.mixing import Ends, GatedNorm
 from tensorlens_tl.models.sublayers.mlps import read_mlp, read_module
+from tensorlens_tl.models.sublayers.query_key import read_latent_scores, read_query_key
 from tensorlens_tl.models.sublayers.rwkv import (
     ChannelMixWeights,
     Mix,
     TimeMixWeights,
     channel_mix_weights,
+    halves_after,
+    halving_period,
     is_channel_mix,
     shifted,
     squared_relu,
@@ -48,19 +56,22 @@ __all__ = [
     "TimeMixWeights",
     "channel_mix_weights",
     "delta_pattern",
+    "halves_after",
+    "halving_period",
     "has_experts",
     "is_channel_mix",
     "is_delta",
     "mixer_map",
     "mixer_weights",
-    "projection",
     "read_attention",
     "read_experts",
     "read_latent_scores",
     "read_mixer",
     "read_mlp",
     "read_module",
+    "read_only_mixer",
     "read_per_layer",
+    "read_query_key",
     "read_shared_attention",
     "scan_of",
     "shared_source",

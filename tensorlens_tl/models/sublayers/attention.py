@@ -18,8 +18,6 @@ from tensorlens_tl.models.parameters import (
     HeadRouting,
     InnerValues,
     InverseScale,
-    Latent,
-    QueryKeyWeights,
     Refuse,
     detached,
     flattened,
@@ -250,56 +248,3 @@ def _latent(inner: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
 
     values = InnerValues(latent, read, 1, up_to_values)
     return AttentionWeights(None, b_up, W_O, b_O, heads, heads, inner_values=values)
-
-
-def read_latent_scores(attn: Any, cfg: Any, refuse: Refuse) -> QueryKeyWeights | None:
-    """Queries and keys of latent attention, each head's rotated channels before the others; None of any other.
-
-    A key is read from the latent vector that values are read from, and from channels that all heads share.
-    """
-    inner = innermost(attn)
-    if not isinstance(getattr(inner, "kv_b_proj", None), nn.Module):
-        return None
-    rotated = int(inner.qk_rope_head_dim)
-    plain = int(inner.qk_nope_head_dim)
-    W_Q, b_Q, query_latent = _latent_queries(inner, cfg, refuse)
-    W_up, b_up = read_linear(inner.kv_b_proj, "attn.kv_b_proj", refuse)
-    heads = W_Q.shape[1] // (rotated + plain)
-    rank = len(W_up)
-
-    def rotated_first(both: Tensor) -> Tensor:
-        return both.unflatten(-1, (heads, -1)).roll(rotated, dims=-1).flatten(-2)
-
-    W_K = W_up.new_zeros(rank + rotated, heads, rotated + plain)
-    W_K[:rank, :, rotated:] = W_up.unflatten(-1, (heads, -1))[..., :plain]
-    W_K[rank:, :, :rotated] = torch.eye(rotated).to(W_up)[:, None]
-    b_K = None
-    if b_up is not None:
-        b_K = torch.nn.functional.pad(b_up.unflatten(-1, (heads, -1))[..., :plain], (rotated, 0)).flatten()
-    return QueryKeyWeights(
-        W_Q=rotated_first(W_Q),
-        b_Q=maybe(rotated_first, b_Q),
-        W_K=W_K.flatten(1),
-        b_K=b_K,
-        q_norm=None,
-        k_norm=None,
-        epsilon=0.0,
-        query_latent=query_latent,
-        key_latent=_latent_of(inner, "kv_a_proj_with_mqa", "kv_a_layernorm", rank, cfg, refuse),
-    )
-
-
-def _latent_queries(inner: Any, cfg: Any, refuse: Refuse) -> tuple[Tensor, Tensor | None, Latent | None]:
-    """Their matrix, its bias, and the latent vector that they are read from; None for what attention reads."""
-    if isinstance(getattr(inner, "q_b_proj", None), nn.Module):
-        W_Q, b_Q = read_linear(inner.q_b_proj, "attn.q_b_proj", refuse)
-        return W_Q, b_Q, _latent_of(inner, "q_a_proj", "q_a_layernorm", len(W_Q), cfg, refuse)
-    W_Q, b_Q = read_linear(inner.q_proj, "attn.q_proj", refuse)
-    return W_Q, b_Q, None
-
-
-def _latent_of(inner: Any, entry: str, norm: str, rank: int, cfg: Any, refuse: Refuse) -> Latent:
-    read = tried_norm(innermost(getattr(inner, norm)), cfg, width=rank)
-    if not read.only_scales:
-        raise refuse(f"attn.{norm} is centred or shifted; queries and keys through it are not read.")
-    return Latent(Linear(*read_linear(getattr(inner, entry), f"attn.{entry}", refuse)), read, rank)

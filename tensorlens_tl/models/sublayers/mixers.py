@@ -8,8 +8,9 @@
 | time mixing | `rwkv` | RWKV-4 |
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, on_device
 from tensorlens_tl.algebra.numerics import maybe, times
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.models.names import MIXERS
 from tensorlens_tl.models.parameters import innermost
 from tensorlens_tl.models.sublayers.delta import DeltaWeights, delta_weights, is_delta
 from tensorlens_tl.models.sublayers.mixing import Ends, Mask, read_convolution, read_linear, real_tokens, require
@@ -137,6 +139,32 @@ def read_mixer(module: nn.Module, refuse: Callable[[str], UnsupportedModelError]
         UnsupportedModelError: a mixer of no known kind; names the part.
     """
     return Mixer(module, refuse, _leaking(_weights(module), type(module).__name__))
+
+
+def read_only_mixer(parts: Mapping[str, Any], refuse: Callable[[str], UnsupportedModelError]) -> Mixer | None:
+    """The one mixer among the parts of a block, or None.
+
+    Args:
+        parts: by name.
+        refuse: makes an error that names the block.
+
+    Raises:
+        UnsupportedModelError: two mixers, attention under a mixer's name, or a mixer that is not read.
+    """
+    names = [name for name in MIXERS if name in parts]
+    if len(names) > 1:
+        raise refuse(f"{' and '.join(names)} beside each other, which is not read.")
+    if not names:
+        return None
+    inner = innermost(parts[names[0]])
+    if hasattr(inner, "q_proj") and hasattr(inner, "o_proj") and not hasattr(inner, "A_log"):
+        raise refuse(
+            f"{names[0]} is attention here ({type(inner).__name__}), and TransformerLens shows no pattern of it."
+        )
+    try:
+        return read_mixer(inner, refuse)
+    except UnsupportedModelError as error:
+        raise refuse(f"{names[0]}: {error}") from None
 
 
 def _leaking(weights: MixerWeights, kind: str) -> str:

@@ -14,6 +14,8 @@ to left, with what a token's mean takes from earlier ones written as a scan,
 
 Hugging Face's module rounds the keys of time mixing to float32 whatever its dtype, and so does the map. Padding counts
 as any token does: the model takes no notice of its mask.
+
+The model halves its stream after every few blocks, past its hook points, and in its first run scales weights to fit.
 """
 
 from dataclasses import dataclass, replace
@@ -26,6 +28,7 @@ from torch.nn.functional import pad
 
 from tensorlens_tl.algebra import AffineMap, CausalConvolution, Chain, Diagonal, Identity, Linear, SelectiveScan, Sum
 from tensorlens_tl.models.activations import coefficients
+from tensorlens_tl.models.parameters import innermost
 from tensorlens_tl.models.sublayers.mixing import Ends, Mask, read_linear, read_part, require
 
 TIME_MIX = ("time_decay", "time_first", "time_mix_key", "time_mix_value", "time_mix_receptance", "output")
@@ -196,6 +199,17 @@ def channel_mix_weights(module: Any) -> ChannelMixWeights:
         UnsupportedModelError: a part is not as expected.
     """
     return ChannelMixWeights(_mix(module, "key"), _mix(module, "receptance"), *read_linear(module, "value"))
+
+
+def halving_period(block: Any) -> int:
+    """After how many blocks the model halves its stream; 0 where it does not."""
+    return getattr(getattr(innermost(block), "config", None), "rescale_every", 0)
+
+
+def halves_after(block: Any, layer: int) -> bool:
+    """Whether the model halves its stream after a block: not in train mode, in which its weights are not scaled."""
+    every = halving_period(block)
+    return every > 0 and not innermost(block).training and (layer + 1) % every == 0
 
 
 def _mix(module: Any, name: str) -> Mix:

@@ -27,7 +27,7 @@ def relative_bias(maps: BlockMaps, layer: int, pos: int) -> Float[Tensor, "head 
     first = 0 if layer < maps.view.encoder_layers else maps.view.encoder_layers
     block = maps.view.blocks[first]
     with block.loaded():
-        owner = innermost(block.module._modules.get(block.mixer_name))
+        owner = innermost(block.module._modules.get(block.parts.mixer_name))
         table = innermost(getattr(owner, "relative_attention_bias", None))
         if table is None:  # a HookedEncoderDecoder's
             table = getattr(owner, "rel_pos_bias", None)

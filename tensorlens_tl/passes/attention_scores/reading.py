@@ -209,7 +209,7 @@ def score_candidates(
     projections = score_projections(maps, layer, before, added, crossing=cross is not None)
     block = maps.view.blocks[layer]
     heads, kv_heads = (projection.heads for projection in projections)
-    attn = block.module.get_submodule(block.mixer_name if cross is None else block.cross_name)
+    attn = block.module.get_submodule(block.parts.mixer_name if cross is None else block.parts.cross_name)
     inner: nn.Module = getattr(attn, "original_component", attn)
     x = side_read(maps, layer)
     reads = (x, x) if cross is None else (cross.queries, cross.keys)

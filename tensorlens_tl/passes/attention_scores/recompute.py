@@ -50,7 +50,7 @@ def refuse_unreadable(view: ModelView) -> None:
         raise _refusal(view, "an encoder–decoder's patterns (cross-attention, relative positions) are not recomputed")
     for block in view.blocks:
         if block.mixer is not None:
-            if is_delta(innermost(block.module._modules[block.mixer_name])):
+            if is_delta(innermost(block.module._modules[block.parts.mixer_name])):
                 raise _refusal(view, f"{block.name} mixes by the gated delta rule, whose own pattern is quadratic")
             continue
         try:

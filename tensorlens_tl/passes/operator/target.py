@@ -254,7 +254,7 @@ def resolve_target(
             f"target: missing{beside}. Pass a token (target=' Paris'), or direction=Tensor[d_model]. "
             "target='first-choice' is what the model itself predicts."
         )
-    with frozen.view.opened("unembedding"):  # where it is offloaded, it is read once
+    with frozen.view.loaded("unembedding"):  # where it is offloaded, it is read once
         vectors, constant = unembedding_rows(frozen, positions, target, minus)
         return Target(vectors, constant, True, logit_label(frozen.view, target, minus))
 

@@ -20,7 +20,7 @@ from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints
-from tensorlens_tl.models import BlockView, HeadChoice, LayerRange, Layout, MlpChoice, ModelView
+from tensorlens_tl.models import BlockView, HeadChoice, LayerRange, Layout, MlpChoice, ModelView, require_scores
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.linearisation import Linearisation, SumType
@@ -337,7 +337,7 @@ def refuse_without_secant(view: ModelView) -> None:
     for block in view.blocks:
         with block.loaded():
             if block.mixer is None:
-                block.require_scores()
+                require_scores(block)
             mixer = block.mixer or block.beside
             if mixer is not None:
                 mixer.require_response()
@@ -379,7 +379,7 @@ def _parts(block: BlockView) -> str:
     """Which norms and MLP a block has, in words."""
     names = sorted(block.norms)
     if block.has_mlp:
-        names.append(block.mlp_name)
+        names.append(block.parts.mlp_name)
     with block.loaded():
         mixes = ["attention"] if block.mixer is None else [block.mixer.form]
         if block.has_beside:

@@ -1,0 +1,454 @@
+"""One reading of a transformer block: its attention or what it has instead, its MLP or experts, and its norms.
+
+A part is recognised by what a block calls it (`tensorlens_tl.models.names`) or by what it has, never by the model's
+name; each is read in a separate module of `tensorlens_tl.models.sublayers`. What is not read is refused, naming block
+and part.
+"""
+
+import operator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorlens_tl.algebra import on_device
+from tensorlens_tl.algebra.numerics import maybe
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.models.blocks.owner import Owner
+from tensorlens_tl.models.blocks.parts import BlockParts
+from tensorlens_tl.models.loops import StackCall
+from tensorlens_tl.models.names import (
+    END_NORM,
+    EXPERTS_BESIDE,
+    NORMS,
+    PER_LAYER_NORM,
+)
+from tensorlens_tl.models.parameters import (
+    AttentionWeights,
+    MLPWeights,
+    NormWeights,
+    QueryKeyWeights,
+    Residence,
+    WhiteningWeights,
+    adapter_names,
+    detached,
+    execution_device,
+    floating,
+    innermost,
+    is_norm,
+    norm_weights,
+    offloaded,
+    weights_read,
+)
+from tensorlens_tl.models.sublayers import (
+    ChannelMixWeights,
+    ExpertsWeights,
+    Mixer,
+    PerLayerWeights,
+    channel_mix_weights,
+    halves_after,
+    has_experts,
+    is_channel_mix,
+    read_attention,
+    read_experts,
+    read_latent_scores,
+    read_mlp,
+    read_module,
+    read_only_mixer,
+    read_per_layer,
+    read_query_key,
+    read_shared_attention,
+    shared_source,
+)
+
+
+class BlockView:
+    """The parts of one transformer block.
+
+    Attributes:
+        layer: which of all the model's blocks, those of an encoder before those of its decoder.
+        stack, number: the list of blocks that it is in, and its place there.
+        name: where its hook points are: ``"blocks.0"``, ``"decoder_blocks.0"``, ``"L_blocks.0@3"``.
+        call: of a block that runs in a loop, the call of its stack; None of any other.
+        offloaded: whether its weights are read when they are needed, and dropped after.
+        device: where the block runs.
+        moved: whether what is read of its weights is moved to another device, that of the results, and dropped after.
+
+    >>> block = frozen.view.blocks[0]
+    >>> block.name, list(block.norms), block.attention.heads, tuple(block.mlp.W_in.shape)
+    ('blocks.0', ['ln1', 'ln2'], 4, (128, 512))
+    """
+
+    def __init__(self, model: Owner, layer: int, stack: str, number: int, call: StackCall | None = None):
+        self.model = model
+        self.layer = layer
+        self.stack = stack
+        self.number = number
+        self.call = call
+        self.name = f"{stack}.{number}" if call is None else f"{stack}.{number}@{call.number}"
+        self.module: Any = getattr(model.model, stack)[number]
+        self.parts = BlockParts(self.module)
+        self.offloaded = offloaded(self.module)
+        self.device = execution_device(self.module)
+        self.moved = self.device != model.device
+        self.residence = Residence(model.model, self.module)
+
+    def loaded(self, *names: str) -> AbstractContextManager[None]:
+        """Inside, the weights stay loaded, and `names`, which are read of them; all are dropped after, if `brought`."""
+        return self.residence.opened(vars(self), *names) if self.brought else nullcontext()
+
+    @property
+    def loads(self) -> int:
+        """How often its weights were read so far, where they are offloaded."""
+        return self.residence.loads
+
+    @property
+    def brought(self) -> bool:
+        """Whether its weights are brought in when they are read, from a disk, the CPU's memory or another device."""
+        return self.offloaded or self.moved
+
+    def placed(self, name: str, value: Any) -> Any:
+        """What a property has read, on the device of the results."""
+        return on_device(value, self.model.device) if self.moved else value
+
+    def unmoved(self) -> "BlockView":
+        """The same block, whose weights are read on the device that they are on."""
+        other = self.unread()
+        other.moved = False
+        return other
+
+    def unread(self) -> "BlockView":
+        """A copy; what has been read of weights that are brought in is left out."""
+        other = copy(self)
+        other.residence = self.residence.renewed(vars(other))
+        return other
+
+    @cached_property
+    def widest(self) -> int:
+        """Numbers that a vector takes inside the block at most; read once."""
+        with self.loaded():
+            return max(self._mlp_hidden, self._width)
+
+    @cached_property
+    def captured(self) -> tuple[int, int]:
+        """Numbers that a pass stores of the block, for each token and for each pair of tokens; read once."""
+        with self.loaded():
+            by_token = 3 * self.model.cfg.d_model + self._mlp_hidden
+            if self.has_beside:
+                by_token += self._width
+            if self.mixer is None:
+                return by_token, 2 * self.attention.heads
+            return by_token + self._width, 0
+
+    @property
+    def _mlp_hidden(self) -> int:
+        """Numbers that a vector takes inside its MLP at most; 0 without."""
+        return self.mlp.hidden if self.mlp is not None else 0
+
+    @property
+    def _width(self) -> int:
+        """Numbers that a vector takes inside attention, or inside a mixer instead of it or beside it, at most."""
+        heads = 0 if self.mixer is not None else 3 * self.attention.W_O.shape[0]
+        if self.mixer is None and not self.has_beside:
+            return heads
+        parameters = innermost(self.module._modules[self.parts.beside_name]).parameters()
+        return max(heads, 3 * max(max(parameter.shape) for parameter in parameters))
+
+    @weights_read
+    def mixer(self) -> Mixer | None:
+        """What mixes positions in place of attention, from what it reads to its map; None where attention does.
+
+        Refuses two of them beside each other, and a mixer that is not read.
+        """
+        return None if self.parts.has_attention else read_only_mixer(self.module._modules, self.refuse)
+
+    @weights_read
+    def beside(self) -> Mixer | None:
+        """What mixes positions beside attention, reading the same norm (Falcon-H1); None where nothing does."""
+        return read_only_mixer(self.module._modules, self.refuse) if self.has_beside else None
+
+    @property
+    def has_beside(self) -> bool:
+        """Whether a mixer stands beside attention; no weights are read for it."""
+        return self.parts.has_beside
+
+    def refuse(self, what: str) -> UnsupportedModelError:
+        """An error that names the block."""
+        return UnsupportedModelError(f"{self.name} of this {self.model.description}: {what}")
+
+    @weights_read
+    def norms(self) -> dict[str, NormWeights]:
+        """The block's norms by TransformerLens name, in block order; absent ones (Identity, None) are left out.
+
+        So are an MLP's where there is none: folding gives attention-only blocks an `ln2` that never runs.
+        """
+        names = NORMS if self.has_mlp else ("norm", *NORMS[:2])
+        return self._norms(name for name in names if name not in self.inner_norms)
+
+    @weights_read
+    def inner_norms(self) -> dict[str, NormWeights]:
+        """Norms that no layout has: around experts that stand beside an MLP, after an input of its own, and at the end
+        of a stack that runs in a loop."""
+        names: list[str] = []
+        if self.parts.has_experts_beside:
+            names = [name for pair in EXPERTS_BESIDE.values() for name in pair]
+        if PER_LAYER_NORM in self.module._modules:
+            names.append(PER_LAYER_NORM)
+        norms = self._norms(names)
+        if self.end_norm is not None:
+            norms[END_NORM] = norm_weights(getattr(self.model.model, self.end_norm.partition("@")[0]), self.model.cfg)
+        return norms
+
+    @property
+    def reads_embedding(self) -> bool:
+        """Whether it is the first of a loop, which reads the embedding as it is looked up."""
+        return self.call is not None and self.layer == 0
+
+    @property
+    def end_norm(self) -> str | None:
+        """Where the hook points of the norm that ends its stack's call are; None where no other call follows it."""
+        return None if self.call is None else self.call.norm_after(self.number)
+
+    def _norms(self, names: Iterable[str]) -> dict[str, NormWeights]:
+        modules = {name: getattr(self.module, name, None) for name in names}
+        return {name: norm_weights(norm, self.model.cfg) for name, norm in modules.items() if is_norm(norm)}
+
+    @weights_read
+    def per_layer(self) -> PerLayerWeights | None:
+        """What it adds for an input of each token at this layer, or None."""
+        if "per_layer_input_gate" not in self.module._modules:
+            return None
+        return read_per_layer(innermost(self.module), self.model.cfg, self.refuse)
+
+    @property
+    def whitening(self) -> WhiteningWeights | None:
+        """What `tensorlens_tl.whiten` put in front of the block, or None; refuses what is not such a recursion."""
+        if getattr(getattr(self.module, "attn", None), "whitening", None) is not None:
+            raise self.refuse("attention reads a whitened copy of the stream; only whiten(reads='stream') is read.")
+        return None if getattr(self.module, "whitening", None) is None else self._whitening
+
+    @weights_read
+    def _whitening(self) -> WhiteningWeights:
+        module: Any = self.module.whitening
+        entry = getattr(module, "entry", None)
+        step = getattr(module, "step", None)
+        if not isinstance(entry, Tensor) or not isinstance(step, Tensor):
+            raise self.refuse(f"its whitening ({type(module).__name__}) has no readable entry and step.")
+        return WhiteningWeights(self._floating(entry, "whitening.L_inv"), self._floating(step, "whitening.M"))
+
+    @weights_read
+    def attention(self) -> AttentionWeights:
+        """The attention weights; refuses what is not softmax attention with readable weights."""
+        if self.mixer is not None:
+            raise self.refuse(
+                f"{self.parts.mixer_name} is no softmax attention (a state-space layer, a delta rule, a convolution): "
+                "it has no pattern and no heads that are read. The operator and what is made from it work (tensorlens, "
+                "gradients, logit_attribution); tlens.implicit_attention shows which tokens it takes from."
+            )
+        attention: Any = self.parts.mixer
+        if attention is None:
+            raise self.refuse(self.parts.missing_mixer)
+        if self.values_layer is None:
+            read = read_attention(attention, self.model.cfg, self.refuse)
+        else:
+            read = self._shared_attention(attention, self.values_layer)
+        return read.scaled(self.attention_factor, self.parts.multiplier("attention_in_multiplier"))
+
+    @cached_property
+    def values_layer(self) -> int | None:
+        """The earlier block whose keys and values its attention takes (Gemma 4); None where it has its own."""
+        blocks = [getattr(self.model.model, self.stack)[earlier] for earlier in range(self.number + 1)]
+        try:
+            source = shared_source([getattr(block, self.parts.mixer_name, None) for block in blocks])
+        except UnsupportedModelError as error:
+            raise self.refuse(str(error)) from None
+        return maybe(partial(operator.add, self.layer - self.number), source)
+
+    @property
+    def reads_at(self) -> str:
+        """Where attention that is held as a whole reads the vectors that its values are made of."""
+        name = self.name if self.values_layer is None else f"{self.stack}.{self.values_layer}"
+        return f"{name}.{self.parts.mixer_name}.hook_in"
+
+    def _shared_attention(self, attention: Any, source: int) -> AttentionWeights:
+        """The weights of attention with the values of an earlier block."""
+        if self.offloaded:
+            raise self.refuse(
+                f"its attention takes keys and values of block {source}, and its weights are offloaded, so that the "
+                "two blocks are not loaded together. Load the model into memory."
+            )
+        values = self.model.model.get_submodule(self.reads_at.removesuffix(".hook_in"))
+        return read_shared_attention(attention, values, self.model.cfg, self.refuse)
+
+    def require_attention(self) -> AttentionWeights:
+        """The attention weights, for a caller that needs only their refusal."""
+        return self.attention
+
+    def require_dense_mlp(self) -> MLPWeights | None:
+        """One MLP for all tokens, or none, for a caller that needs only the refusal of experts."""
+        return self.dense_mlp
+
+    def require_query_key(self) -> QueryKeyWeights:
+        """The weights that make the attention scores, for a caller that needs only their refusal."""
+        return self.query_key
+
+    def adapters(self, letters: str, *, cross: bool = False) -> tuple[str, ...]:
+        """The names of the adapters in effect in some of attention's projections, ``"VO"``, or cross-attention's."""
+        attn = getattr(self.module, self.parts.cross_name, None) if cross else self.parts.mixer
+        parts = [getattr(attn, "_modules", {}).get(letter.lower()) for letter in letters]
+        return tuple(sorted({name for part in parts if part is not None for name in adapter_names(part)}))
+
+    @weights_read
+    def cross_attention(self) -> AttentionWeights | None:
+        """The weights by which a decoder block reads the encoder's output, or None.
+
+        Where self-attention reads it as well, they are the weights of that, without the output's bias, which is added
+        once.
+        """
+        if self.parts.is_merged:
+            return replace(self.require_plain_attention(), b_O=None)
+        cross = self.module._modules.get(self.parts.cross_name)
+        if cross is None:
+            return None
+        read = read_attention(cross, self.model.cfg, self.refuse)
+        if not read.hooked:
+            raise self.refuse("cross-attention with a gate or a norm inside, which is not read.")
+        return replace(read, value_matrix=self._of_encoder(read.W_V))
+
+    def require_plain_attention(self) -> AttentionWeights:
+        """The attention weights; refuses attention that is more than pattern, W_V and W_O."""
+        if not self.attention.hooked:
+            raise self.refuse(
+                "a gate, a norm, a latent or a choice of experts stands inside its attention: what a head reads and "
+                "writes is no product of W_V and W_O alone. The operator and what is made from it work (tensorlens, "
+                "decompx, terms, effects)."
+            )
+        return self.attention
+
+    @property
+    def branch_factor(self) -> float:
+        """What the block multiplies both branches by before it adds them to the stream (Granite)."""
+        return self.parts.multiplier("residual_multiplier")
+
+    @property
+    def attention_factor(self) -> float:
+        """What the block multiplies by what attention writes; other than `branch_factor` in Falcon-H1."""
+        return self.branch_factor * self.parts.multiplier("attn_out_multiplier")
+
+    @property
+    def beside_factor(self) -> float:
+        """What the block multiplies by what a mixer beside attention writes."""
+        return self.branch_factor * self.parts.multiplier("ssm_out_multiplier")
+
+    def require_cross_attention(self) -> AttentionWeights:
+        """The weights of cross-attention; refuses a block without it.
+
+        Raises:
+            UnsupportedModelError: the block has none, or one that is not read.
+        """
+        if self.cross_attention is None:
+            raise self.refuse("it has no cross-attention.")
+        return self.cross_attention
+
+    @weights_read
+    def query_key(self) -> QueryKeyWeights:
+        """The weights that make the attention scores; refuses what has none that can be read."""
+        if self.mixer is not None:
+            self.require_attention()
+        return self._query_key(self.parts.mixer)
+
+    @weights_read
+    def cross_query_key(self) -> QueryKeyWeights:
+        """The weights that make the scores of cross-attention; refuses what has none that can be read."""
+        self.require_cross_attention()
+        read = self._query_key(self.module._modules[self.parts.cross_name])
+        return replace(read, W_K=self._of_encoder(read.W_K))
+
+    def _of_encoder(self, weight: Tensor) -> Tensor:
+        """A matrix that reads the encoder's output, as that is shown."""
+        gain = self.model.encoder_gain
+        return weight if gain is None else gain[:, None].to(weight.device) * weight
+
+    def _query_key(self, attn: Any) -> QueryKeyWeights:
+        if self.values_layer is not None:
+            raise self.refuse(
+                f"its attention takes the keys of block {self.values_layer} (shared keys and values), so that its "
+                "attention scores depend on the stream there as well; they are not read."
+            )
+        if self.parts.is_merged:
+            raise self.refuse(
+                "its self- and cross-attention share one softmax (T5Gemma 2), so that the attention scores of neither "
+                "alone give its pattern; they are not read."
+            )
+        return read_query_key(attn, self.model.cfg, self.refuse, self.parts.multiplier("attention_in_multiplier"))
+
+    @weights_read
+    def latent_scores(self) -> QueryKeyWeights | None:
+        """The weights that make the scores of latent attention (DeepSeek); None of any other."""
+        attn: Any = self.parts.mixer
+        return read_latent_scores(attn, self.model.cfg, self.refuse)
+
+    @property
+    def scalar(self) -> Tensor | None:
+        """What the block's output is multiplied by, in it (Gemma 4) or after it (RWKV), `[1]`; None for nothing."""
+        if self.halved:
+            return torch.tensor([0.5])
+        return detached(getattr(innermost(self.module), "layer_scalar", None))
+
+    @cached_property
+    def halved(self) -> bool:
+        """Whether the model halved the stream after the block, past its hook points, when this was first read."""
+        return self.is_halving
+
+    @property
+    def is_halving(self) -> bool:
+        """Whether it does now (RWKV): not in train mode, in which the weights that write to the stream are larger."""
+        return halves_after(self.module, self.layer)
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether the block has an MLP, readable or not."""
+        return self.parts.mlp is not None
+
+    @weights_read
+    def mlp(self) -> MLPWeights | ExpertsWeights | ChannelMixWeights | None:
+        """The weights of the MLP, of its experts or of a channel mixing; None without; refuses anything else."""
+        mlp: Any = self.parts.mlp
+        if mlp is None:
+            return None
+        if is_channel_mix(innermost(mlp)):
+            return channel_mix_weights(innermost(mlp))
+        if self.parts.has_experts_beside:
+            read = read_experts(self.module, self.model.cfg, self.refuse)
+            return replace(read, shared=read_mlp(mlp, self.model.cfg, self.refuse), around=EXPERTS_BESIDE)
+        if has_experts(mlp):
+            read = read_experts(mlp, self.model.cfg, self.refuse)
+            if self.parts.shared_name is not None:
+                shared = innermost(self.module._modules[self.parts.shared_name])
+                read = replace(read, shared=read_module(shared, self.model.cfg, self.refuse))
+            return replace(read, branch_factor=self.branch_factor)
+        return read_mlp(mlp, self.model.cfg, self.refuse).scaled(self.branch_factor)
+
+    @property
+    def dense_mlp(self) -> MLPWeights | None:
+        """The MLP's weights; refuses neurons that are not the same for every token, or read two of them."""
+        if isinstance(self.mlp, ChannelMixWeights):
+            raise self.refuse(
+                f"its {self.parts.mlp_name} reads each token mixed with the one before it, and gates what its neurons "
+                "write: it is held as a whole. The operator and what is made from it work; this needs an MLP of each "
+                "token."
+            )
+        if isinstance(self.mlp, ExpertsWeights):
+            raise self.refuse(
+                "its MLP is a mixture of experts: which neurons a token meets depends on where it is sent. The "
+                "operator and what is made from it work; this needs one MLP for all tokens."
+            )
+        return self.mlp
+
+    def _floating(self, weight: Tensor, name: str) -> Tensor:
+        return floating(weight, name, self.refuse)
