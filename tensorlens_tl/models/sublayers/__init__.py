@@ -1,6 +1,8 @@
 """How the parts of a block are read: attention, MLPs, experts, and mixers in place of attention."""
 
 from tensorlens_tl.models.sublayers.attention import (
+    hides_pattern,
+    pattern_of,
     projection,
     read_attention,
     read_latent_scores,
@@ -49,10 +51,12 @@ __all__ = [
     "channel_mix_weights",
     "delta_pattern",
     "has_experts",
+    "hides_pattern",
     "is_channel_mix",
     "is_delta",
     "mixer_map",
     "mixer_weights",
+    "pattern_of",
     "projection",
     "read_attention",
     "read_experts",

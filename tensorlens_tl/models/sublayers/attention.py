@@ -97,6 +97,21 @@ def read_shared_attention(attn: Any, source: Any, cfg: Any, refuse: Refuse) -> A
     return replace(values, W_O=W_O, b_O=b_O, heads=len(W_O) // inner.head_dim, shared=True)
 
 
+def hides_pattern(attn: Any) -> bool:
+    """Whether what a Bridge shows as the pattern is a bias of relative positions (Switch Transformers).
+
+    The module gives its output, that bias and the pattern; a Bridge shows the second of them, but for T5.
+    """
+    is_relative = hasattr(innermost(attn), "has_relative_attention_bias")
+    return is_relative and not getattr(attn, "requires_relative_position_bias", True)
+
+
+def pattern_of(output: Any) -> Any:
+    """The pattern among what such a module gives; None where it has computed none."""
+    _, _, *patterns = output
+    return patterns[0] if patterns else None
+
+
 def shared_source(attentions: Sequence[Any]) -> int | None:
     """Which earlier attention the last of several takes its keys and values from; None where it has its own.
 
