@@ -262,7 +262,7 @@ def freeze_again(model):
 
 
 def test_the_bias_that_is_shown_is_no_pattern(model, monkeypatch):
-    monkeypatch.setattr(points, "hides_pattern", lambda attention: False)
+    monkeypatch.setattr(points, "pattern_reader", lambda attention: None)
     with pytest.raises(tlens.UnsupportedModelError, match=r"attn\.hook_pattern .*numbers below 0"):
         freeze_again(model)
 
@@ -277,14 +277,14 @@ WRONG_PATTERNS = {
 
 @pytest.mark.parametrize("which", WRONG_PATTERNS)
 def test_another_pattern_is_refused_by_the_proof(model, monkeypatch, which):
-    monkeypatch.setattr(points, "pattern_of", WRONG_PATTERNS[which])
+    monkeypatch.setattr(points, "pattern_reader", lambda attention: WRONG_PATTERNS[which])
     with pytest.raises(tlens.UnsupportedModelError, match=r"encoder_blocks\.0"):
         freeze_again(model)
 
 
 def test_no_pattern_is_refused(model, monkeypatch):
-    monkeypatch.setattr(points, "pattern_of", lambda output: None)
-    with pytest.raises(tlens.UnsupportedModelError, match=r"encoder_blocks\.0\.attn\.pattern .*is NoneType"):
+    monkeypatch.setattr(points, "pattern_reader", lambda attention: lambda output: None)
+    with pytest.raises(tlens.UnsupportedModelError, match=r"encoder_blocks\.0\.attn\.pattern .*is no pattern over all"):
         freeze_again(model)
 
 

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks.points import CallPoint
-from tensorlens_tl.models.sublayers import pattern_of
+from tensorlens_tl.hooks.points import PATTERN, CallPoint
 
 
 @contextmanager
@@ -35,7 +34,7 @@ def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None
             return
         if name in seen:
             raise UnsupportedModelError(f"{what} is called several times in one forward pass; that cannot be frozen.")
-        if value is None and call.read is pattern_of:
+        if value is None and name.endswith(PATTERN):
             raise UnsupportedModelError(
                 f"{what} is no pattern over all pairs of tokens: attention within windows, or fused attention. Fused "
                 "attention shows its pattern where the Hugging Face model is loaded with attn_implementation='eager'."

@@ -37,7 +37,10 @@ from tensorlens_tl.hooks.running import hook_points
 from tensorlens_tl.models import BlockView, ModelView
 from tensorlens_tl.models.names import END_NORM
 from tensorlens_tl.models.parameters import NormWeights, innermost
-from tensorlens_tl.models.sublayers import ExpertsWeights, hides_pattern, pattern_of
+from tensorlens_tl.models.sublayers import ExpertsWeights, pattern_reader
+
+PATTERN = ".pattern"
+"""What the name of a pattern that no hook point shows ends with."""
 
 
 def first_output(output: Any) -> Any:
@@ -287,10 +290,13 @@ def _block_points(view: ModelView, block: BlockView, known: Collection[str]) -> 
     readers = (_stream_points, _mixer_points, _mlp_points, _per_layer_points, _norm_points)
     points = {name: point for read in readers for name, point in read(block).items()}
     attn = f"{block.name}.{block.mixer_name}"
-    points["attention_write"] = _first_known(known, f"{block.name}.hook_attn_out", f"{attn}.hook_out")
+    if not block.is_mlp_alone:
+        points["attention_write"] = _first_known(known, f"{block.name}.hook_attn_out", f"{attn}.hook_out")
     if block.mlp is not None:
-        mlp = f"{block.name}.{block.mlp_name}"
-        points["mlp_write"] = _first_known(known, f"{block.name}.hook_mlp_out", f"{mlp}.hook_out")
+        writes = [f"{block.name}.hook_mlp_out"]
+        if block.shared_name is None:  # else its module gives a part of what is written
+            writes.append(f"{block.name}.{block.mlp_name}.hook_out")
+        points["mlp_write"] = _first_known(known, *writes)
     if getattr(view.cfg, "use_attn_result", False):
         points["head_writes"] = f"{attn}.hook_result"
     return BlockPoints(**points)
@@ -312,6 +318,8 @@ def _stream_points(block: BlockView) -> dict[str, Any]:
 def _mixer_points(block: BlockView) -> dict[str, Any]:
     """Self-attention, or what the block has instead, and cross-attention."""
     name = f"{block.name}.{block.mixer_name}"
+    if block.is_mlp_alone:
+        return {}
     if block.mixer is not None:
         return {"attention": _ends(name)}
     points: dict[str, Any] = {"heads": _attention_points(block, block.mixer_name)}
@@ -378,8 +386,8 @@ def _norm_points(block: BlockView) -> dict[str, Any]:
 def _attention_points(block: BlockView, attention: str) -> AttentionPoints:
     name = f"{block.name}.{attention}"
     pattern = f"{name}.hook_pattern"
-    if hides_pattern(block.module._modules.get(attention)):
-        pattern = f"{name}.pattern"
+    if pattern_reader(block.module._modules.get(attention)) is not None:
+        pattern = name + PATTERN
     return AttentionPoints(pattern=pattern, value=f"{name}.hook_v", z=f"{name}.hook_z")
 
 
@@ -413,8 +421,9 @@ def _calls(block: BlockView, points: BlockPoints) -> dict[str, CallPoint]:
     calls: dict[str, CallPoint] = {}
     for site, name in ((points.heads, block.mixer_name), (points.cross, block.cross_name)):
         attention = block.module._modules.get(name)
-        if site is not None and hides_pattern(attention):
-            calls[site.pattern] = CallPoint(innermost(attention), "output", read=pattern_of)
+        read = pattern_reader(attention)
+        if site is not None and read is not None:
+            calls[site.pattern] = CallPoint(innermost(attention), "output", read=read)
     if block.per_layer is not None and points.per_layer_input is not None:
         calls[points.per_layer_input] = CallPoint(block.per_layer.module, block.per_layer.argument)
     if isinstance(block.mlp, ExpertsWeights) and block.mlp.module is not None and points.mlp is not None:

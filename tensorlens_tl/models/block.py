@@ -6,7 +6,7 @@ refused, naming block and part.
 """
 
 import operator
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -59,10 +59,13 @@ from tensorlens_tl.models.sublayers import (
     ChannelMixWeights,
     ExpertsWeights,
     Mixer,
+    NoMixing,
     PerLayerWeights,
     channel_mix_weights,
     has_experts,
+    is_attention,
     is_channel_mix,
+    is_mlp,
     projection,
     read_attention,
     read_experts,
@@ -228,12 +231,15 @@ class BlockView:
         return getattr(attention, "hook_cross_pattern", None) is not None
 
     @weights_read
-    def mixer(self) -> Mixer | None:
+    def mixer(self) -> Mixer | NoMixing | None:
         """What mixes positions in place of attention, from what it reads to its map; None where attention does.
 
-        Refuses two of them beside each other, and a mixer that is not read.
+        Of a block that is an MLP alone, what gives zero. Refuses two of them beside each other, and a mixer that is
+        not read.
         """
-        return None if self._has_attention else self._read_mixer()
+        if self._has_attention:
+            return None
+        return NoMixing() if self.is_mlp_alone else self._read_mixer()
 
     @weights_read
     def beside(self) -> Mixer | None:
@@ -243,31 +249,36 @@ class BlockView:
     @property
     def has_beside(self) -> bool:
         """Whether a mixer stands beside attention; no weights are read for it."""
-        return self._has_attention and any(name in self.module._modules for name in MIXERS)
+        return self._has_attention and bool(self._mixers)
 
     @property
     def _has_attention(self) -> bool:
-        return any(name in self.module._modules for name in ATTENTION)
+        return any(name in self.module._modules for name in ATTENTION) or self._named_as_mixer(is_attention) is not None
 
     @property
     def beside_name(self) -> str:
         """What the block calls the mixer that stands beside its attention."""
-        return self._first_of(MIXERS, MIXERS[0])
+        return next(iter(self._mixers), MIXERS[0])
+
+    @property
+    def _mixers(self) -> list[str]:
+        """What it has under a mixer's name that is neither attention nor an MLP."""
+        parts = {name: part for name in MIXERS if (part := self.module._modules.get(name)) is not None}
+        return [name for name, part in parts.items() if not is_attention(part) and not is_mlp(part)]
+
+    def _named_as_mixer(self, kind: Callable[[Any], bool]) -> str | None:
+        """The name of a mixer under which it has attention, or an MLP (NemotronH); None where it has none there."""
+        return next((name for name in MIXERS if kind(self.module._modules.get(name))), None)
 
     def _read_mixer(self) -> Mixer | None:
         """The one mixer of the block, or None."""
-        parts = [name for name in MIXERS if name in self.module._modules]
+        parts = self._mixers
         if len(parts) > 1:
             raise self._refuse(f"{' and '.join(parts)} beside each other, which is not read.")
         if not parts:
             return None
-        inner = innermost(self.module._modules[parts[0]])
-        if hasattr(inner, "q_proj") and hasattr(inner, "o_proj") and not hasattr(inner, "A_log"):
-            raise self._refuse(
-                f"{parts[0]} is attention here ({type(inner).__name__}), and TransformerLens shows no pattern of it."
-            )
         try:
-            return read_mixer(inner, self._refuse)
+            return read_mixer(innermost(self.module._modules[parts[0]]), self._refuse)
         except UnsupportedModelError as error:
             raise self._refuse(f"{parts[0]}: {error}") from None
 
@@ -297,7 +308,8 @@ class BlockView:
         heads = 0 if self.mixer is not None else 3 * self.attention.W_O.shape[0]
         if self.mixer is None and not self.has_beside:
             return heads
-        parameters = innermost(self.module._modules[self.beside_name]).parameters()
+        name = self.beside_name if self.has_beside else self.mixer_name
+        parameters = innermost(self.module._modules[name]).parameters()
         return max(heads, 3 * max(max(parameter.shape) for parameter in parameters))
 
     def _refuse(self, what: str) -> UnsupportedModelError:
@@ -309,7 +321,7 @@ class BlockView:
 
         So are an MLP's where there is none: folding gives attention-only blocks an `ln2` that never runs.
         """
-        names = NORMS if self.has_mlp else ("norm", *NORMS[:2])
+        names = NORMS if self.has_mlp and not self.is_mlp_alone else ("norm", *NORMS[:2])
         return self._norms(name for name in names if name not in self.inner_norms)
 
     @weights_read
@@ -391,6 +403,8 @@ class BlockView:
     @weights_read
     def attention(self) -> AttentionWeights:
         """The attention weights; refuses what is not softmax attention with readable weights."""
+        if self.is_mlp_alone:
+            raise self._refuse(f"it has an MLP alone ({self.mixer_name}): it has no attention, and no pattern.")
         if self.mixer is not None:
             raise self._refuse(
                 f"{self.mixer_name} is no softmax attention (a state-space layer, a delta rule, a convolution): it has "
@@ -404,6 +418,7 @@ class BlockView:
             read = read_attention(attention, self.model.cfg, self._refuse)
         else:
             read = self._shared_attention(attention, self.values_layer)
+        read = replace(read, shown=self.mixer_name not in MIXERS)
         return read.scaled(self.attention_factor, self._attention_in)
 
     @cached_property
@@ -488,7 +503,7 @@ class BlockView:
     @property
     def plain_attention(self) -> AttentionWeights:
         """The attention weights; refuses attention that is more than pattern, W_V and W_O."""
-        if not self.attention.hooked:
+        if not self.attention.is_plain:
             raise self._refuse(
                 "a gate, a norm, a latent or a choice of experts stands inside its attention: what a head reads and "
                 "writes is no product of W_V and W_O alone. The operator and what is made from it work (tensorlens, "
@@ -687,7 +702,12 @@ class BlockView:
     @property
     def mlp_name(self) -> str:
         """What the block calls its MLP or its experts."""
-        return self._first_of(MLPS, "mlp")
+        return self._first_of(MLPS, self._named_as_mixer(is_mlp) or "mlp")
+
+    @property
+    def is_mlp_alone(self) -> bool:
+        """Whether it has an MLP or experts under a mixer's name, and nothing that mixes positions (NemotronH)."""
+        return self.mlp_name in MIXERS
 
     @property
     def _mlp_module(self) -> Any:
@@ -718,6 +738,8 @@ class BlockView:
                 shared = innermost(self.module._modules[self.shared_name])
                 read = replace(read, shared=read_module(shared, self.model.cfg, self._refuse))
             return replace(read, branch_factor=self.branch_factor)
+        if self.is_mlp_alone:
+            return read_module(innermost(mlp), self.model.cfg, self._refuse).scaled(self.branch_factor)
         return read_mlp(mlp, self.model.cfg, self._refuse).scaled(self.branch_factor)
 
     @property

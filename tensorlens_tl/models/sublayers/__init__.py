@@ -1,8 +1,8 @@
 """How the parts of a block are read: attention, MLPs, experts, and mixers in place of attention."""
 
+from tensorlens_tl.models.sublayers.alone import NoMixing, is_attention, is_mlp
 from tensorlens_tl.models.sublayers.attention import (
-    hides_pattern,
-    pattern_of,
+    pattern_reader,
     projection,
     read_attention,
     read_latent_scores,
@@ -44,6 +44,7 @@ __all__ = [
     "Mix",
     "Mixer",
     "MixerWeights",
+    "NoMixing",
     "PerLayerWeights",
     "Routing",
     "ShortConvolution",
@@ -51,12 +52,13 @@ __all__ = [
     "channel_mix_weights",
     "delta_pattern",
     "has_experts",
-    "hides_pattern",
+    "is_attention",
     "is_channel_mix",
     "is_delta",
+    "is_mlp",
     "mixer_map",
     "mixer_weights",
-    "pattern_of",
+    "pattern_reader",
     "projection",
     "read_attention",
     "read_experts",

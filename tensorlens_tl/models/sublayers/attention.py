@@ -1,6 +1,6 @@
 """How is a block's attention read: values, output, and what stands between them and the pattern?"""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from tensorlens_tl.models.parameters import (
     flattened,
     floating,
     innermost,
+    is_bridge_component,
     read_linear,
     refuse_bypassed,
     shown,
@@ -97,19 +98,25 @@ def read_shared_attention(attn: Any, source: Any, cfg: Any, refuse: Refuse) -> A
     return replace(values, W_O=W_O, b_O=b_O, heads=len(W_O) // inner.head_dim, shared=True)
 
 
-def hides_pattern(attn: Any) -> bool:
-    """Whether what a Bridge shows as the pattern is a bias of relative positions (Switch Transformers).
+def pattern_reader(attn: Any) -> Callable[[Any], Any] | None:
+    """How the pattern is read from what attention's module returns; None where a Bridge shows it at a hook point.
 
-    The module gives its output, that bias and the pattern; a Bridge shows the second of them, but for T5.
+    A Bridge may have no hook point for it (NemotronH), or show the second output there, which is a bias of relative
+    positions with the pattern behind it (Switch Transformers; of T5 TransformerLens knows that).
     """
+    if not is_bridge_component(attn):
+        return None
+    if not hasattr(attn, "hook_pattern"):
+        return partial(_returned, number=1)
     is_relative = hasattr(innermost(attn), "has_relative_attention_bias")
-    return is_relative and not getattr(attn, "requires_relative_position_bias", True)
+    if is_relative and not getattr(attn, "requires_relative_position_bias", True):
+        return partial(_returned, number=2)
+    return None
 
 
-def pattern_of(output: Any) -> Any:
-    """The pattern among what such a module gives; None where it has computed none."""
-    _, _, *patterns = output
-    return patterns[0] if patterns else None
+def _returned(outputs: Any, number: int) -> Any:
+    """One of a module's outputs; None where it returns fewer."""
+    return outputs[number] if isinstance(outputs, tuple) and len(outputs) > number else None
 
 
 def shared_source(attentions: Sequence[Any]) -> int | None:
@@ -136,6 +143,8 @@ def projection(attn: Any, letter: str, cfg: Any, refuse: Refuse) -> tuple[Any, A
         heads of grouped attention. None for what is not there, or not shown by head.
     """
     module = unlike_shown(attn, letter.lower())
+    if is_bridge_component(attn) and not hasattr(attn, "hook_pattern"):  # nothing of it is shown (NemotronH)
+        module = innermost(getattr(innermost(attn), f"{letter.lower()}_proj", None))
     if module is None:
         # HookedTransformer's W_V is expanded to query heads, its _W_V is not; a Bridge has only the latter, as W_V.
         prefix = "_" if letter in "KV" and hasattr(attn, f"_W_{letter}") else ""

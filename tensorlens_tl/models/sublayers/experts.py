@@ -34,6 +34,9 @@ from tensorlens_tl.models.parameters import (
 )
 from tensorlens_tl.models.sublayers.mlps import read_activation, read_module
 
+LATENT = ("fc1_latent_proj", "fc2_latent_proj")
+"""What stands before and after experts that read a latent (NemotronH)."""
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -176,6 +179,8 @@ def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
     if _is_parallel(layer):
         return _read_parallel(layer, cfg, refuse)
     experts = innermost(layer.experts)
+    if any(isinstance(innermost(getattr(layer, name, None)), nn.Linear) for name in LATENT):
+        raise refuse("its experts read a latent of the vectors (moe_latent_size), which is not read.")
     shared = _first_module(layer, "shared_experts", "shared_expert", "shared_mlp")
     gate = _first_module(layer, "shared_expert_gate")
     count, expert = _experts(experts, cfg, refuse)
