@@ -224,13 +224,6 @@ SMALL = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "intermedi
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 NOT_READ = {
     "RecurrentGemma": (SMALL | HEADS | {"lru_width": 16}, r"blocks\.0 .*DecoderLayer. shows nothing inside"),
-    "NemotronH": (
-        SMALL
-        | HEADS
-        | {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 8}
-        | {"n_groups": 2},
-        r"blocks\.1 .*mixer is attention here .NemotronHAttention., and TransformerLens shows no pattern",
-    ),
 }
 
 

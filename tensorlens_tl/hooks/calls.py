@@ -1,4 +1,4 @@
-"""What a module is called with, where TransformerLens has no hook point: the routing of experts."""
+"""What a module is called with or gives, where TransformerLens has no hook point: routing of experts, some patterns."""
 
 import inspect
 import threading
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks.points import CallPoint
+from tensorlens_tl.hooks.points import PATTERN, CallPoint
 
 
 @contextmanager
@@ -34,6 +34,11 @@ def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None
             return
         if name in seen:
             raise UnsupportedModelError(f"{what} is called several times in one forward pass; that cannot be frozen.")
+        if value is None and name.endswith(PATTERN):
+            raise UnsupportedModelError(
+                f"{what} is no pattern over all pairs of tokens: attention within windows, or fused attention. Fused "
+                "attention shows its pattern where the Hugging Face model is loaded with attn_implementation='eager'."
+            )
         if not isinstance(value, Tensor):
             raise UnsupportedModelError(f"{what} is {type(value).__name__}, not a tensor.")
         seen.add(name)
@@ -46,7 +51,7 @@ def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None
 
     def after(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if threading.get_ident() == home:
-            note(name, output[0] if isinstance(output, tuple) else output)
+            note(name, calls[name].read(output))
 
     with ExitStack() as stack:
         for name, call in calls.items():

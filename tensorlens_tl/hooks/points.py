@@ -10,7 +10,7 @@ Captured per block and token, in numbers of the model's dtype (``h`` heads, ``n`
 | what | hook point | size per token |
 | --- | --- | --- |
 | block input | `hook_resid_pre`, of a whitened block `whitening.hook_in` and `whitening.hook_out` | d_model each |
-| pattern | `attn.hook_pattern` | h · n |
+| pattern | `attn.hook_pattern`, or an output of the module (`CallPoint`) | h · n |
 | norm scales | `ln1.hook_scale` and the like | 1 each |
 | pre-activations | `mlp.hook_pre`, gated also `mlp.hook_pre_linear` | d_mlp, gated 2 · d_mlp |
 | what is held as a whole reads | `hook_in` of attention, MLP or norm | d_model each |
@@ -25,7 +25,7 @@ and once: the last block's output, `ln_final.hook_scale`, `unembed.hook_in` (d_m
 """
 
 import inspect
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,8 +36,16 @@ from tensorlens_tl.hooks.loops import START, numbered
 from tensorlens_tl.hooks.running import hook_points
 from tensorlens_tl.models import BlockView, ModelView, require_one_stream, require_scaled_weights
 from tensorlens_tl.models.names import END_NORM
-from tensorlens_tl.models.parameters import NormWeights
-from tensorlens_tl.models.sublayers import ExpertsWeights
+from tensorlens_tl.models.parameters import NormWeights, innermost
+from tensorlens_tl.models.sublayers import ExpertsWeights, pattern_reader
+
+PATTERN = ".pattern"
+"""What the name of a pattern that no hook point shows ends with."""
+
+
+def first_output(output: Any) -> Any:
+    """What a module gives; of several, the first."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 @dataclass(frozen=True)
@@ -46,13 +54,15 @@ class CallPoint:
 
     Attributes:
         module: called once in a forward pass.
-        argument: a name in its forward's signature, or ``"output"`` (of several, the first).
+        argument: a name in its forward's signature, or ``"output"``.
         optional: whether it is left out where the module is not called, or gives no tensor.
+        read: from the output to what is seen of it; of several outputs, the first by default.
     """
 
     module: nn.Module
     argument: str
     optional: bool = False
+    read: Callable[[Any], Any] = first_output
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ class Ends:
 
 @dataclass(frozen=True)
 class AttentionPoints:
-    """The hook points of one attention layer."""
+    """The hook points of one attention layer; its pattern may be a name in `ModelPoints.calls` instead."""
 
     pattern: str
     value: str
@@ -280,10 +290,13 @@ def _block_points(view: ModelView, block: BlockView, known: Collection[str]) -> 
     readers = (_stream_points, _mixer_points, _mlp_points, _per_layer_points, _norm_points)
     points = {name: point for read in readers for name, point in read(block).items()}
     attn = f"{block.name}.{block.parts.mixer_name}"
-    points["attention_write"] = _first_known(known, f"{block.name}.hook_attn_out", f"{attn}.hook_out")
+    if not block.parts.is_mlp_alone:
+        points["attention_write"] = _first_known(known, f"{block.name}.hook_attn_out", f"{attn}.hook_out")
     if block.mlp is not None:
-        mlp = f"{block.name}.{block.parts.mlp_name}"
-        points["mlp_write"] = _first_known(known, f"{block.name}.hook_mlp_out", f"{mlp}.hook_out")
+        writes = [f"{block.name}.hook_mlp_out"]
+        if block.parts.shared_name is None:  # else its module gives a part of what is written
+            writes.append(f"{block.name}.{block.parts.mlp_name}.hook_out")
+        points["mlp_write"] = _first_known(known, *writes)
     if getattr(view.cfg, "use_attn_result", False):
         points["head_writes"] = f"{attn}.hook_result"
     return BlockPoints(**points)
@@ -305,15 +318,17 @@ def _stream_points(block: BlockView) -> dict[str, Any]:
 def _mixer_points(block: BlockView) -> dict[str, Any]:
     """Self-attention, or what the block has instead, and cross-attention."""
     name = f"{block.name}.{block.parts.mixer_name}"
+    if block.parts.is_mlp_alone:
+        return {}
     if block.mixer is not None:
         return {"attention": _ends(name)}
-    points: dict[str, Any] = {"heads": _attention_points(name)}
+    points: dict[str, Any] = {"heads": _attention_points(block, block.parts.mixer_name)}
     if not block.attention.hooked:
         points["attention"] = Ends(block.reads_at, f"{name}.hook_out")
     if block.has_beside:
         points["beside"] = _ends(f"{block.name}.{block.parts.beside_name}")
     if block.cross_attention is not None:
-        points["cross"] = _attention_points(f"{block.name}.{block.parts.cross_name}")
+        points["cross"] = _attention_points(block, block.parts.cross_name)
     if block.parts.is_merged:
         points["cross"] = replace(points["cross"], pattern=f"{name}.hook_cross_pattern")
     return points
@@ -368,8 +383,12 @@ def _norm_points(block: BlockView) -> dict[str, Any]:
     }
 
 
-def _attention_points(name: str) -> AttentionPoints:
-    return AttentionPoints(pattern=f"{name}.hook_pattern", value=f"{name}.hook_v", z=f"{name}.hook_z")
+def _attention_points(block: BlockView, attention: str) -> AttentionPoints:
+    name = f"{block.name}.{attention}"
+    pattern = f"{name}.hook_pattern"
+    if pattern_reader(block.module._modules.get(attention)) is not None:
+        pattern = name + PATTERN
+    return AttentionPoints(pattern=pattern, value=f"{name}.hook_v", z=f"{name}.hook_z")
 
 
 def _first_known(known: Collection[str], *names: str) -> str | None:
@@ -398,8 +417,13 @@ def _ends(name: str) -> Ends:
 
 
 def _calls(block: BlockView, points: BlockPoints) -> dict[str, CallPoint]:
-    """Where the routing of a mixture of experts is seen, and an input of this layer alone."""
+    """Where patterns without a hook point, the routing of experts, and an input of this layer alone are seen."""
     calls: dict[str, CallPoint] = {}
+    for site, name in ((points.heads, block.parts.mixer_name), (points.cross, block.parts.cross_name)):
+        attention = block.module._modules.get(name)
+        read = pattern_reader(attention)
+        if site is not None and read is not None:
+            calls[site.pattern] = CallPoint(innermost(attention), "output", read=read)
     if block.per_layer is not None and points.per_layer_input is not None:
         calls[points.per_layer_input] = CallPoint(block.per_layer.module, block.per_layer.argument)
     if isinstance(block.mlp, ExpertsWeights) and block.mlp.module is not None and points.mlp is not None:
@@ -408,5 +432,7 @@ def _calls(block: BlockView, points: BlockPoints) -> dict[str, CallPoint]:
     elif isinstance(block.mlp, ExpertsWeights):
         routing = block.mlp.routing
         arguments = {points.index: routing.index, points.weight: routing.weight}
-        calls |= {name: CallPoint(routing.module, argument) for name, argument in arguments.items() if name is not None}
+        for name, argument in arguments.items():
+            if name is not None:
+                calls[name] = CallPoint(routing.module, argument, read=routing.read or first_output)
     return calls

@@ -56,6 +56,8 @@ def implicit_attention(
     """
     check_pass(frozen)
     layer = whole_number("layer", layer, 0, frozen.n_layers - 1, why="a layer of this model")
+    if frozen.view.blocks[layer].parts.is_mlp_alone:
+        raise InvalidInputError(f"implicit_attention: layer {layer} has an MLP alone, and mixes no positions.")
     if frozen.view.blocks[layer].has_beside:
         raise InvalidInputError(
             f"implicit_attention: layer {layer} has attention and a mixer beside it, and no one matrix of both. Take "

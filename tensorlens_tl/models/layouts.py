@@ -65,6 +65,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("pre", Place(), Place()),
     Layout("pre", Place(), Place(before="ln2")),
     Layout("pre", Place(before="norm"), Place()),
+    Layout("pre", Place(), Place(before="norm")),
     Layout("parallel", Place(), Place(), parallel=True),
     Layout("pre", Place(before="ln1"), Place(before="ln3"), cross=Place(before="ln2")),
     Layout("post", Place(outer="ln1"), Place(outer="ln3"), cross=Place(outer="ln2")),

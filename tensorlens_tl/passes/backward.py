@@ -123,6 +123,12 @@ def product_points(frozen: FrozenPass) -> tuple[list[AttentionPoints], list[str]
                 "tensorlens, cp-lrp and relp with attention='frozen' are exact for it."
             )
         of_block = [site for site in (points.heads, points.cross) if site is not None]
+        if any(site.pattern in frozen.points.calls for site in of_block):
+            raise UnsupportedModelError(
+                f"{block.name} of this {frozen.view.description}: TransformerLens has no hook point at its patterns, "
+                "so this rule cannot be applied there. tensorlens, cp-lrp and relp with attention='frozen' are exact "
+                "for it."
+            )
         scales += [f"{norm}.hook_scale" for site in of_block for norm in _norms_inside(frozen, block, site)]
         sites += of_block
     known = frozen.model.hook_dict

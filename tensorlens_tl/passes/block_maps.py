@@ -253,10 +253,12 @@ class BlockMaps(Blocks):
         """Attention, or what mixes positions in its place, with all that depends on its input held."""
         read = self.view.blocks[layer].mixer
         ends = self.points.blocks[layer].attention
-        if read is None or ends is None:
+        if read is None:
             return self.attention(layer, heads)
         if heads is not None:
             self.view.blocks[layer].require_attention()
+        if ends is None:  # nothing mixes positions
+            return read(self.capture.resid_pre(layer), None)
         mixing = read(self.capture.activation(ends.into), self._recursion_mask)
         return self._multiplied(layer, mixing, self.view.blocks[layer].branch_factor)
 

@@ -93,8 +93,8 @@ def check_repeats(capture: Capture, tolerance: float) -> None:
 def check_shown_patterns(capture: Capture) -> None:
     """Refuse an encoder–decoder that shows something else where its patterns should be.
 
-    TransformerLens gives `hook_pattern` the second output of an attention module that it leaves as it is, which of
-    Switch Transformers is the bias of relative positions.
+    TransformerLens gives `hook_pattern` the second output of an attention module that it leaves as it is, which of some
+    is the bias of relative positions.
     """
     if capture.sides is None:
         return
@@ -103,7 +103,7 @@ def check_shown_patterns(capture: Capture) -> None:
         if isinstance(pattern, Tensor) and bool((pattern < 0).any()):
             raise UnsupportedModelError(
                 f"{points.pattern} of this {capture.view.description} has numbers below 0, which are no attention "
-                "probabilities: TransformerLens shows the bias of relative positions there (Switch Transformers). "
+                "probabilities: TransformerLens shows something else there, such as the bias of relative positions. "
                 "Without its patterns attention cannot be held."
             )
 

@@ -27,11 +27,7 @@ def block_steps(frozen: PassOrDifference, layer: int, rule: str) -> list[Step]:
     layout = frozen.layouts[layer]
     mixing = frozen.maps.mixer(layer)
     beside = frozen.maps.beside(layer)
-    if frozen.view.blocks[layer].mixer is not None:
-        attention = [_mixer(frozen, layer, layout.attn, mixing)]
-    else:
-        *inside, output = mixing.stages
-        attention = _heads(frozen, layer, layout.attn, tuple(inside), output)
+    attention = _mixing_nodes(frozen, layer, layout.attn, mixing)
     if beside is not None:
         attention.append(_mixer(frozen, layer, layout.attn, beside))
     mlp: list[Sublayer] = []
@@ -124,6 +120,17 @@ def _end_steps(frozen: PassOrDifference, layer: int, rule: str) -> list[Step]:
 def _offset_steps(layer: int, offsets: Sequence[Offset]) -> list[Step]:
     """What hooks add to the stream, each as a step whose bias has the name of the hook point."""
     return [Step(layer, (), offset, offset.name) for offset in offsets]
+
+
+def _mixing_nodes(frozen: PassOrDifference, layer: int, at: Place, mixing: Chain) -> list[Sublayer]:
+    """Attention, or what mixes positions in its place; nothing of a block that is an MLP alone."""
+    block = frozen.view.blocks[layer]
+    if block.parts.is_mlp_alone:
+        return []
+    if block.mixer is not None:
+        return [_mixer(frozen, layer, at, mixing)]
+    *inside, output = mixing.stages
+    return _heads(frozen, layer, at, tuple(inside), output)
 
 
 def _mixer(frozen: PassOrDifference, layer: int, at: Place, mixing: Chain) -> Sublayer:

@@ -25,6 +25,7 @@ from tensorlens_tl.models.loops import StackCall
 from tensorlens_tl.models.names import (
     END_NORM,
     EXPERTS_BESIDE,
+    MIXERS,
     NORMS,
     PER_LAYER_NORM,
 )
@@ -49,6 +50,7 @@ from tensorlens_tl.models.sublayers import (
     ChannelMixWeights,
     ExpertsWeights,
     Mixer,
+    NoMixing,
     PerLayerWeights,
     channel_mix_weights,
     halves_after,
@@ -156,21 +158,25 @@ class BlockView:
         heads = 0 if self.mixer is not None else 3 * self.attention.W_O.shape[0]
         if self.mixer is None and not self.has_beside:
             return heads
-        parameters = innermost(self.module._modules[self.parts.beside_name]).parameters()
+        name = self.parts.beside_name if self.has_beside else self.parts.mixer_name
+        parameters = innermost(self.module._modules[name]).parameters()
         return max(heads, 3 * max(max(parameter.shape) for parameter in parameters))
 
     @weights_read
-    def mixer(self) -> Mixer | None:
+    def mixer(self) -> Mixer | NoMixing | None:
         """What mixes positions in place of attention, from what it reads to its map; None where attention does.
 
-        Refuses two of them beside each other, and a mixer that is not read.
+        Of a block that is an MLP alone, what gives zero. Refuses two of them beside each other, and a mixer that is
+        not read.
         """
-        return None if self.parts.has_attention else read_only_mixer(self.module._modules, self.refuse)
+        if self.parts.has_attention:
+            return None
+        return NoMixing() if self.parts.is_mlp_alone else read_only_mixer(self.parts.mixers, self.refuse)
 
     @weights_read
     def beside(self) -> Mixer | None:
         """What mixes positions beside attention, reading the same norm (Falcon-H1); None where nothing does."""
-        return read_only_mixer(self.module._modules, self.refuse) if self.has_beside else None
+        return read_only_mixer(self.parts.mixers, self.refuse) if self.has_beside else None
 
     @property
     def has_beside(self) -> bool:
@@ -187,7 +193,7 @@ class BlockView:
 
         So are an MLP's where there is none: folding gives attention-only blocks an `ln2` that never runs.
         """
-        names = NORMS if self.has_mlp else ("norm", *NORMS[:2])
+        names = NORMS if self.has_mlp and not self.parts.is_mlp_alone else ("norm", *NORMS[:2])
         return self._norms(name for name in names if name not in self.inner_norms)
 
     @weights_read
@@ -244,6 +250,8 @@ class BlockView:
     @weights_read
     def attention(self) -> AttentionWeights:
         """The attention weights; refuses what is not softmax attention with readable weights."""
+        if self.parts.is_mlp_alone:
+            raise self.refuse(f"it has an MLP alone ({self.parts.mixer_name}): it has no attention, and no pattern.")
         if self.mixer is not None:
             raise self.refuse(
                 f"{self.parts.mixer_name} is no softmax attention (a state-space layer, a delta rule, a convolution): "
@@ -257,6 +265,7 @@ class BlockView:
             read = read_attention(attention, self.model.cfg, self.refuse)
         else:
             read = self._shared_attention(attention, self.values_layer)
+        read = replace(read, shown=self.parts.mixer_name not in MIXERS)
         return read.scaled(self.attention_factor, self.parts.multiplier("attention_in_multiplier"))
 
     @cached_property
@@ -322,7 +331,7 @@ class BlockView:
 
     def require_plain_attention(self) -> AttentionWeights:
         """The attention weights; refuses attention that is more than pattern, W_V and W_O."""
-        if not self.attention.hooked:
+        if not self.attention.is_plain:
             raise self.refuse(
                 "a gate, a norm, a latent or a choice of experts stands inside its attention: what a head reads and "
                 "writes is no product of W_V and W_O alone. The operator and what is made from it work (tensorlens, "
@@ -432,6 +441,8 @@ class BlockView:
                 shared = innermost(self.module._modules[self.parts.shared_name])
                 read = replace(read, shared=read_module(shared, self.model.cfg, self.refuse))
             return replace(read, branch_factor=self.branch_factor)
+        if self.parts.is_mlp_alone:
+            return read_module(innermost(mlp), self.model.cfg, self.refuse).scaled(self.branch_factor)
         return read_mlp(mlp, self.model.cfg, self.refuse).scaled(self.branch_factor)
 
     @property

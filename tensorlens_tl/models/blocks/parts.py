@@ -1,11 +1,12 @@
 """Which parts a block has, and what it calls them: read from its modules' names, without any weights."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from tensorlens_tl.models.names import ATTENTION, ENTRY_NORM, MIXERS, MLPS
 from tensorlens_tl.models.parameters import innermost, is_bridge_component, is_norm
+from tensorlens_tl.models.sublayers import is_attention, is_mlp
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,17 @@ class BlockParts:
     @property
     def has_attention(self) -> bool:
         """Whether it has self-attention."""
-        return self._has_any(ATTENTION)
+        return self._has_any(ATTENTION) or self._named_as_mixer(is_attention) is not None
+
+    @property
+    def mixers(self) -> dict[str, Any]:
+        """What it has under a mixer's name that is neither attention nor an MLP."""
+        parts = {name: part for name in MIXERS if (part := self.module._modules.get(name)) is not None}
+        return {name: part for name, part in parts.items() if not is_attention(part) and not is_mlp(part)}
+
+    def _named_as_mixer(self, kind: Callable[[Any], bool]) -> str | None:
+        """The name of a mixer under which it has attention, or an MLP (NemotronH); None where it has none there."""
+        return next((name for name in MIXERS if kind(self.module._modules.get(name))), None)
 
     @property
     def is_merged(self) -> bool:
@@ -53,12 +64,12 @@ class BlockParts:
     @property
     def has_beside(self) -> bool:
         """Whether a mixer stands beside attention."""
-        return self.has_attention and self._has_any(MIXERS)
+        return self.has_attention and bool(self.mixers)
 
     @property
     def beside_name(self) -> str:
         """What the block calls the mixer that stands beside its attention."""
-        return self._first_of(MIXERS, MIXERS[0])
+        return next(iter(self.mixers), MIXERS[0])
 
     @property
     def missing_mixer(self) -> str:
@@ -83,7 +94,12 @@ class BlockParts:
     @property
     def mlp_name(self) -> str:
         """What the block calls its MLP or its experts."""
-        return self._first_of(MLPS, "mlp")
+        return self._first_of(MLPS, self._named_as_mixer(is_mlp) or "mlp")
+
+    @property
+    def is_mlp_alone(self) -> bool:
+        """Whether it has an MLP or experts under a mixer's name, and nothing that mixes positions (NemotronH)."""
+        return self.mlp_name in MIXERS
 
     @property
     def mlp(self) -> Any:

@@ -110,6 +110,7 @@ class AttentionWeights:
         output_factor: what multiplies what the heads give: a gate, or the scale of a norm before W_O. None for 1.
         routing: where heads belong to experts that a token is sent to; None where every token has all heads.
         shared: whether values are those of an earlier block, read from the stream there.
+        shown: whether values and what heads give have hook points.
     """
 
     value_matrix: Float[Tensor, "d_model kv_width"] | None
@@ -122,11 +123,17 @@ class AttentionWeights:
     output_factor: Gate | InverseScale | None = None
     routing: HeadRouting | None = None
     shared: bool = False
+    shown: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is no more than pattern, W_V and W_O."""
+        return self.inner_values is None and self.output_factor is None and self.routing is None and not self.shared
 
     @property
     def hooked(self) -> bool:
         """Whether holding the pattern holds it; else it is held as a whole, by what it reads."""
-        return self.inner_values is None and self.output_factor is None and self.routing is None and not self.shared
+        return self.is_plain and self.shown
 
     def scaled(self, factor: float, reads: float = 1.0) -> "AttentionWeights":
         """The same, with what it writes multiplied by a factor, and what it reads by another."""
@@ -144,7 +151,7 @@ class AttentionWeights:
         Raises:
             UnsupportedModelError: values, or what heads give, depend on more than weights and pattern.
         """
-        if self.value_matrix is None or not self.hooked:
+        if self.value_matrix is None or not self.is_plain:
             raise UnsupportedModelError(
                 "attention with a gate, a norm or a latent inside: what a head reads and writes is no product of its "
                 "weights alone. The operator and what is made from it (tensorlens, decompx, stream terms) work."

@@ -1,6 +1,8 @@
 """How the parts of a block are read: attention, MLPs, experts, and mixers in place of attention."""
 
+from tensorlens_tl.models.sublayers.alone import NoMixing, is_attention, is_mlp
 from tensorlens_tl.models.sublayers.attention import (
+    pattern_reader,
     read_attention,
     read_shared_attention,
     shared_source,
@@ -50,6 +52,7 @@ __all__ = [
     "Mix",
     "Mixer",
     "MixerWeights",
+    "NoMixing",
     "PerLayerWeights",
     "Routing",
     "ShortConvolution",
@@ -59,10 +62,13 @@ __all__ = [
     "halves_after",
     "halving_period",
     "has_experts",
+    "is_attention",
     "is_channel_mix",
     "is_delta",
+    "is_mlp",
     "mixer_map",
     "mixer_weights",
+    "pattern_reader",
     "read_attention",
     "read_experts",
     "read_latent_scores",

@@ -1,6 +1,6 @@
 """How is a block's attention read: values, output, and what stands between them and the pattern?"""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from tensorlens_tl.models.parameters import (
     flattened,
     floating,
     innermost,
+    is_bridge_component,
     read_linear,
     refuse_bypassed,
     shown,
@@ -95,6 +96,27 @@ def read_shared_attention(attn: Any, source: Any, cfg: Any, refuse: Refuse) -> A
     return replace(values, W_O=W_O, b_O=b_O, heads=len(W_O) // inner.head_dim, shared=True)
 
 
+def pattern_reader(attn: Any) -> Callable[[Any], Any] | None:
+    """How the pattern is read from what attention's module returns; None where a Bridge shows it at a hook point.
+
+    A Bridge may have no hook point for it (NemotronH), or show the second output there, which is a bias of relative
+    positions with the pattern behind it (Switch Transformers; of T5 TransformerLens knows that).
+    """
+    if not is_bridge_component(attn):
+        return None
+    if not hasattr(attn, "hook_pattern"):
+        return partial(_returned, number=1)
+    is_relative = hasattr(innermost(attn), "has_relative_attention_bias")
+    if is_relative and not getattr(attn, "requires_relative_position_bias", True):
+        return partial(_returned, number=2)
+    return None
+
+
+def _returned(outputs: Any, number: int) -> Any:
+    """One of a module's outputs; None where it returns fewer."""
+    return outputs[number] if isinstance(outputs, tuple) and len(outputs) > number else None
+
+
 def shared_source(attentions: Sequence[Any]) -> int | None:
     """Which earlier attention the last of several takes its keys and values from; None where it has its own.
 
@@ -119,6 +141,8 @@ def projection(attn: Any, letter: str, cfg: Any, refuse: Refuse) -> tuple[Any, A
         heads of grouped attention. None for what is not there, or not shown by head.
     """
     module = unlike_shown(attn, letter.lower())
+    if is_bridge_component(attn) and not hasattr(attn, "hook_pattern"):  # nothing of it is shown (NemotronH)
+        module = innermost(getattr(innermost(attn), f"{letter.lower()}_proj", None))
     if module is None:
         # HookedTransformer's W_V is expanded to query heads, its _W_V is not; a Bridge has only the latter, as W_V.
         prefix = "_" if letter in "KV" and hasattr(attn, f"_W_{letter}") else ""

@@ -34,6 +34,9 @@ from tensorlens_tl.models.parameters import (
 )
 from tensorlens_tl.models.sublayers.mlps import read_activation, read_module
 
+LATENT = ("fc1_latent_proj", "fc2_latent_proj")
+"""What stands before and after experts that read a latent (NemotronH)."""
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -53,6 +56,7 @@ class Routing:
             softmax (JetMoe).
         normalised: whether the weights of a token's choices are divided by their sum after that.
         router: gives a number for every expert as its first output, `[token, expert]`, or None where none is known.
+        read: from the output to the weights, where they are not its first tensor.
     """
 
     module: nn.Module
@@ -65,6 +69,7 @@ class Routing:
     softmax: bool = False
     normalised: bool = False
     router: nn.Module | None = None
+    read: Callable[[Any], Any] | None = None
 
     def of_choices(
         self, weight: Float[Tensor, "batch pos number"], index: Int[Tensor, "batch pos choice"]
@@ -174,11 +179,12 @@ def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
     if _is_parallel(layer):
         return _read_parallel(layer, cfg, refuse)
     experts = innermost(layer.experts)
+    if any(isinstance(innermost(getattr(layer, name, None)), nn.Linear) for name in LATENT):
+        raise refuse("its experts read a latent of the vectors (moe_latent_size), which is not read.")
     shared = _first_module(layer, "shared_experts", "shared_expert", "shared_mlp")
     gate = _first_module(layer, "shared_expert_gate")
     count, expert = _experts(experts, cfg, refuse)
     routing = _routing(layer, experts, refuse)
-    choices = (getattr(module, "top_k", None) for module in (layer, routing.router))
     return ExpertsWeights(
         count=count,
         expert=expert,
@@ -186,7 +192,7 @@ def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
         shared=maybe(partial(read_module, cfg=cfg, refuse=refuse), shared),
         shared_gate=maybe(partial(_shared_gate, refuse=refuse), gate),
         shared_module=shared,
-        choices=next((number for number in choices if isinstance(number, int)), count),
+        choices=_choices(layer, routing, count),
     )
 
 
@@ -279,6 +285,8 @@ def _routing(layer: Any, experts: nn.Module, refuse: Refuse) -> Routing:
     arguments = list(inspect.signature(experts.forward).parameters)
     factor = float(getattr(layer, "routed_scaling_factor", 1.0))
     router = _first_module(layer, "gate", "router")
+    if router is not None and hasattr(router, "expert_capacity"):
+        return Routing(router, "", "output", dense=True, read=_within_capacity)
     if len(arguments) == 3:
         return Routing(experts, arguments[1], arguments[2], factor=factor, router=router)
     if len(arguments) == 1 and router is not None:
@@ -286,6 +294,23 @@ def _routing(layer: Any, experts: nn.Module, refuse: Refuse) -> Routing:
     raise refuse(
         f"its experts ({type(experts).__name__}) are called with {', '.join(arguments)}: no routing that is read."
     )
+
+
+def _choices(layer: Any, routing: Routing, count: int) -> int:
+    """How many experts a token is sent to; of all, where the model does not say."""
+    if routing.read is _within_capacity:
+        return 1
+    numbers = (getattr(module, "top_k", None) for module in (layer, routing.router))
+    return next((number for number in numbers if isinstance(number, int)), count)
+
+
+def _within_capacity(output: tuple[Tensor, ...]) -> Float[Tensor, "batch pos expert"]:
+    """What every expert counts, from a router that sends each token to one expert, or to none where that is full.
+
+    It gives a 1 for the expert and zeros, and what that expert counts (Switch Transformers).
+    """
+    sent, weight, *_ = output
+    return sent * weight
 
 
 def _experts(experts: Any, cfg: Any, refuse: Refuse) -> tuple[int, Callable[[int], MLPWeights]]:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, on_device
 from tensorlens_tl.algebra.numerics import maybe, times
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.models.names import MIXERS
 from tensorlens_tl.models.parameters import innermost
 from tensorlens_tl.models.sublayers.delta import DeltaWeights, delta_weights, is_delta
 from tensorlens_tl.models.sublayers.mixing import Ends, Mask, read_convolution, read_linear, real_tokens, require
@@ -141,28 +140,23 @@ def read_mixer(module: nn.Module, refuse: Callable[[str], UnsupportedModelError]
     return Mixer(module, refuse, _leaking(_weights(module), type(module).__name__))
 
 
-def read_only_mixer(parts: Mapping[str, Any], refuse: Callable[[str], UnsupportedModelError]) -> Mixer | None:
-    """The one mixer among the parts of a block, or None.
+def read_only_mixer(mixers: Mapping[str, Any], refuse: Callable[[str], UnsupportedModelError]) -> Mixer | None:
+    """The one mixer of a block, or None.
 
     Args:
-        parts: by name.
+        mixers: by name.
         refuse: makes an error that names the block.
 
     Raises:
-        UnsupportedModelError: two mixers, attention under a mixer's name, or a mixer that is not read.
+        UnsupportedModelError: two mixers, or one that is not read.
     """
-    names = [name for name in MIXERS if name in parts]
+    names = list(mixers)
     if len(names) > 1:
         raise refuse(f"{' and '.join(names)} beside each other, which is not read.")
     if not names:
         return None
-    inner = innermost(parts[names[0]])
-    if hasattr(inner, "q_proj") and hasattr(inner, "o_proj") and not hasattr(inner, "A_log"):
-        raise refuse(
-            f"{names[0]} is attention here ({type(inner).__name__}), and TransformerLens shows no pattern of it."
-        )
     try:
-        return read_mixer(inner, refuse)
+        return read_mixer(innermost(mixers[names[0]]), refuse)
     except UnsupportedModelError as error:
         raise refuse(f"{names[0]}: {error}") from None
 

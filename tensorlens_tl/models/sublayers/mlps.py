@@ -117,6 +117,11 @@ def _with_inner_norm(read: MLPWeights, inner: Any, cfg: Any, refuse: Refuse) -> 
     return replace(read, W_out=W_out, post_factor=InverseScale(weights), hooked=False)
 
 
+def has_projections(module: nn.Module) -> bool:
+    """Whether a module has the projections of an MLP, under names that are known."""
+    return any(all(isinstance(getattr(module, name, None), nn.Module) for name in names) for names in PROJECTIONS)
+
+
 def read_module(module: nn.Module, cfg: Any, refuse: Refuse) -> MLPWeights:
     """The weights of a Hugging Face MLP that TransformerLens does not show (an expert, a shared expert).
 

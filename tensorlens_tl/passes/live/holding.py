@@ -244,7 +244,7 @@ def _prove(maps: BlockMaps) -> frozenset[str]:
         by_pattern = (
             site for block in points.blocks for site in (None if block.attention else block.heads, block.cross)
         )
-        sites = [site for site in by_pattern if site is not None]
+        sites = [site for site in by_pattern if site is not None and site.pattern not in points.calls]
         reached = patterns_take_effect(model, maps.capture.inputs, sites)
         effective = frozenset(site.pattern for site, reaches in zip(sites, reached, strict=True) if reaches)
     # another stream and not another prompt: a model of images and tokens checks that both fit together

@@ -260,7 +260,7 @@ class _Comparison:
         """
         beyond = self._at_real(difference.abs_().sub_(rounding).clamp_min_(0).norm(dim=-1))
         sizes = self._at_real(write.norm(dim=-1))
-        scanned = self.block.mixer is not None or self.block.has_beside
+        scanned = (self.block.mixer is not None and not self.block.parts.is_mlp_alone) or self.block.has_beside
         if scanned and len(sizes):
             sizes = sizes + sizes.median()  # the terms of a scan may cancel at a token; their rounding does not
         return beyond / _positive(sizes)

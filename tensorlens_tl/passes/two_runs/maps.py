@@ -18,6 +18,7 @@ from tensorlens_tl.models.sublayers import (
     Mamba2Weights,
     MambaWeights,
     Mixer,
+    NoMixing,
     TimeMixWeights,
 )
 from tensorlens_tl.passes.block_maps import BlockMaps
@@ -181,13 +182,15 @@ class SecantMaps(Blocks):
                 parts.beside = self._mixer_secant(layer, mixers, blocks[0].beside_factor)
         return parts.beside
 
-    def _mixer_secant(self, layer: int, mixers: Sequence[Mixer | None], factor: float) -> Chain:
+    def _mixer_secant(self, layer: int, mixers: Sequence[Mixer | NoMixing | None], factor: float) -> Chain:
         """The secant of the two runs' mixers, multiplied by a factor."""
         parts = self._parts(layer)
         of_a, of_b = mixers
         assert of_a is not None
         assert of_b is not None
         read = Change(parts.of_a.attention, parts.of_b.attention)
+        if isinstance(of_a, NoMixing) or isinstance(of_b, NoMixing):
+            return of_a(read.a, None)
         keep = None if bool(self.mask.all()) else self.mask[..., None].to(read.a)
         secant = mixer_secant(of_a.weights, of_b.weights, read, keep, f"L{layer}")
         if factor == 1:
