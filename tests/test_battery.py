@@ -454,6 +454,7 @@ BROKEN_METHODS = {
 
 
 @pytest.mark.parametrize("broken", BROKEN_METHODS, ids=lambda function: function.__name__)
+@pytest.mark.few(8)
 def test_broken_methods_are_caught(broken, clean_registry):
     tlens.register_method("broken")(broken)
     model = tiny_model(GPT2)
@@ -628,6 +629,7 @@ def test_padding_that_a_model_ignores_is_caught(monkeypatch):
 
 @pytest.mark.numeric
 @parametrize_with_checks(check for name in model_names() for check in model_checks(name))
+@pytest.mark.few(130)
 def test_every_model_passes(check):
     check()
 

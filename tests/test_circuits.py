@@ -101,6 +101,7 @@ def without(frozen, layer, head, pos=slice(None)):
 
 
 @pytest.mark.parametrize("by", ["component", "head", "head_token", "neuron"])
+@pytest.mark.few(32)
 def test_components_sum_to_the_logit(frozen, name, by):
     if by == "neuron" and max(experts_in(frozen)) > 1:
         with pytest.raises(tlens.UnsupportedModelError, match="mixture of experts"):
@@ -166,6 +167,7 @@ def silent_mlp(frozen, layer):
     return frozen.points.blocks[layer].post, lambda post, *, hook: torch.zeros_like(post)
 
 
+@pytest.mark.few(8)
 def test_total_effects_are_what_ablation_costs(frozen, name):
     """Of every head and MLP at once: on the frozen pass by one pull, on the live model by runs in one batch."""
     has_mlp = frozen.view.blocks[0].has_mlp
@@ -413,6 +415,7 @@ def test_source_pairs_sum_to_the_score_of_the_captured_queries_and_keys(frozen, 
 
 
 @pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.few(16)
 def test_pairs_of_components_and_heads_sum_to_the_score(frozen, name, layer):
     by_token = circuits.qk_attribution(frozen, layer, 3, query=-1, key=3)
     made = {by: circuits.qk_attribution(frozen, layer, 3, query=-1, key=3, by=by) for by in ("component", "head")}
@@ -464,6 +467,7 @@ def test_ov_circuits_belong_to_the_query_heads_group(model, name, frozen):
         assert close(circuit.AB, value.weight @ output.weight)
 
 
+@pytest.mark.few(8)
 def test_composition_scores_are_transformer_lens_own(model, name, frozen):
     if "whitened" in name:
         with pytest.raises(tlens.UnsupportedModelError, match=r"composition_scores: .* is whitened"):
@@ -574,6 +578,7 @@ def test_each_primitives_bound_is_exact_or_above(one, name):
 
 @pytest.mark.parametrize("size", [1e-3, pytest.param(0.1, marks=pytest.mark.whole), 3.0])
 @pytest.mark.parametrize("name", SIZED)
+@pytest.mark.few(4)
 def test_the_frozen_model_is_never_further_off_than_its_bound(one, name, size):
     x = one.resid_pre(0)
     for seed in range(3):

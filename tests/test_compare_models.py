@@ -59,6 +59,7 @@ def nonzero(change):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("by", BY)
+@pytest.mark.few(6)
 def test_terms_sum_to_the_change_of_the_logit(name, by):
     base, tuned = two_models(name)
     tokens = some_tokens()

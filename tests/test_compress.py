@@ -81,6 +81,7 @@ def full_ranks(model):
 
 
 @pytest.mark.numeric
+@pytest.mark.few(8)
 def test_full_ranks_give_the_model_back(name, model):
     before, own = everything(model), logits(model)
     if refused(model):

@@ -184,6 +184,7 @@ def test_a_module_put_in_the_place_of_another_of_its_class_is_read():
 
 
 @pytest.mark.parametrize("name", ["hooked/ln", "bridge/gpt2", "bridge/llama", "bridge/bart", "bridge/whitened"])
+@pytest.mark.few(2)
 def test_nothing_keeps_the_model_alive(name):
     if name not in model_names():
         pytest.skip("HookedTransformer is gone in TransformerLens 4")

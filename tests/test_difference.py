@@ -78,6 +78,7 @@ def summed(result):
 
 
 @pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.few(10)
 def test_scores_sum_to_the_difference_of_the_live_logits(name, model):
     a, b = two_runs(model)
     difference = tlens.difference(a, b)
@@ -166,6 +167,7 @@ def test_sinks_are_read_from_real_queries(side):
 
 
 @pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.few(8)
 def test_swapped_runs_have_opposite_scores_and_equal_runs_none(name, model):
     a, b = two_runs(model)
     there = tlens.attribute(tlens.difference(a, b), 5)
@@ -710,6 +712,7 @@ BASELINES = (
 
 @pytest.mark.parametrize("kind", BASELINES)
 @pytest.mark.parametrize("name", EXACT)
+@pytest.mark.few(12)
 def test_a_baseline_is_what_the_live_model_runs_on(name, kind, model_named):
     frozen = tlens.freeze(model_named(name), some_tokens())
     baseline, stands = baselines(frozen)[kind]

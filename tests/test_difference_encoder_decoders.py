@@ -387,6 +387,7 @@ KINDS = (
 
 @pytest.mark.parametrize("kind", KINDS)
 @TESTED
+@pytest.mark.few(3)
 def test_a_baseline_is_what_the_live_model_runs_on(name, kind):
     frozen = run_of(built(name))
     baseline, stands = baselines(frozen)[kind]

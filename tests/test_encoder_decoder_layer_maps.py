@@ -43,7 +43,7 @@ BY_DEFAULT = [name for name in ("encoder-decoder/tied", "bridge/bart", "bridge/t
 
 
 @parametrize_with_checks(battery(BY_DEFAULT))
-@pytest.mark.few(40)
+@pytest.mark.few(16)
 def test_battery(check):
     check()
 

@@ -196,6 +196,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("what", PARTS)
+@pytest.mark.few(8)
 def test_what_reads_blocks_of_one_stack_is_refused_by_name(what, model_named):
     model = model_named(BART)
     input, options = tiny_input(model, 1)

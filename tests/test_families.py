@@ -73,6 +73,7 @@ def test_push_and_pull_are_adjoint(frozen, activation):
 
 
 @pytest.mark.parametrize("activation", tlens.RULES)
+@pytest.mark.few(44)
 def test_the_hook_frozen_model_is_the_same_affine_map(frozen, name, activation):
     op = frozen.operator(activation=activation)
     for seed in range(2):
@@ -131,6 +132,7 @@ def test_tangent_is_the_models_own_jacobian_of_the_mlp(frozen, name):
 
 
 @pytest.mark.parametrize("activation", tlens.RULES)
+@pytest.mark.few(44)
 def test_collapses_are_complete(frozen, name, activation):
     op = frozen.operator(activation=activation)
     output = frozen.output
@@ -188,6 +190,7 @@ POSITIONS_SHIFT = {("encoder/bert", "left"), ("bridge/bert", "left")}
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.few(22)
 def test_padding_changes_nothing(model, name, side):
     long, short = some_tokens(1, 6, 1)[0], some_tokens(1, 4, 2)[0]
     real = slice(0, 4) if side == "right" else slice(2, 6)

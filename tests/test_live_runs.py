@@ -156,6 +156,7 @@ def test_two_prompts_beside_a_hook_on_the_second(name):
 @every_class
 @pytest.mark.parametrize("row", [0, -1])
 @pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.few(12)
 def test_what_nobody_can_see_is_refused_where_it_acts_on_some_rows(name, row, question):
     model = tiny_model(name)
     _class_forward(model, _add(model, row))

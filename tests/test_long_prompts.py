@@ -180,6 +180,7 @@ def square_tensors(length):
 
 
 @pytest.mark.parametrize("name", dict.fromkeys([PLAIN, "bridge/gpt2", "bridge/llama"]))
+@pytest.mark.few(1)
 def test_nothing_quadratic_is_alive(name, model_named):
     """In the pass, or on the model: a Bridge's joint attention leaves its last pattern on itself."""
     model, length = model_named(name), 11

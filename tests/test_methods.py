@@ -79,6 +79,7 @@ def battery(models):
 
 @pytest.mark.numeric
 @parametrize_with_checks(battery(BY_DEFAULT))
+@pytest.mark.few(180)
 def test_battery(check):
     check()
 
@@ -95,6 +96,7 @@ def frozen_named(name):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.few(300)
 def test_every_method_on_every_family(name, case):
     """It holds what every result must, or refuses what its registration says that it needs, naming the block."""
     method, options = CASES[case]
@@ -272,6 +274,7 @@ def test_rollout_by_hand(frozen):
 
 
 @pytest.mark.parametrize("method", BUILT_IN)
+@pytest.mark.few(24)
 def test_one_query_is_a_row_of_all(frozen, method):
     every, one = (tlens.attribute(frozen, method=method, query=query, **options_of(method)) for query in ("all", 2))
     assert torch.allclose(one.scores[:, 0], every.scores[:, 2])

@@ -286,6 +286,7 @@ METHODS = [
 
 
 @pytest.mark.parametrize(("method", "options"), METHODS)
+@pytest.mark.few(2)
 def test_methods(method, options, model):
     assert not check_method(method, model, options=options)
 

@@ -24,6 +24,7 @@ def run(source, names):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.few(3)
 def test_notebook_runs(path):
     names = {"__name__": "__main__"}
     for cell in cells(path):

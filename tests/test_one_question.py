@@ -24,6 +24,7 @@ def model():
 
 
 @pytest.mark.parametrize("method", tlens.list_methods())
+@pytest.mark.few(8)
 def test_the_mean_over_queries_is_that_of_every_query(method, model):
     tokens = [row * 2 for row in UNEVEN]
     options = {"target": 5} if tlens.get_method(method).explains_prediction() else {}
@@ -62,6 +63,7 @@ def test_a_prompt_of_one_token_has_no_next_one(model):
 
 
 @pytest.mark.parametrize("method", [name for name in tlens.list_methods() if name not in ("tensorlens", "difference")])
+@pytest.mark.few(8)
 def test_generated_text_by_any_method(method, model):
     written = freeze_generation(model, some_tokens(batch=2, pos=4), max_new_tokens=3, stop_at_eos=False)
     explains = tlens.get_method(method).explains_prediction()

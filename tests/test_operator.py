@@ -133,6 +133,7 @@ def test_a_tolerance_is_reached_with_the_rows_it_takes(demo_model):
 @pytest.mark.parametrize("rows", ["gaussian", "orthonormal"])
 @pytest.mark.parametrize("rank", [1, 2, 8, 24])
 @pytest.mark.parametrize("spectrum", ["flat", "falling"])
+@pytest.mark.few(4)
 def test_intervals_cover_what_they_say_with_few_probes(rank, spectrum, rows):
     """A thousand estimates of one block at once, as prompts of a batch."""
     width, draws = 64, 1000

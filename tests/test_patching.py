@@ -217,6 +217,7 @@ def test_mixers_have_frozen_scores_and_no_others(model_named):
     ["embed → L0H1.v", "L0H2 → L1H0.v", "embed → MLP1", "L0H3 → MLP1", "MLP0 → target", "L1H1 → target"],
 )
 @pytest.mark.parametrize("name", [*NAMES, "bridge/whitened"])
+@pytest.mark.few(16)
 def test_patching_an_edge_of_the_frozen_steps_costs_its_score(name, edge, model_named):
     clean, corrupted = two(model_named(name))
     edges = circuits.edge_scores(clean, corrupted, **ASKED, positions=True)

@@ -26,6 +26,7 @@ def fixed(tokens, scores):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("replacement", [7, "zero", "mean"])
+@pytest.mark.few(6)
 def test_the_engine_against_a_computation_by_hand(family, replacement, model_named):
     """Three steps over six tokens: every run, metric and area once more, by hand."""
     model, tokens = model_named(family), some_tokens(2, 6)

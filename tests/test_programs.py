@@ -100,6 +100,7 @@ def test_norms_hardly_change_a_program():
 
 
 @pytest.mark.parametrize(("of", "change"), CHANGES)
+@pytest.mark.few(4)
 def test_components_that_are_true_are_found(of, change):
     """By patching the live model and by the exact difference on every change; by what explains the clean prompt alone
     always."""

@@ -118,6 +118,7 @@ ALIKE = ("figure-6", "figure-7")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.whole if name in ALIKE else ()) for name in evaluate.EXPERIMENTS]
 )
+@pytest.mark.few(2)
 def test_every_experiment_runs(name, made, tmp_path, capsys):
     result, experiment = made(name), evaluate.EXPERIMENTS[name]
     result.show()

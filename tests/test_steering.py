@@ -196,6 +196,7 @@ def thresholded(x, hook):
 
 @pytest.mark.parametrize("act", [scaled, rectified, averaged, thresholded, projected_out])
 @pytest.mark.parametrize("name", HANDFUL)
+@pytest.mark.few(8)
 def test_what_depends_on_what_it_reads_is_refused_by_name(name, act, model_named):
     model = model_named(name)
     for point in points_of(name, model):
@@ -273,6 +274,7 @@ def test_the_difference_to_a_plain_run_is_the_effect_of_a_patch(name, act, model
 
 @pytest.mark.parametrize("act", [patched_at_a_position, ablated])
 @pytest.mark.parametrize("name", rest_whole(NAMES, *HANDFUL))
+@pytest.mark.few(3)
 def test_edges_show_by_which_ways_a_patch_reached_the_target(name, act, model_named):
     """Into the target they sum to the live effect, and the edges that leave the patch to what the patch does at all."""
     model = model_named(name)

@@ -177,6 +177,7 @@ PROMPTS = [TEXT[:length] for length in (12, 48, 20, 35, 8, 48, 30, 16)]
         ("tensorlens", {"target": " the"}), ("decompx", {"bias": "token"}), ("alti", {"query": [0, -1]}),
     ],
 )  # fmt: skip
+@pytest.mark.few(3)
 def test_prompts_in_batches_are_what_each_is_alone(method, more, demo_model):
     together = tlens.attribute(demo_model, PROMPTS, method=method, memory="2MB", **more)
     assert together.scores.shape[0] == len(PROMPTS)
