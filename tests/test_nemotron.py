@@ -6,7 +6,7 @@ Beside it stands a literal forward pass.
 import pytest
 import torch
 import transformers
-from conftest import close, hooks_left
+from conftest import Choices, close, hooks_left
 from torch import Tensor
 from torch.nn.functional import softplus
 from torch.overrides import TorchFunctionMode
@@ -73,22 +73,12 @@ def frozen(model):
     return tlens.freeze(model, TOKENS)
 
 
-class Literal:
-    """One prompt through all blocks; scales, patterns, gates and routes are noted, or those of another pass are used.
-
-    Attributes:
-        noted: what was held, in the order of the pass.
-        given: what is held instead; None for what this pass computes.
-    """
+class Literal(Choices):
+    """One prompt through all blocks; holds scales, patterns, gates and routes."""
 
     def __init__(self, model, given=None):
+        super().__init__(given)
         self.inside = model.original_model.model
-        self.noted = []
-        self.given = None if given is None else iter(given)
-
-    def hold(self, value):
-        self.noted.append(value if self.given is None else next(self.given))
-        return self.noted[-1]
 
     def norm(self, module, x):
         module = original(module)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
-from conftest import close, hooks_left
+from conftest import Choices, close, hooks_left
 from transformers.models.switch_transformers import modeling_switch_transformers as switch
 
 import tensorlens_tl as tlens
@@ -62,22 +62,12 @@ def frozen(model):
     return tlens.freeze(model, SOURCES, decoder_input_ids=WRITTEN)
 
 
-class Literal:
-    """One prompt through both stacks; scales, patterns, ReLUs and routes are noted, or those of another pass are used.
-
-    Attributes:
-        noted: what was held, in the order of the pass.
-        given: what is held instead; None for what this pass computes.
-    """
+class Literal(Choices):
+    """One prompt through both stacks; holds scales, patterns, ReLUs and routes."""
 
     def __init__(self, model, given=None):
+        super().__init__(given)
         self.inside = model.original_model
-        self.noted = []
-        self.given = None if given is None else iter(given)
-
-    def hold(self, value):
-        self.noted.append(value if self.given is None else next(self.given))
-        return self.noted[-1]
 
     def norm(self, module, x):
         module = original(module)
