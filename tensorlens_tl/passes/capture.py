@@ -25,8 +25,10 @@ _checked: ContextVar[set[WeightState] | None] = ContextVar("checked", default=No
 
 @contextmanager
 def one_check(model: HookedModel) -> Generator[None, None, None]:
-    """Inside, this thread has the model to itself, and no capture is compared with it twice, nor one that is taken
-    here: around the steps of one question."""
+    """Inside, this thread has the model to itself, and no capture is compared with it twice, nor one that is taken here.
+
+    It stands around the steps of one question. What these steps change in the model is noticed at the next question.
+    """
     with lock_of(model):
         token = _checked.set(set(_checked.get() or ()))
         try:

@@ -49,8 +49,8 @@ class ShownProduct(NamedTuple):
     def missed(self, reads: Float[Tensor, "batch pos d_in"]) -> Float[Tensor, "batch pos"]:
         """Estimated norms of h·W + b − w."""
         random = _projections(self.shown.shape[-1], self.shown.dtype, self.shown.device)
-        columns = linear(random, self.out.weight)  # several times as fast as weight @ random.T
-        ours = linear(reads, columns)
+        projected = linear(random, self.out.weight)  # several times as fast as weight @ random.T
+        ours = linear(reads, projected)
         if self.out.offset is not None:
             ours = ours + linear(self.out.offset, random)
         return (ours - linear(self.shown, random)).norm(dim=-1)
@@ -58,7 +58,7 @@ class ShownProduct(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _projections(width: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "row width"]:
-    """Gaussian rows, scaled so that projected vectors have the norms of the vectors in the mean of squares."""
+    """R with its columns as rows: Gaussian, scaled so that projected vectors have the norms of the vectors in the mean of squares."""
     drawn = torch.randn(COLUMNS, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (drawn / COLUMNS**0.5).to(device, dtype)
 
