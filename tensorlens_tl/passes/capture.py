@@ -25,7 +25,7 @@ _checked: ContextVar[set[WeightState] | None] = ContextVar("checked", default=No
 
 @contextmanager
 def one_check(model: HookedModel) -> Generator[None, None, None]:
-    """Inside, this thread has the model to itself, and no capture is compared with it twice, nor one that is taken here.
+    """Inside, this thread has the model to itself, and no capture is compared with it twice, nor any taken here.
 
     It stands around the steps of one question. What these steps change in the model is noticed at the next question.
     """

@@ -58,7 +58,7 @@ class ShownProduct(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _projections(width: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "row width"]:
-    """R with its columns as rows: Gaussian, scaled so that projected vectors have the norms of the vectors in the mean of squares."""
+    """R, its columns as rows: scaled so that projected vectors have the norms of the vectors in the mean of squares."""
     drawn = torch.randn(COLUMNS, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (drawn / COLUMNS**0.5).to(device, dtype)
 
