@@ -25,7 +25,7 @@ test-whole: .venv/.ready .venv-tl4/.ready
 # calls, and what passes wrong things on purpose
 UNCHECKED = notebooks supply_chain changed_models inputs messages devices
 test-shapes: .venv/.ready
-	.venv/bin/python -m pytest --cases=6 --jaxtyping-packages=tensorlens_tl,beartype.beartype $(UNCHECKED:%=--ignore=tests/test_%.py)
+	.venv/bin/python -m pytest --cases=6 --jaxtyping-packages=tensorlens_tl,every_item.checked $(UNCHECKED:%=--ignore=tests/test_%.py)
 
 # 180 random models; hooks, caches and loops: 300 of each
 fuzz: .venv/.ready

@@ -116,7 +116,7 @@ def _relevance(
 def _relevance_of_both_sides(
     frozen: FrozenPass,
     sites: list["_Site"],
-    gradients: list[Float[Tensor, "query batch pos *width"] | None],
+    gradients: list[Float[Tensor, "query batch _side *width"] | None],
     positions: Int[Tensor, "batch query"],
 ) -> Float[Tensor, "batch query key"]:
     """The same of an encoder–decoder, by the rules of its self- and cross-attention."""
