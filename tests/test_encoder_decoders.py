@@ -169,7 +169,6 @@ PARTS = {
     "copying_scores": [lambda m, f: circuits.copying_scores(m)],
     "ov_eigenvalues": [lambda m, f: circuits.ov_eigenvalues(m, 0, 0)],
     "svd_tokens": [lambda m, f: circuits.svd_tokens(m, 0, 0)],
-    "comparing two prompts": [lambda m, f: circuits.patch_scores(f, f, 7), lambda m, f: circuits.edge_scores(f, f, 7)],
     "attention to the previous token": [lambda m, f: circuits.previous_token_scores(f)],
     "the weights of heads": [
         lambda m, f: compress.plan(m, ratio=2),

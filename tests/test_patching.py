@@ -6,7 +6,9 @@ frozen or live, and autograd at its split query, key and value inputs.
 
 import copy
 import json
+import re
 from functools import partial
+from itertools import product
 
 import networkx
 import pytest
@@ -19,6 +21,7 @@ from tensorlens_tl import circuits, evaluate
 from tensorlens_tl.circuits.compare import corrupted_stream, edge_layout, pair_target
 from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.commands import main
+from tensorlens_tl.models import ModelView
 from tensorlens_tl.results.edges.choosing import edge_order, pruned
 from tensorlens_tl.testing import model_names, tiny_model
 from tensorlens_tl.testing.building import build_bridge
@@ -27,43 +30,64 @@ HERE = set(model_names())
 NAMES = ["hooked/gqa", "hooked/sandwich", "encoder/bert", "bridge/gpt2", "bridge/llama", "bridge/neox", "bridge/opt"]
 NAMES = [name for name in NAMES if name in HERE]
 LIVE = [name for name in NAMES if name not in ("hooked/sandwich", "encoder/bert")]
+BOTH = ["encoder-decoder/tied", "encoder-decoder/gated", "bridge/bart", "bridge/pegasus", "bridge/t5", "bridge/t5gemma"]
+BOTH = [name for name in BOTH if name in HERE]
 SPLIT = pytest.mark.skipif("hooked/ln" not in HERE, reason="its split inputs are TransformerLens 3.9's")
 ASKED = {"target": 5, "minus": 7}
 
 
 def two(model, batch=2):
-    """Passes of two prompts that differ in one token, and not in the last."""
+    """Passes of two prompts that differ in one token of each side, and not in the last."""
     tokens = some_tokens(batch)
-    changed = tokens.clone()
-    changed[:, 2] = torch.where(tokens[:, 2] > 25, tokens[:, 2] - 11, tokens[:, 2] + 11)
-    return tlens.freeze(model, tokens), tlens.freeze(model, changed)
+    clean, corrupted = {"input": tokens}, {"input": changed(tokens, 2)}
+    if ModelView(model).is_encoder_decoder:
+        written = some_tokens(batch, 4, seed=1)
+        clean["decoder_input_ids"], corrupted["decoder_input_ids"] = written, changed(written, 1)
+    return tlens.freeze(model, **clean), tlens.freeze(model, **corrupted)
+
+
+def changed(tokens, pos):
+    """Tokens with others at one position."""
+    other = tokens.clone()
+    other[:, pos] = torch.where(tokens[:, pos] > 25, tokens[:, pos] - 11, tokens[:, pos] + 11)
+    return other
 
 
 def number(frozen, hooks, held=True):
     """The logit difference of the model, frozen or live, with hooks on."""
     seen, by_stream = {}, frozen.view.mlm_head is not None
-    point = frozen.points.last_output if by_stream else frozen.points.unembed_in
-    hooks = [*(frozen.fwd_hooks() if held else ()), *hooks]
-    with torch.no_grad():
-        see = partial(lambda live, hook: seen.update(x=live.detach()))
-        frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=[*hooks, (point, see)])
-    x = seen["x"]
-    if by_stream:
-        x = frozen.prediction_head()(x if frozen.maps.final_norm() is None else frozen.maps.final_norm()(x))
     asked = pair_target(frozen, frozen, 5, 7, None, -1)
+    points = [frozen.points.last_output] if by_stream else asked.points
+    hooks = [*(frozen.fwd_hooks() if held else ()), *hooks]
+
+    def see(live, hook, point):
+        seen[point] = live.detach()
+
+    with torch.no_grad():
+        watching = [(point, partial(see, point=point)) for point in points]
+        frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=[*hooks, *watching])
+    if not by_stream:
+        return asked.number_of(seen.__getitem__)[:, 0]
+    x = seen[points[0]]
+    x = frozen.prediction_head()(x if frozen.maps.final_norm() is None else frozen.maps.final_norm()(x))
     return asked.number(x)[:, 0]
 
 
-def put(value, part=slice(None), pos=slice(None)):
-    """A hook that puts in another run's values: of one part of the vector, at some positions."""
+def put(value, part=slice(None), pos=slice(None), heads=None):
+    """A hook that puts in another run's values: of one part of the vector, at some positions.
+
+    Some classes show heads side by side; their number takes them apart.
+    """
 
     def hook(live, hook):
         made, other = live.clone(), value.reshape(live.shape)
+        if heads is not None and made.ndim == 3:
+            made, other = (vectors.unflatten(-1, (heads, -1)) for vectors in (made, other))
         if made.ndim == 2:
             made[:, part] = other[:, part]
         else:
             made[:, pos, part] = other[:, pos, part]
-        return made
+        return made.reshape(live.shape)
 
     return hook
 
@@ -81,45 +105,65 @@ def values(frozen, points):
 
 
 def node_hooks(frozen, corrupted):
-    """By node: the hook point, and the hook that patches it. Attention by head, as `by="head"`."""
-    points = frozen.points.blocks
-    first = frozen.capture.stream_names(0)[0]
-    other = values(corrupted, [first, *(p.z for p in points), *(p.post for p in points)])
-    made = {"embed": (first, put(other[first]))}
-    for layer, at in enumerate(points):
-        for head in range(frozen.view.blocks[layer].attention.heads):
-            made[f"L{layer}H{head}"] = (at.z, put(other[at.z], part=head))
-        made[f"MLP{layer}"] = (at.post, put(other[at.post]))
+    """By node: the hook points with the hooks that patch it. Attention by head, as `by="head"`."""
+    first = frozen.capture.stream_names(0)
+    heads = {
+        f"L{layer}{name}": (point, block.attention.heads)
+        for layer, (block, at) in enumerate(zip(frozen.view.blocks, frozen.points.blocks, strict=True))
+        for name, point in {"H": at.z, ".cross.H": at.cross and at.cross.z, "MLP": at.post}.items()
+        if point is not None
+    }
+    other = values(corrupted, [*first, *(point for point, _ in heads.values())])
+    made = {"embed": [(point, put(other[point])) for point in first]}
+    for name, (point, count) in heads.items():
+        layer = name[1:].removesuffix("MLP")
+        if name.endswith("MLP"):
+            made[f"MLP{layer}"] = [(point, put(other[point]))]
+            continue
+        for head in range(count):
+            made[f"{name}{head}"] = [(point, put(other[point], part=head, heads=count))]
     return made
+
+
+def stream_point(frozen, layer):
+    """Where the stream enters a block: what the block before gives; of an encoder–decoder at its side."""
+    names = frozen.capture.stream_names(layer)
+    return names[-1 if layer >= frozen.view.encoder_layers else 0]
 
 
 # ------------------------------------------------------------------ nodes
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *BOTH])
 def test_patching_a_node_of_the_frozen_model_costs_its_score(name, model_named):
     clean, corrupted = two(model_named(name))
     scores = circuits.patch_scores(clean, corrupted, **ASKED)
     before, hooks = number(clean, []), node_hooks(clean, corrupted)
     assert scores.names == list(hooks)
     assert not scores.additive
-    for node in ("embed", "L0H1", "MLP0", "L1H2", "MLP1"):
-        assert close(before - number(clean, [hooks[node]]), scores[node][:, 0], tolerance(name)), node
+    for node in ("embed", "L0H1", "MLP0", "L1H2", "MLP1", *some_of_both(clean)):
+        assert close(before - number(clean, hooks[node]), scores[node][:, 0], tolerance(name)), node
     assert float(scores.scores.abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/llama"])
+def some_of_both(frozen):
+    """Some nodes of an encoder–decoder's decoder."""
+    return ("L2H3", "L2.cross.H0", "L3.cross.H2", "MLP3") if frozen.sides else ()
+
+
+@pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/llama", *BOTH])
 def test_so_do_neurons_positions_and_the_stream(name, model_named):
     clean, corrupted = two(model_named(name))
     before, points = number(clean, []), clean.points.blocks
-    streams = [clean.capture.stream_names(layer)[0] for layer in range(clean.n_layers)]
+    streams = [stream_point(clean, layer) for layer in range(clean.n_layers)]
     other = values(corrupted, [points[1].post, points[1].z, *streams])
     neurons = circuits.patch_scores(clean, corrupted, **ASKED, by="neuron", positions=True)
     hook = (points[1].post, put(other[points[1].post], part=3))
     assert close(before - number(clean, [hook]), neurons["MLP1.N3"][:, 0], tolerance(name))
     place = neurons.names.index("L1H2")
-    hook = (points[1].z, put(other[points[1].z], part=2, pos=-1))
-    assert close(before - number(clean, [hook]), neurons.keys[:, 0, place, -1], tolerance(name))
+    last = clean.capture.side(1)[1] - 1
+    hook = (points[1].z, put(other[points[1].z], part=2, pos=-1, heads=4))
+    assert close(before - number(clean, [hook]), neurons.keys[:, 0, place, last], tolerance(name))
     assert close(neurons.keys.sum(-1), neurons.scores, 1e-12)
     stream = circuits.patch_scores(clean, corrupted, **ASKED, by="stream")
     for layer, point in enumerate(streams):
@@ -130,16 +174,49 @@ def test_so_do_neurons_positions_and_the_stream(name, model_named):
     assert close(sum(heads), whole["L1.attn"], 1e-12)
 
 
-@pytest.mark.parametrize("name", [name for name in LIVE if name not in ("bridge/llama", "bridge/neox")])
+@pytest.mark.parametrize("method", ["frozen", "gradient", "difference", "patching"])
+@pytest.mark.parametrize("name", BOTH[-3:])
+def test_nodes_are_at_positions_of_their_side(name, method, model_named):
+    """The decoder's follow the encoder's; the embeddings are one node of both."""
+    clean, corrupted = two(model_named(name))
+    encoder, decoder = slice(0, 6), slice(6, 10)
+    assert clean.sides == (6, 4)
+    for by in ("head", "stream"):
+        scores = circuits.patch_scores(clean, corrupted, **ASKED, method=method, by=by, positions=True)
+        assert scores.keys.shape == (2, 1, len(scores.names), 10)
+        size = float(scores.keys.abs().max())
+        for node, keys in zip(scores.names, scores.keys.unbind(2), strict=True):
+            assert float(keys.abs().max()) > 1e-9 * size, node
+            if node == "embed":
+                assert (keys.abs().amax((0, 1)) > 1e-9 * size).nonzero()[:, 0].tolist() == [2, 7]
+                continue
+            other = decoder if int(re.search(r"\d+", node)[0]) < 2 else encoder
+            assert not keys[..., other].any(), node
+        if method != "patching":
+            assert close(scores.keys.sum(-1), scores.scores, 1e-12)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_embeddings_of_both_sides_are_the_whole_difference(name, model_named):
+    clean, corrupted = two(model_named(name))
+    scores = circuits.patch_scores(clean, corrupted, **ASKED, method="difference", by="stream")
+    change = number(clean, [], held=False) - number(corrupted, [], held=False)
+    assert close(scores["embed"][:, 0], change, tolerance(name))
+    assert close(scores.total[:, 0], change, tolerance(name))
+    assert close(scores["L0.stream"] + scores["L2.stream"], scores["embed"])  # what enters the two stacks
+
+
+@pytest.mark.parametrize("name", [*(name for name in LIVE if name not in ("bridge/llama", "bridge/neox")), *BOTH])
 def test_patching_the_live_model_is_what_hooks_do(name, model_named):
     clean, corrupted = two(model_named(name))
     live = circuits.patch_scores(clean, corrupted, **ASKED, method="patching", positions=True)
     before, hooks = number(clean, [], held=False), node_hooks(clean, corrupted)
-    for node in ("L0H1", "L1H3", "MLP0"):
-        assert close(before - number(clean, [hooks[node]], held=False), live[node][:, 0], tolerance(name)), node
+    for node in ("L0H1", "L1H3", "MLP0", *some_of_both(clean)):
+        assert close(before - number(clean, hooks[node], held=False), live[node][:, 0], tolerance(name)), node
     assert close(live["embed"][:, 0], before - number(corrupted, [], held=False), tolerance(name))
-    changed = live.keys[:, 0, 0]  # patched elsewhere, the first block's input is as it was
-    assert float(changed[:, [0, 1, 3, 4, 5]].abs().max()) < tolerance(name) < float(changed[:, 2].abs().max())
+    moved = live.keys[:, 0, 0].abs().amax(0)  # patched elsewhere, the first block's input is as it was
+    differs = (clean.tokens != corrupted.tokens).any(0)
+    assert float(moved[~differs].max()) < tolerance(name) < float(moved[differs].min())
     chunked = circuits.patch_scores(clean, corrupted, **ASKED, method="patching", memory="200KB")
     assert close(chunked.scores, live.scores, tolerance(name))
     assert not hooks_left(clean.model)
@@ -212,12 +289,24 @@ def test_mixers_have_frozen_scores_and_no_others(model_named):
 # ------------------------------------------------------------------ edges
 
 
+EDGES = ["embed → L0H1.v", "L0H2 → L1H0.v", "embed → MLP1", "L0H3 → MLP1", "MLP0 → target", "L1H1 → target"]
+ACROSS = [
+    "embed → L1H1.v",
+    "L0H3 → L2.cross.H1.v",
+    "MLP1 → L3.cross.H2.v",
+    "L2.cross.H0 → L3H1.v",
+    "L3.cross.H2 → target",
+]
+
+
 @pytest.mark.parametrize(
-    "edge",
-    ["embed → L0H1.v", "L0H2 → L1H0.v", "embed → MLP1", "L0H3 → MLP1", "MLP0 → target", "L1H1 → target"],
+    ("name", "edge"),
+    [
+        *product([*NAMES, "bridge/whitened"], EDGES),
+        *product(BOTH, ACROSS),
+    ],
 )
-@pytest.mark.parametrize("name", [*NAMES, "bridge/whitened"])
-@pytest.mark.few(16)
+@pytest.mark.few(28)
 def test_patching_an_edge_of_the_frozen_steps_costs_its_score(name, edge, model_named):
     clean, corrupted = two(model_named(name))
     edges = circuits.edge_scores(clean, corrupted, **ASKED, positions=True)
@@ -228,7 +317,7 @@ def test_patching_an_edge_of_the_frozen_steps_costs_its_score(name, edge, model_
     patched = rerun(asked, corrupted, *edge.split(" → "))
     assert close(before - patched, edges[edge], tolerance(name))
     matching = [name.endswith((".q", ".k")) for name in edges.destinations]
-    assert sum(matching) == 16
+    assert sum(matching) == (48 if clean.sides else 16)
     assert not bool(edges.scores[:, :, matching].any())
 
 
@@ -257,6 +346,94 @@ def test_patching_an_edge_by_hooks_on_the_frozen_model_costs_its_score(name, edg
         "embed → target": (clean.points.last_output, lambda live, hook: live - away),
     }
     assert close(before - number(clean, [hooks[edge]]), edges[edge])
+
+
+@pytest.mark.parametrize("edge", ["embed → L2.cross.H1.v", "MLP0 → L3.cross.H2.v", "L2.cross.H0 → target"])
+@pytest.mark.parametrize("name", [name for name in BOTH if name not in ("bridge/bart", "bridge/t5gemma")])
+def test_patching_an_edge_across_the_stacks_by_hooks_costs_its_score(name, edge, model_named):
+    """Where no norm lies between, what a node writes is in the stream as it is, up to the norm at the encoder's end."""
+    clean, corrupted = two(model_named(name))
+    edges = circuits.edge_scores(clean, corrupted, **ASKED)
+    source, destination = edge.split(" → ")
+    away = written(clean, source) - written(corrupted, source)
+    if destination == "target":
+        hook = (clean.points.last_output, lambda live, hook: live - away)
+    else:
+        layer, head = int(destination[1]), int(destination[-3])
+        away = clean.maps.encoder_norm().push(away[None])[0] @ clean.view.blocks[layer].cross_attention.W_V
+        away = clean.cross_pattern(layer)[:, head] @ away.unflatten(-1, (4, -1))[:, :, head]
+
+        def less_values(z, hook):
+            heads = z.clone().reshape(2, 4, 4, -1)
+            heads[:, :, head] -= away
+            return heads.reshape(z.shape)
+
+        hook = (clean.points.blocks[layer].cross.z, less_values)
+    before = number(clean, [])
+    assert close(before - number(clean, [hook]), edges[edge], tolerance(name))
+    assert float(edges[edge].abs().max()) > 1e-6
+
+
+def written(frozen, source):
+    """What a node writes at its positions: the encoder's embeddings, an MLP, or a head of cross-attention."""
+    points = frozen.points.blocks
+    if source == "embed":
+        return values(frozen, [points[0].resid_pre])[points[0].resid_pre]
+    if source == "MLP0":
+        return (
+            values(frozen, [points[0].post])[points[0].post].reshape(2, 6, -1) @ frozen.view.blocks[0].dense_mlp.W_out
+        )
+    z = values(frozen, [points[2].cross.z])[points[2].cross.z].reshape(2, 4, 4, -1)
+    return z[:, :, 0] @ frozen.view.blocks[2].cross_attention.W_O.unflatten(0, (4, -1))[0]
+
+
+@pytest.mark.parametrize("method", ["frozen", "difference"])
+@pytest.mark.parametrize("name", BOTH)
+def test_edges_of_both_stacks_sum_to_their_nodes(name, method, model_named):
+    """They stay in their stack, but for those into keys and values of cross-attention."""
+    clean, corrupted = two(model_named(name))
+    edges = circuits.edge_scores(clean, corrupted, **ASKED, method=method)
+    nodes = circuits.patch_scores(clean, corrupted, **ASKED, method=method)
+    assert edges.sources == nodes.names
+    assert close(edges.scores.sum(-1), nodes.scores[:, 0])
+    change = number(clean, [], held=False) - number(corrupted, [], held=False)
+    assert close(edges.clean - edges.corrupted, change, tolerance(name))
+    if method == "difference":
+        assert close(edges.scores[..., -1].sum(-1), change, tolerance(name))
+    assert not edges.scores[:, ~edges.exists].any()
+    before = 1  # the sources that a block of either stack may read
+    expected = 0
+    for layer in range(4):
+        if layer == 2:
+            assert before == 11  # of the encoder: embeddings, and in two layers 4 heads and an MLP
+            before = 1
+        expected += 12 * before
+        before += 4
+        if layer >= 2:
+            expected += 4 * before + 8 * 11  # queries; keys and values
+            before += 4
+        expected += before
+        before += 1
+    assert len(edges) == expected + before
+    with pytest.raises(tlens.InvalidInputError, match="no edge"):
+        edges["L1H0 → L2H0.v"]
+
+
+def test_a_circuit_of_both_stacks_is_drawn_and_written(model_named, tmp_path):
+    clean, corrupted = two(model_named("bridge/bart"))
+    edges = circuits.edge_scores(clean, corrupted, **ASKED, method="difference")
+    circuit = edges.circuit(len(edges))
+    assert len(circuit) == len(edges) == 529
+    graph = circuit.to_networkx()
+    assert graph.nodes["L2.cross.H0"] == {"name": "L2.cross.H0", "kind": "head", "layer": 2}
+    assert graph.edges["L0H1", "L2.cross.H0", "L0H1 → L2.cross.H0.k"]["reads"] == "keys"
+    assert "L2.cross.H0" in circuit.to_html()
+    reader = next(node for node in circuit.to_circuit_tracer()["nodes"] if node["clerp"] == "keys of L3.cross.H2")
+    assert reader["layer"] == "3"
+    again = circuits.EdgeScores.load(edges.save(tmp_path / "edges.safetensors"))
+    assert torch.equal(again.exists, edges.exists)
+    with pytest.raises(tlens.InvalidInputError, match=r"of one stack only, and no name for 'L2\.cross\.H0'"):
+        circuit.save(tmp_path / "circuit.json")
 
 
 def rerun(asked, corrupted, source, destination):
@@ -386,38 +563,46 @@ def test_edges_by_left_ends_are_what_the_published_code_of_eap_ig_computes(split
     assert not close(edges.scores, by_default.scores, 1e-4)
 
 
-@pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/llama"])
-def test_nodes_by_left_ends_are_what_hooks_and_autograd_compute(name, model_named):
+@pytest.mark.parametrize("method", ["gradient", "integrated"])
+@pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/llama", *BOTH])
+def test_gradients_of_nodes_are_what_hooks_and_autograd_compute(name, method, model_named):
+    """At the clean prompt, or at the left ends of four steps from the corrupted one."""
     clean, corrupted = two(model_named(name))
-    first = clean.capture.stream_names(0)[0]
-    points = [first, *(point.z for point in clean.points.blocks)]
+    first = clean.capture.stream_names(0)
+    heads = {f"L{layer}H": point.z for layer, point in enumerate(clean.points.blocks)}
+    heads |= {f"L{layer}.cross.H": at.cross.z for layer, at in enumerate(clean.points.blocks) if at.cross}
+    points = [*first, *heads.values()]
     own, other = values(clean, points), values(corrupted, points)
     summed = dict.fromkeys(points, 0.0)
-    for k in range(4):
+    shares = [1] if method == "gradient" else [0, 1 / 4, 2 / 4, 3 / 4]
+    for share in shares:
         seen = {}
 
-        def enter(live, hook, k=k, seen=seen):
-            seen[first] = torch.lerp(other[first], own[first], k / 4).requires_grad_(True)
-            return seen[first]
+        def enter(live, hook, point, share=share, seen=seen):
+            seen[point] = torch.lerp(other[point], own[point], share).requires_grad_(True)
+            return seen[point]
 
         def see(live, hook, point, seen=seen):
             seen[point] = live + torch.zeros_like(live).requires_grad_(True)
             seen[point].retain_grad()
             return seen[point]
 
-        hooks = [(first, enter), *((point, partial(see, point=point)) for point in points[1:])]
+        hooks = [(point, partial(enter if point in first else see, point=point)) for point in points]
         with torch.enable_grad():
             logits = clean.model.run_with_hooks(**clean.inputs, fwd_hooks=hooks)[:, -1]
+            if clean.soft_cap is not None:  # the number is the one before it
+                logits = clean.soft_cap * torch.atanh(logits / clean.soft_cap)
             (logits[:, 5] - logits[:, 7]).sum().backward()
         summed = {point: summed[point] + seen[point].grad for point in points}
     clean.model.zero_grad()
-    nodes = circuits.patch_scores(clean, corrupted, **ASKED, method="integrated", points="left", steps=4)
-    products = {point: (own[point] - other[point]) * summed[point] / 4 for point in points}
-    assert close(nodes["embed"][:, 0], products[first].flatten(1).sum(1), tolerance(name))
-    for layer, point in enumerate(points[1:]):
-        by_head = products[point].reshape(*clean.tokens.shape, 4, -1).sum((1, 3))
-        heads = torch.stack([nodes[f"L{layer}H{head}"][:, 0] for head in range(4)], dim=1)
-        assert close(heads, by_head, tolerance(name))
+    nodes = circuits.patch_scores(clean, corrupted, **ASKED, method=method, points="left", steps=4)
+    products = {point: (own[point] - other[point]) * summed[point] / len(shares) for point in points}
+    embeddings = sum(products[point].flatten(1).sum(1) for point in first)
+    assert close(nodes["embed"][:, 0], embeddings, tolerance(name))
+    for head, point in heads.items():
+        by_head = products[point].reshape(len(clean.tokens), -1, 4, products[point][0, 0].numel() // 4).sum((1, 3))
+        scores = torch.stack([nodes[f"{head}{number_}"][:, 0] for number_ in range(4)], dim=1)
+        assert close(scores, by_head, tolerance(name))
 
 
 @SPLIT
@@ -698,8 +883,14 @@ def test_prompts_that_cannot_be_compared_are_refused(model_named, scores):
 def test_encoder_decoders_and_experts_are_refused_by_name(model_named):
     model = model_named("bridge/bart")
     frozen = tlens.freeze(model, some_tokens(), decoder_input_ids=some_tokens(2, 4))
-    with pytest.raises(tlens.UnsupportedModelError, match="comparing two prompts"):
-        circuits.patch_scores(frozen, frozen, **ASKED)
+    with pytest.raises(tlens.UnsupportedModelError, match=r"live edges .*two stacks"):
+        circuits.patch_scores(frozen, frozen, **ASKED, method="frozen+qk")
+    with pytest.raises(tlens.InvalidInputError, match="6 tokens for the encoder and the corrupted ones 5"):
+        circuits.patch_scores(
+            frozen, tlens.freeze(model, some_tokens(2, 5), decoder_input_ids=some_tokens(2, 5)), **ASKED
+        )
+    with pytest.raises(tlens.InvalidInputError, match="4 tokens for the decoder and the corrupted ones 3"):
+        circuits.edge_scores(frozen, tlens.freeze(model, some_tokens(), decoder_input_ids=some_tokens(2, 3)), **ASKED)
     frozen = tlens.freeze(model_named("bridge/mixtral"), some_tokens())
     with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0.*mixture of experts"):
         circuits.edge_scores(frozen, frozen, **ASKED)

@@ -36,7 +36,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory
@@ -47,7 +47,6 @@ from tensorlens_tl.circuits.compare.pairs import (
     change_target,
     corrupted_stream,
     gradient_shares,
-    number_of,
     pair_target,
 )
 from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products, recordable
@@ -92,9 +91,9 @@ def edge_scores(
 
     Raises:
         InvalidInputError: no such method or points, and what `patch_scores` refuses.
-        UnsupportedModelError: an encoder–decoder, a mixture of experts; under ``"difference"`` what `difference`
-            refuses; or, except under these and ``"frozen"``, blocks that are not read as a sum of what their parts
-            write (see `tensorlens_tl.circuits.compare.weights_forward`).
+        UnsupportedModelError: blocks in a loop, shared keys and values, a mixture of experts; under ``"difference"``
+            what `difference` refuses; or, except under this and ``"frozen"``, an encoder–decoder, and blocks that are
+            not read as a sum of what their parts write (see `tensorlens_tl.circuits.compare.weights_forward`).
         FrozenModelError: weights changed since a pass; and except under ``"frozen"`` and ``"difference"``, which
             describe the passes alone, hooks put on the model or taken off since, or a frozen pass attached to it.
 
@@ -112,8 +111,8 @@ def edge_scores(
         numbers = (pair.clean, pair.corrupted)
     else:
         readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
-        numbers = (readout.total, number_of(readout, corrupted))
-    layout = edge_layout(readout.stream)
+        numbers = (readout.total, readout.number_of(corrupted.activation))
+    layout = edge_layout(readout.stream, readout.positions)
     if method == "patching":
         scores = Replay(readout, clean, corrupted, layout.exists).patched(memory)
     elif method == "difference":
@@ -191,7 +190,7 @@ def run_circuits(
         circuits = [circuits]
     circuits = list(circuits)
     readout = pair_target(clean, corrupted, target, minus, direction, query)
-    layout = edge_layout(readout.stream)
+    layout = edge_layout(readout.stream, readout.positions)
     config = _config(readout)
     for number, circuit in enumerate(circuits):
         if not isinstance(circuit, Circuit):
@@ -239,31 +238,59 @@ class EdgeLayout(NamedTuple):
     exists: Bool[Tensor, "source destination"]
 
 
-def edge_layout(stream: Stream) -> EdgeLayout:
+Stacks = tuple[bool, bool]
+"""Whether something is written or read in an encoder–decoder's encoder, and whether in its decoder or an only stack."""
+
+ENCODER: Stacks = (True, False)
+DECODER: Stacks = (False, True)
+BOTH: Stacks = (True, True)
+
+
+def edge_layout(stream: Stream, queries: Int[Tensor, "batch query"] | None = None) -> EdgeLayout:
     """The edges of a stream: from everything written before a step to everything that its sublayers read.
 
     In a difference, what hooks added to one run and not to the other is written as well, and a gate after heads reads.
+    In an encoder–decoder an edge stays in its stack, but for those into keys and values of cross-attention, which read
+    what the encoder's nodes write, and no other's.
+
+    Args:
+        stream: of a pass, or of the difference of two.
+        queries: where the target reads; None for anywhere.
     """
     sources = ["embed"]
-    destinations = list[str]()
+    written = [BOTH]
+    destinations = dict[str, Stacks]()
     known = list[int]()
     for step in stream.steps:
-        read_at = dict[str, None]()  # heads are three sublayers in a difference
+        stack = DECODER if step.layer >= stream.frozen.view.encoder_layers else ENCODER
+        read_at = dict[str, Stacks]()  # heads are three sublayers in a difference
         for sublayer in step.sublayers:
-            read_at |= dict.fromkeys(read_names(sublayer, "q"))
-            read_at |= dict.fromkeys(read_names(sublayer, "k"))
-            read_at |= dict.fromkeys(read_names(sublayer, "v" if sublayer.letter else ""))
-        for sublayer in step.sublayers:
-            read_at |= dict.fromkeys(read_names(sublayer))  # a gate after its heads is what is left
-        destinations += read_at
+            attended = ENCODER if sublayer.is_cross else stack
+            read_at |= dict.fromkeys(read_names(sublayer, "q"), stack)
+            read_at |= dict.fromkeys(read_names(sublayer, "k"), attended)
+            read_at |= dict.fromkeys(read_names(sublayer, "v" if sublayer.letter else ""), attended)
+        gates = [name for sublayer in step.sublayers for name in read_names(sublayer) if name not in read_at]
+        read_at |= dict.fromkeys(gates, stack)
+        destinations |= read_at
         known += [len(sources)] * len(read_at)
         sources += step.nodes
         if added_by_hooks(stream, step) is not None:
             sources.append(step.outer_name)
-    destinations.append(TARGET)
+        written += [stack] * (len(sources) - len(written))
+    destinations[TARGET] = _stacks_at(stream, queries)
     known.append(len(sources))
-    before = torch.arange(len(sources), device=stream.x[0].device)[:, None]
-    return EdgeLayout(sources, destinations, before < torch.tensor(known, device=before.device))
+    device = stream.x[0].device
+    before = torch.arange(len(sources), device=device)[:, None] < torch.tensor(known, device=device)
+    together = torch.tensor(written, device=device)[:, None] & torch.tensor([*destinations.values()], device=device)
+    return EdgeLayout(sources, [*destinations], before & together.any(-1))
+
+
+def _stacks_at(stream: Stream, queries: Int[Tensor, "batch query"] | None) -> Stacks:
+    """The stacks of some positions."""
+    if queries is None:
+        return BOTH
+    encoder = queries < stream.frozen.maps.capture.prompt.encoder_length
+    return bool(encoder.any()), bool((~encoder).any())
 
 
 def added_by_hooks(stream: Stream, step: Step) -> Float[Tensor, "1 #batch #pos d_model"] | None:

@@ -45,7 +45,6 @@ from tensorlens_tl.circuits.compare.pairs import (
     change_target,
     corrupted_stream,
     gradient_shares,
-    number_of,
     pair_target,
 )
 from tensorlens_tl.circuits.compare.weights_forward import Replay, recordable
@@ -79,23 +78,24 @@ def patch_scores(
 ) -> Terms:
     """What the target loses when each node's clean value is replaced by its corrupted one.
 
-    Nodes are the first block's input (``"embed"``) and, by `by`,
+    Nodes are the first block's input (``"embed"``; of an encoder–decoder that of both stacks) and, by `by`,
 
-    * ``"component"``: each layer's attention and MLP;
-    * ``"head"``: heads one by one, MLPs whole;
+    * ``"component"``: each layer's attention and MLP, and cross-attention (``"L2.cross"``);
+    * ``"head"``: heads one by one (``"L0H1"``, ``"L2.cross.H1"``), MLPs whole;
     * ``"neuron"``: heads and neurons one by one (``"MLP1.N7"``);
-    * ``"stream"``: the residual stream before each block, ``"L1.stream"``.
+    * ``"stream"``: the residual stream before each block, ``"L1.stream"``; of an encoder–decoder that of its stack.
 
     Args:
         clean, corrupted: passes of prompts of the same length, by one model, each clean prompt beside its corrupted
-            one.
+            one; of an encoder–decoder of the same length on either side.
         target, minus, direction: as in `FrozenOperator.target`, of the clean prompt.
         by: what a node is.
         method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by gradients),
             ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"difference"`` (exact between the two
             runs) or ``"patching"`` (a live run for each node).
         positions: also each node at each position, in `Terms.keys`, `[batch, query, node, pos]`. They sum to the
-            node's score, except under ``"patching"``, where each is patched by itself.
+            node's score, except under ``"patching"``, where each is patched by itself. Of an encoder–decoder they are
+            zero at the positions of the other side.
         query: one position of each prompt, the last by default.
         activation: the rule for MLPs, of the frozen methods.
         steps: gradients of ``"integrated"`` and ``"frozen+qk"``, one in each of as many equal steps.
@@ -111,8 +111,8 @@ def patch_scores(
     Raises:
         InvalidInputError: no such `by`, method or points, prompts that cannot be compared (see `check_pair`), and what
             `logit_attribution` refuses.
-        UnsupportedModelError: an encoder–decoder, a mixture of experts, or, except under ``"frozen"``, a part that
-            no hook reaches.
+        UnsupportedModelError: blocks in a loop, shared keys and values, a mixture of experts, or, except under
+            ``"frozen"``, a part that no hook reaches; under ``"frozen+qk"`` what live edges refuse (see `edge_scores`).
         FrozenModelError: weights changed since a pass; and except under ``"frozen"``, which describes the passes
             alone, hooks put on the model or taken off since that change what it does (under ``"frozen+qk"`` any), or
             a frozen pass attached to it.
@@ -162,7 +162,8 @@ def _pulled(readout: StreamTarget, clean: PassLike, corrupted: PassLike, shares:
     """The target pulled back, joined by live gradients where there are shares of the way to take them at."""
     if not shares:
         return readout.stream.pull(readout.seed)
-    replay = Replay(readout, clean, corrupted, edge_layout(readout.stream).exists)
+    layout = edge_layout(readout.stream, readout.positions)
+    replay = Replay(readout, clean, corrupted, layout.exists)
     return pull_with_patterns(readout, replay.gradients(shares))
 
 
@@ -172,12 +173,14 @@ def _along(
     """What differs between two runs at every node, dotted with the target pulled back to it."""
     names = ["embed"]
     scores = [_at_positions(pulled, changes, 0)]
+    pos = scores[0].shape[-1]
     previous = -1
     for number, step in enumerate(stream.steps):
         if by == "stream":
             if step.layer not in (-1, previous):
+                start, stop = stream.frozen.maps.capture.side(step.layer)
                 names.append(f"L{step.layer}.stream")
-                scores.append(_at_positions(pulled, changes, number))
+                scores.append(_among_all(_at_positions(pulled, changes, number)[..., start:stop], start, pos))
             previous = step.layer
             continue
         for sublayer, change in zip(step.sublayers, changes.hidden[number], strict=True):
@@ -205,6 +208,11 @@ def _at_positions(pulled: Pulled, changes: Changes, number: int) -> Float[Tensor
     return (upcast(pulled.stream[number][0]) * changes.x[number]).sum(-1)[:, None]
 
 
+def _among_all(values: Float[Tensor, "batch node some"], start: int, positions: int) -> Float[Tensor, "batch node pos"]:
+    """Values of one side of an encoder–decoder among all positions, zero at the others."""
+    return torch.nn.functional.pad(values, (start, positions - start - values.shape[-1]))
+
+
 # ------------------------------------------------------------------ live
 
 
@@ -221,18 +229,22 @@ class _LiveNodes:
         self.points = list(dict.fromkeys(point for node in self.nodes for point in node.points))
         self.clean, _ = self._values(self.frozen)
         self.other, number = self._values(corrupted)
-        self.live.check_other(number, number_of(readout, corrupted))
+        self.live.check_other(number, readout.number_of(corrupted.activation))
 
     def _values(self, frozen: FrozenPass) -> tuple[dict[str, Tensor], Float[Tensor, "batch query"]]:
         """What the live model has at every node for some prompts, and the number that it gives."""
-        read_at = self.readout.read_at
-        activations, _ = capture(frozen.model, frozen.inputs, list(dict.fromkeys([*self.points, read_at])))
-        values = {point: self._side_by_side(activations[point]) for point in self.points}
-        return values, self.live.number(activations[read_at])[0]
+        names = list(dict.fromkeys([*self.points, *self.readout.points]))
+        activations, _ = capture(frozen.model, frozen.inputs, names)
+        values = {point: self._side_by_side(point, activations[point]) for point in self.points}
+        return values, self.live.number(activations)[0]
 
-    def _side_by_side(self, value: Tensor) -> Float[Tensor, "batch pos width"]:
-        """Values with heads side by side; some classes flatten batch and position."""
-        return value.reshape(*self.frozen.tokens.shape, -1)
+    def _side_by_side(self, point: str, value: Tensor) -> Float[Tensor, "batch some width"]:
+        """What a hook point shows, with heads side by side; some classes flatten batch and position."""
+        return value.reshape(len(self.frozen.tokens), len(self._positions(point)), -1)
+
+    def _positions(self, point: str) -> range:
+        """The positions that a hook point shows, among all of an encoder–decoder."""
+        return range(self.frozen.tokens.shape[1])[self.frozen.capture.span(point)]
 
     def along_gradients(self, shares: Sequence[float]) -> Float[Tensor, "batch node pos"]:
         """(a_clean − a_corrupted) · mean gradient, embeddings at these shares of the way from corrupted to clean."""
@@ -243,17 +255,22 @@ class _LiveNodes:
         products = {
             point: (self.clean[point] - self.other[point]) * (mean[point] / len(shares)) for point in self.points
         }
+        pos = self.frozen.tokens.shape[1]
         scores: list[Tensor] = []
-        for ((point,), parts), nodes in groupby(self.nodes, key=lambda node: (node.points, node.parts)):
-            by_part = products[point].unflatten(-1, (parts, -1)).sum(-1).mT
-            scores.append(by_part[:, [node.part for node in nodes]])
+        for (points, parts), nodes in groupby(self.nodes, key=lambda node: (node.points, node.parts)):
+            numbers = [node.part for node in nodes]
+            by_side: list[Tensor] = []
+            for point in points:
+                by_part = products[point].unflatten(-1, (parts, -1)).sum(-1).mT
+                by_side.append(_among_all(by_part[:, numbers], self._positions(point).start, pos))
+            scores.append(torch.stack(by_side).sum(0))
         return torch.cat(scores, dim=1)
 
-    def _gradients(self, share: float) -> dict[str, Float[Tensor, "batch pos width"]]:
+    def _gradients(self, share: float) -> dict[str, Float[Tensor, "batch some width"]]:
         """Gradients of the target at every point, with the first block's input on the way between the prompts."""
         readout = self.readout
         frozen = self.frozen
-        start = frozen.capture.stream_names(0)[0]
+        read: dict[str, Tensor] = {}
         added: dict[str, Tensor] = {}
 
         def add(live: Tensor, *, hook: Any, name: str) -> Tensor:
@@ -261,18 +278,24 @@ class _LiveNodes:
             added[name] = torch.zeros_like(live, requires_grad=True)
             return live + added[name]
 
-        def see(live: Tensor, *, hook: Any) -> None:
-            added[readout.read_at] = live
+        def start(live: Tensor, *, hook: Any, name: str) -> Tensor:
+            return added[name]
+
+        def see(live: Tensor, *, hook: Any, name: str) -> None:
+            read[name] = live
 
         with saved_by_name(frozen.model), torch.enable_grad():
-            x = torch.lerp(self.corrupted.resid_pre(0), frozen.resid_pre(0), share).clone().requires_grad_(True)
-            hooks: list[FwdHook] = [(start, in_this_thread(lambda live, *, hook: x))]
-            hooks += [(name, in_this_thread(partial(add, name=name))) for name in self.points if name != start]
-            run(frozen.model, frozen.inputs, [*hooks, (readout.read_at, in_this_thread(see))])
-            number = self.live.number(added[readout.read_at]).sum()
-            added[start] = x
+            for name in frozen.capture.stream_names(0):
+                ends = (self.corrupted.activation(name), frozen.activation(name))
+                added[name] = torch.lerp(*ends, share).clone().requires_grad_(True)
+            hooks: list[FwdHook] = [(name, in_this_thread(partial(start, name=name))) for name in added]
+            hooks += [(name, in_this_thread(partial(add, name=name))) for name in self.points if name not in added]
+            hooks += [(name, in_this_thread(partial(see, name=name))) for name in readout.points]
+            run(frozen.model, frozen.inputs, hooks)
+            number = self.live.number(read).sum()
             gradients = torch.autograd.grad(number, [added[point] for point in self.points])
-        return {point: self._side_by_side(gradient) for point, gradient in zip(self.points, gradients, strict=True)}
+        pairs = zip(self.points, gradients, strict=True)
+        return {point: self._side_by_side(point, gradient) for point, gradient in pairs}
 
     def patched(self, memory: Memory) -> Float[Tensor, "batch query node"]:
         """What the target loses with each node patched, at all its positions."""
@@ -280,18 +303,28 @@ class _LiveNodes:
 
     def patched_at_positions(self, memory: Memory) -> Float[Tensor, "batch query node pos"]:
         """The same with each node patched at one position at a time."""
+        changes: list[NodeChange] = []
+        columns: list[int] = []
         pos = self.frozen.tokens.shape[1]
-        changes = [node._replace(position=position) for node in self.nodes for position in range(pos)]
-        return losses(self.live, changes, self.other, memory, "patches").unflatten(2, (-1, pos))
+        for number, node in enumerate(self.nodes):
+            for point in node.points:
+                for place, position in enumerate(self._positions(point)):
+                    changes.append(node._replace(points=(point,), position=place))
+                    columns.append(number * pos + position)
+        lost = losses(self.live, changes, self.other, memory, "patches")
+        scores = lost.new_zeros(*lost.shape[:2], len(self.nodes) * pos)
+        scores[..., columns] = lost
+        return scores.unflatten(2, (-1, pos))
 
 
 def _live_nodes(live: LiveTarget, by: str) -> Iterator[NodeChange]:
     """The first block's input, and the nodes of every sublayer or the stream before every block."""
-    yield NodeChange("embed", (live.frozen.capture.stream_names(0)[0],))
+    captured = live.frozen.capture
+    yield NodeChange("embed", tuple(captured.stream_names(0)))
     if by != "stream":
         yield from sublayer_nodes(live, by, "Use method='frozen', which reads weights, or by='stream'.")
         return
     for layer in range(live.frozen.n_layers):
-        # the stream before a block is what the block before it gives
-        points = (live.frozen.capture.stream_names(layer)[0],)
-        yield NodeChange(f"L{layer}.stream", points, layer=max(layer - 1, 0))
+        # the stream before a block is what the block before it gives; of an encoder–decoder that of its side
+        side = -1 if layer >= captured.view.encoder_layers else 0
+        yield NodeChange(f"L{layer}.stream", (captured.stream_names(layer)[side],), layer=max(layer - 1, 0))

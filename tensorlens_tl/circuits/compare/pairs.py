@@ -63,7 +63,7 @@ def check_pair(clean: PassLike, corrupted: PassLike) -> None:
 
     Raises:
         InvalidInputError: no frozen passes, of different models, of different numbers or lengths of prompts, or padded.
-        UnsupportedModelError: an encoder–decoder, or a mixture of experts.
+        UnsupportedModelError: blocks in a loop, shared keys and values, or a mixture of experts.
         FrozenModelError: the weights were changed since one of the passes.
     """
     for frozen in (clean, corrupted):
@@ -74,7 +74,7 @@ def check_pair(clean: PassLike, corrupted: PassLike) -> None:
             "one of them. What two models do differently is the question of tlens.difference(a, b) and "
             "circuits.compare_models."
         )
-    clean.view.require_chain("comparing two prompts")
+    clean.view.require_single_streams("comparing two prompts")
     for block in clean.view.blocks:
         if isinstance(block.mlp, ExpertsWeights):
             raise UnsupportedModelError(
@@ -86,12 +86,13 @@ def check_pair(clean: PassLike, corrupted: PassLike) -> None:
     others = len(corrupted.tokens)
     if prompts != others:
         raise InvalidInputError(f"{prompts} clean prompts and {others} corrupted ones; freeze as many, in pairs.")
-    lengths = [tuple(frozen.tokens.shape) for frozen in (clean, corrupted)]
-    if lengths[0] != lengths[1]:
-        raise InvalidInputError(
-            f"the clean prompts have {lengths[0][1]} tokens and the corrupted ones {lengths[1][1]}; positions must "
-            "match. Replace tokens one for one."
-        )
+    for side, length in _lengths(clean).items():
+        other = _lengths(corrupted)[side]
+        if length != other:
+            raise InvalidInputError(
+                f"the clean prompts have {length} tokens{side} and the corrupted ones {other}; positions must "
+                "match. Replace tokens one for one."
+            )
     for name, frozen in (("clean", clean), ("corrupted", corrupted)):
         if not bool(frozen.mask.all()):
             row = int((~frozen.mask).any(1).nonzero()[0])
@@ -103,6 +104,13 @@ def check_pair(clean: PassLike, corrupted: PassLike) -> None:
             )
     clean.check_fresh()
     corrupted.check_fresh()
+
+
+def _lengths(frozen: PassLike) -> dict[str, int]:
+    """How many tokens the prompts of a pass have; of an encoder–decoder on each side."""
+    if frozen.sides is None:
+        return {"": frozen.tokens.shape[1]}
+    return dict(zip((" for the encoder", " for the decoder"), frozen.sides, strict=True))
 
 
 def refuse_hooks(clean: PassLike, corrupted: PassLike) -> None:
@@ -156,11 +164,6 @@ def corrupted_stream(readout: StreamTarget, corrupted: PassLike, activation: str
     return stream
 
 
-def number_of(readout: StreamTarget, corrupted: PassLike) -> Float[Tensor, "batch query"]:
-    """The same number of the corrupted prompt, before any final soft cap."""
-    return readout.number(corrupted.activation(readout.read_at))
-
-
 class ChangeTarget(NamedTuple):
     """The change of a number between two runs, and the number in either of them.
 
@@ -193,7 +196,7 @@ def change_target(
     check_pair(clean, corrupted)
     change = stream_target(difference(clean, corrupted), target, minus, direction, query, "ratio")
     resolved = resolve_target(clean, target, minus, direction, change.positions)
-    numbers = [change.number(frozen.activation(change.read_at)) + resolved.constant for frozen in (clean, corrupted)]
+    numbers = [change.number_of(frozen.activation) + resolved.constant for frozen in (clean, corrupted)]
     return ChangeTarget(replace(change, label=resolved.label), *numbers)  # what other methods call the same number
 
 

@@ -221,6 +221,8 @@ class Replay:
         corrupted: PassLike,
         exists: Bool[Tensor, "source destination"],
     ) -> None:
+        if clean.sides is not None:
+            raise _refusal(clean.view, "its blocks are of two stacks")
         refuse_hooks(clean, corrupted)
         self.readout = readout
         self.frozen = clean
@@ -337,7 +339,7 @@ class Replay:
                 raise _refusal(frozen.view, where)
             if layer < len(self.blocks):
                 first += self.blocks[layer].destinations
-        expected = self.readout.number(frozen.activation(self.readout.read_at))[:, 0]
+        expected = self.readout.number_of(frozen.activation)[:, 0]
         size = float(expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny))
         if not float((numbers - expected).abs().max()) <= frozen.tolerance * max(size, 1.0):
             raise _refusal(frozen.view, "ln_final, run from its weights, differs from the model's own")

@@ -1,6 +1,6 @@
 """The target's number in runs of the live model, with something changed in copies of the prompts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -58,11 +58,11 @@ class LiveTarget:
         inputs = repeated(self.frozen.inputs, copies)
         with inside or nullcontext():
             activations, _ = capture(self.frozen.model, inputs, names, hooks=hooks, last=names[-1])
-        return self.readout.number(self.readout.read_of(lambda name: self._by_copy(activations[name], copies)))
+        return self.number(activations, copies)
 
-    def number(self, activations: Float[Tensor, "..."], copies: int = 1) -> Float[Tensor, "copy batch query"]:
-        """The number of what copies of some prompts have where the target reads it, of a model with one stack."""
-        return self.readout.number(self._by_copy(activations, copies))
+    def number(self, activations: Mapping[str, Tensor], copies: int = 1) -> Float[Tensor, "copy batch query"]:
+        """The number of what copies of some prompts have at the hook points where the target reads it."""
+        return self.readout.number_of(lambda name: self._by_copy(activations[name], copies))
 
     def _by_copy(self, activations: Float[Tensor, "..."], copies: int) -> Float[Tensor, "copy batch some d_model"]:
         """Activations of copies of the prompts; a classifier's head is given one vector for each prompt."""

@@ -255,6 +255,12 @@ class StreamTarget:
         """What the target reads, of the activations at `points`."""
         return torch.cat([activation(name) for name in self.points], dim=-2)
 
+    def number_of(
+        self, activation: Callable[[str], Float[Tensor, "*rows batch some d_model"]]
+    ) -> Float[Tensor, "*rows batch query"]:
+        """The number that the target names, of the activations at `points` in another run; see `number`."""
+        return self.number(self.read_of(activation))
+
     def number(self, read: Float[Tensor, "*rows batch pos d_model"]) -> Float[Tensor, "*rows batch query"]:
         """The number that the target names, of another stream at `read_at`, before any final soft cap."""
         positions = self.positions[..., None].expand(*read.shape[:-2], -1, 1)

@@ -224,7 +224,10 @@ def _benchmark_name(name: str) -> str:
     if mlp is not None:
         return f"m{mlp[1]}"
     if head is None:
-        raise InvalidInputError(f"save: the benchmark's files have heads and MLPs only, and no name for {name!r}.")
+        raise InvalidInputError(
+            f"save: the benchmark's files have heads and MLPs of one stack only, and no name for {name!r}. Save as "
+            ".html, .graphml or .csv, or keep the EdgeScores."
+        )
     node = f"a{head[1]}.h{head[2]}"
     if head[3]:
         return f"{node}<{head[3]}>"

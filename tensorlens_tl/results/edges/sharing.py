@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tensorlens_tl.drawing import graphs
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
-from tensorlens_tl.results.edges.names import ARROW, TARGET, kind_of, node_read_at, place
+from tensorlens_tl.results.edges.names import ARROW, HEAD, TARGET, kind_of, node_read_at, place
 
 if TYPE_CHECKING:
     import networkx
@@ -30,7 +30,7 @@ EVERYWHERE = "every position"
 
 def reading(destination: str) -> str:
     """What a head reads an edge by: ``"keys"`` at ``"L1H3.k"``; an empty text of anything else."""
-    match = re.fullmatch(r"L\d+H\d+\.([qkvg])", destination)
+    match = re.fullmatch(HEAD + r"\.([qkvg])", destination)
     if match is None:
         return ""
     return LETTERS[match[1]]
