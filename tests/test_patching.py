@@ -32,6 +32,7 @@ NAMES = [name for name in NAMES if name in HERE]
 LIVE = [name for name in NAMES if name not in ("hooked/sandwich", "encoder/bert")]
 BOTH = ["encoder-decoder/tied", "encoder-decoder/gated", "bridge/bart", "bridge/pegasus", "bridge/t5", "bridge/t5gemma"]
 BOTH = [name for name in BOTH if name in HERE]
+LIVE_BOTH = [name for name in BOTH if name not in ("bridge/bart", "bridge/t5gemma")]
 SPLIT = pytest.mark.skipif("hooked/ln" not in HERE, reason="its split inputs are TransformerLens 3.9's")
 ASKED = {"target": 5, "minus": 7}
 
@@ -219,10 +220,16 @@ def test_patching_the_live_model_is_what_hooks_do(name, model_named):
     assert float(moved[~differs].max()) < tolerance(name) < float(moved[differs].min())
     chunked = circuits.patch_scores(clean, corrupted, **ASKED, method="patching", memory="200KB")
     assert close(chunked.scores, live.scores, tolerance(name))
+    points = [stream_point(clean, layer) for layer in range(clean.n_layers)]
+    streams = values(corrupted, points)
+    of_streams = circuits.patch_scores(clean, corrupted, **ASKED, method="patching", by="stream")
+    for layer, point in enumerate(points):
+        lost = before - number(clean, [(point, put(streams[point]))], held=False)
+        assert close(lost, of_streams[f"L{layer}.stream"][:, 0], tolerance(name)), point
     assert not hooks_left(clean.model)
 
 
-@pytest.mark.parametrize("name", LIVE)
+@pytest.mark.parametrize("name", [*LIVE, *LIVE_BOTH])
 def test_gradients_of_nodes_are_those_of_their_edges(name, model_named):
     """Two computations: autograd through the model's own hook points, and through the run from its weights."""
     clean, corrupted = two(model_named(name))
@@ -246,7 +253,7 @@ def test_integrated_gradients_of_the_embedding_find_the_whole_difference(model_n
     assert errors[1] < 1e-3 < errors[0]
 
 
-@pytest.mark.parametrize("name", LIVE)
+@pytest.mark.parametrize("name", [*LIVE, *LIVE_BOTH])
 def test_all_methods_score_the_same_edges(name, model_named):
     """So that circuits of the difference, whose heads are three sublayers each, are circuits of the model."""
     clean, corrupted = two(model_named(name))
@@ -349,7 +356,7 @@ def test_patching_an_edge_by_hooks_on_the_frozen_model_costs_its_score(name, edg
 
 
 @pytest.mark.parametrize("edge", ["embed → L2.cross.H1.v", "MLP0 → L3.cross.H2.v", "L2.cross.H0 → target"])
-@pytest.mark.parametrize("name", [name for name in BOTH if name not in ("bridge/bart", "bridge/t5gemma")])
+@pytest.mark.parametrize("name", LIVE_BOTH)
 def test_patching_an_edge_across_the_stacks_by_hooks_costs_its_score(name, edge, model_named):
     """Where no norm lies between, what a node writes is in the stream as it is, up to the norm at the encoder's end."""
     clean, corrupted = two(model_named(name))
@@ -372,6 +379,49 @@ def test_patching_an_edge_across_the_stacks_by_hooks_costs_its_score(name, edge,
     before = number(clean, [])
     assert close(before - number(clean, [hook]), edges[edge], tolerance(name))
     assert float(edges[edge].abs().max()) > 1e-6
+
+
+@pytest.mark.parametrize("edge", ["embed → L2.cross.H1.k", "MLP0 → L3.cross.H2.v", "MLP0 → L2.cross.H3.k"])
+@pytest.mark.parametrize("name", LIVE_BOTH)
+def test_live_edges_across_the_stacks_are_what_hooks_make_of_them(name, edge, model_named):
+    """Keys and values of one head, as the model's own norm and weights make them of the encoder's stream without what
+    differs: all of it (patching), or as much as a slope needs (gradient).
+    """
+    clean, corrupted = two(model_named(name))
+    source, destination = edge.split(" → ")
+    layer, head, letter = int(destination[1]), int(destination[-3]), destination[-1]
+    model = clean.model
+    is_bridge = clean.view.is_bridge
+    end = model.encoder_ln_final.original_component if is_bridge else model.encoder_final_ln
+    module = (model.decoder_blocks if is_bridge else model.decoder)[layer - 2].cross_attn
+    point = clean.points.blocks[layer].cross.value.replace("hook_v", f"hook_{letter}")
+    stream_point = f"{clean.view.blocks[1].name}.hook_resid_post"
+    stream = values(clean, [stream_point])[stream_point]
+    away = written(clean, source) - written(corrupted, source)
+
+    def projected(x):
+        if is_bridge:
+            weight = getattr(module, letter).original_component.weight
+            return (end(x) @ weight.T.to(x))[..., 4 * head : 4 * head + 4]
+        return end(x) @ getattr(module, f"W_{letter.upper()}")[head]
+
+    def number_without(share):
+        change = projected(stream - share * away) - projected(stream)
+
+        def hook(live, hook):
+            heads = live.clone().reshape(2, 6, 4, -1)
+            heads[:, :, head] += change
+            return heads.reshape(live.shape)
+
+        return number(clean, [(point, hook)], held=False)
+
+    patching, gradient = (circuits.edge_scores(clean, corrupted, **ASKED, method=m) for m in ("patching", "gradient"))
+    before = number(clean, [], held=False)
+    assert close(before - number_without(1), patching[edge], tolerance(name))
+    if tolerance(name) < 1e-6:  # a slope magnifies what float32 rounds
+        slope = (number_without(-1e-4) - number_without(1e-4)) / 2e-4
+        assert close(slope, gradient[edge], 1e-6)
+    assert float(patching[edge].abs().max()) > 1e-6
 
 
 def written(frozen, source):
@@ -417,6 +467,27 @@ def test_edges_of_both_stacks_sum_to_their_nodes(name, method, model_named):
     assert len(edges) == expected + before
     with pytest.raises(tlens.InvalidInputError, match="no edge"):
         edges["L1H0 → L2H0.v"]
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_direction_may_read_the_encoder(name, model_named):
+    """There the decoder's nodes count nothing, and no edge leads from them to the target."""
+    clean, corrupted = two(model_named(name))
+    direction = torch.randn(16, dtype=torch.float64)
+    own, other = (frozen.output[:, 3] @ direction for frozen in (clean, corrupted))
+    asked = {"direction": direction, "query": 3}
+    for method in ("difference", "patching", "gradient", "frozen"):
+        nodes = circuits.patch_scores(clean, corrupted, **asked, method=method)
+        later = [number_ for number_, node in enumerate(nodes.names) if node.startswith(("L2", "L3", "MLP2", "MLP3"))]
+        assert float(nodes.scores[..., later].abs().max()) < tolerance(name)
+        if method in ("difference", "patching"):
+            assert close(other + nodes["embed"][:, 0], own, tolerance(name)), method
+    edges = circuits.edge_scores(clean, corrupted, **asked, method="difference")
+    assert close(other + edges.scores[..., -1].sum(-1), own, tolerance(name))
+    assert int(edges.exists[:, -1].sum()) == 11
+    if name in LIVE_BOTH:
+        numbers = circuits.run_circuits(clean, corrupted, [edges.circuit(len(edges)), edges.circuit(0)], **asked)
+        assert close(numbers, torch.stack([own, other]), tolerance(name))
 
 
 def test_a_circuit_of_both_stacks_is_drawn_and_written(model_named, tmp_path):
@@ -675,12 +746,12 @@ def test_a_circuit_may_attend_where_every_probability_underflowed(name):
 
 def test_an_underflow_that_cannot_be_told_from_a_mask_is_refused(monkeypatch):
     clean, corrupted = sharp("bridge/llama")
-    monkeypatch.setattr("tensorlens_tl.circuits.compare.weights_forward.capture", lambda *given, **options: ({}, None))
+    monkeypatch.setattr("tensorlens_tl.circuits.compare.live_blocks.capture", lambda *given, **options: ({}, None))
     with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0: no head has a probability.*underflowed"):
         circuits.edge_scores(clean, corrupted, **ASKED, method="gradient")
 
 
-@pytest.mark.parametrize("name", LIVE)
+@pytest.mark.parametrize("name", [*LIVE, *LIVE_BOTH])
 def test_all_edges_give_the_clean_number_and_none_the_corrupted(name, model_named):
     clean, corrupted = two(model_named(name))
     scores = circuits.edge_scores(clean, corrupted, **ASKED)
@@ -688,8 +759,10 @@ def test_all_edges_give_the_clean_number_and_none_the_corrupted(name, model_name
     made = circuits.run_circuits(clean, corrupted, both, **ASKED)
     error = 1e-6 if name == "bridge/opt" else tolerance(name)
     assert close(made, torch.stack([scores.clean, scores.corrupted]), error)
-    assert len(both[0]) == len(scores) == (102 if clean.layouts[0].parallel else 110)
-    chunked = circuits.run_circuits(clean, corrupted, both, **ASKED, memory="200KB")
+    edges = 102 if clean.layouts[0].parallel else 110
+    assert len(both[0]) == len(scores) == (529 if clean.sides else edges)
+    memory = "1MB" if clean.sides else "200KB"  # of one run at a time
+    chunked = circuits.run_circuits(clean, corrupted, both, **ASKED, memory=memory)
     assert close(chunked, made, 1e-12)
 
 
@@ -697,6 +770,7 @@ def test_all_edges_give_the_clean_number_and_none_the_corrupted(name, model_name
     ("name", "why"),
     [
         ("bridge/gemma2", "sandwich layout has norms"),
+        ("bridge/bart", r"encoder_blocks\.0: its post layout has norms .* method='frozen' or 'difference'"),
         ("bridge/bert", "prediction head"),
         ("bridge/olmo2", "post-only layout"),
         ("bridge/whitened", "whitening stands"),
@@ -883,7 +957,7 @@ def test_prompts_that_cannot_be_compared_are_refused(model_named, scores):
 def test_encoder_decoders_and_experts_are_refused_by_name(model_named):
     model = model_named("bridge/bart")
     frozen = tlens.freeze(model, some_tokens(), decoder_input_ids=some_tokens(2, 4))
-    with pytest.raises(tlens.UnsupportedModelError, match=r"live edges .*two stacks"):
+    with pytest.raises(tlens.UnsupportedModelError, match=r"live edges .*all but 'frozen\+qk'"):
         circuits.patch_scores(frozen, frozen, **ASKED, method="frozen+qk")
     with pytest.raises(tlens.InvalidInputError, match="6 tokens for the encoder and the corrupted ones 5"):
         circuits.patch_scores(

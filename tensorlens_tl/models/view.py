@@ -354,9 +354,15 @@ class ModelView:
         A HookedEncoderDecoder shows what it gives before its gain, which belongs to what reads it; see
         `Owner.encoder_gain`.
         """
-        if self.is_hooked_encoder_decoder:
-            return replace(norm_weights(self.model.encoder_final_ln, self.cfg), gain=None)
-        return end_norm(self.model, "encoder_ln_final")
+        norm = end_norm(self.model, self.encoder_norm_name)
+        if norm is None or not self.is_hooked_encoder_decoder:
+            return norm
+        return replace(norm, gain=None)
+
+    @property
+    def encoder_norm_name(self) -> str:
+        """Where the hook points of the norm after the last encoder block are."""
+        return "encoder_final_ln" if self.is_hooked_encoder_decoder else "encoder_ln_final"
 
     @weights_read
     def mlm_head(self) -> MLMHead | None:

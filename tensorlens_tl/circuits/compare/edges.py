@@ -30,8 +30,12 @@ all others at the clean prompt.
 default, are nearer to the integral. All but ``"frozen"`` and ``"difference"`` run the model from its weights
 (`tensorlens_tl.circuits.compare.weights_forward`), which blocks with norms on their way back to the stream do not
 allow.
+
+In an encoder–decoder an edge stays in its stack, but for those into keys and values of cross-attention
+(``"L0H3 → L2.cross.H0.k"``): they read what the encoder's nodes write, through the norm at its end.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -92,8 +96,8 @@ def edge_scores(
     Raises:
         InvalidInputError: no such method or points, and what `patch_scores` refuses.
         UnsupportedModelError: blocks in a loop, shared keys and values, a mixture of experts; under ``"difference"``
-            what `difference` refuses; or, except under this and ``"frozen"``, an encoder–decoder, and blocks that are
-            not read as a sum of what their parts write (see `tensorlens_tl.circuits.compare.weights_forward`).
+            what `difference` refuses; or, except under this and ``"frozen"``, blocks that are not read as a sum of what
+            their parts write (see `tensorlens_tl.circuits.compare.live_blocks`).
         FrozenModelError: weights changed since a pass; and except under ``"frozen"`` and ``"difference"``, which
             describe the passes alone, hooks put on the model or taken off since, or a frozen pass attached to it.
 
@@ -316,16 +320,29 @@ def pull_with_patterns(readout: StreamTarget, responses: Float[Tensor, "destinat
         readout: the target.
         responses: its gradient by what every destination reads; only those of queries and keys join.
     """
-    joining = dict[int, Tensor]()
+    by_step = defaultdict[int, list[Tensor]](list)
     first = 0
     for number, step in enumerate(readout.stream.steps):
         for sublayer in step.sublayers:
             nodes = len(sublayer.nodes)
             if sublayer.is_attention:
-                joining[number] = responses[first : first + 2 * nodes].sum(0)
+                keys_at = _encoder_end(readout.stream) if sublayer.is_cross else number
+                by_step[number].append(responses[first : first + nodes].sum(0))
+                by_step[keys_at].append(responses[first + nodes : first + 2 * nodes].sum(0))
                 first += 2 * nodes
             first += nodes
+    joining = {number: torch.stack(vectors).sum(0) for number, vectors in by_step.items()}
     return readout.stream.pull(readout.seed, joining=joining)
+
+
+def _encoder_end(stream: Stream) -> int:
+    """The step before which an encoder's stream is all that its blocks write: that of the norm at its end, if any."""
+    last = max(
+        number for number, step in enumerate(stream.steps) if 0 <= step.layer < stream.frozen.view.encoder_layers
+    )
+    if stream.steps[last].sublayers:
+        return last + 1
+    return last
 
 
 def _products(

@@ -1,0 +1,447 @@
+"""The blocks of the live model, each as parts that say what every head or MLP writes for what it reads.
+
+Blocks must add what attention and the MLP write to the stream as it is: pre-LN, sequential or parallel. With a norm
+between (post-LN, sandwich, OLMo 2) what a head writes by itself is not defined in the live model, and such blocks are
+refused by name; so is attention whose scores are not read (see `tensorlens_tl.circuits.scores.reading`), and anything
+in a block besides.
+
+Of an encoder–decoder the parts read and write among all positions, at those of their stack. Keys and values of
+cross-attention read the encoder's stream through the norm at its end, which belongs to what they read.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import Linear, Norm
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.scores import ScoreReading, score_reading
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.hooks import capture
+from tensorlens_tl.models import ModelView
+from tensorlens_tl.models.parameters import (
+    AttentionWeights,
+    MLPWeights,
+    NormWeights,
+    QueryKeyWeights,
+    norm_epsilon,
+)
+from tensorlens_tl.passes import PassLike
+
+# ------------------------------------------------------------------ parts
+
+
+@dataclass(frozen=True, eq=False)
+class _Projection:
+    """From what each head reads to its queries, keys or values.
+
+    Attributes:
+        W, b: of every head.
+        norm: the norm after them, or None.
+    """
+
+    W: Float[Tensor, "head d_model d_head"]
+    b: Float[Tensor, "head 1 d_head"] | None
+    norm: NormWeights | None = None
+
+    @classmethod
+    def of(cls, W: Tensor, b: Tensor | None, groups: int, heads: int, norm: NormWeights | None = None) -> "_Projection":
+        """A projection whose weights have groups of heads side by side, all heads of a group alike."""
+        each = heads // groups
+        W = rearrange(W, "d (group e) -> group d e", group=groups).repeat_interleave(each, dim=0)
+        if b is not None:
+            b = rearrange(b, "(group e) -> group 1 e", group=groups).repeat_interleave(each, dim=0)
+        return cls(W, b, norm)
+
+    def __call__(self, x: Float[Tensor, "head row pos d_model"]) -> Float[Tensor, "row head pos d_head"]:
+        return normed(self.norm, _plus(_by_head("hrpd,hde->rhpe", x, self.W), self.b))
+
+
+@runtime_checkable
+class Part(Protocol):
+    """What has destinations and sources of a block."""
+
+    @property
+    def destinations(self) -> int:
+        """How many destinations it has."""
+        ...
+
+    def outputs(
+        self, reads: Float[Tensor, "destination row batch pos d_model"]
+    ) -> Float[Tensor, "source row batch pos d_model"]:
+        """What each of its sources writes for what its destinations read, biases apart."""
+        ...
+
+    def plus_bias(self, biases: Float[Tensor, "row batch pos d_model"]) -> Float[Tensor, "row batch pos d_model"]:
+        """The sum of biases with what it adds by itself."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """The positions of one stack among all.
+
+    Attributes:
+        start, stop: the first, and the one after the last.
+        length: of all positions.
+    """
+
+    start: int
+    stop: int
+    length: int
+
+    def of(self, x: Float[Tensor, "*rows pos d"]) -> Float[Tensor, "*rows some d"]:
+        """Vectors at these positions."""
+        return x[..., self.start : self.stop, :]
+
+    def among_all(self, x: Float[Tensor, "*rows some d"]) -> Float[Tensor, "*rows pos d"]:
+        """Vectors of these positions among all, zero elsewhere."""
+        if self.stop - self.start == self.length:
+            return x
+        return torch.nn.functional.pad(x, (0, 0, self.start, self.length - self.stop))
+
+    def plus(self, x: Float[Tensor, "*rows pos d"], bias: Float[Tensor, "d"] | None) -> Float[Tensor, "*rows pos d"]:
+        """Vectors with a bias at these positions, where there is one."""
+        if bias is None:
+            return x
+        return x + self.among_all(bias.to(x).expand(self.stop - self.start, -1))
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """The heads of one attention.
+
+    Attributes:
+        count: how many there are.
+        query_norm: the norm that queries are read after, or None.
+        norm: the norm that keys and values are read after; it is the same but in cross-attention.
+        query, key, value: from what each head reads.
+        reading: how scores are computed.
+        allowed: the keys that queries may attend to.
+        W_O, b_O: what heads write by.
+        at: the positions of queries, where heads write.
+        attended: the positions of keys and values.
+    """
+
+    count: int
+    query_norm: NormWeights | None
+    norm: NormWeights | None
+    query: _Projection
+    key: _Projection
+    value: _Projection
+    reading: ScoreReading
+    allowed: Bool[Tensor, "query key"]
+    W_O: Float[Tensor, "head d_head d_model"]
+    b_O: Tensor | None
+    at: Span
+    attended: Span
+
+    @property
+    def destinations(self) -> int:
+        """Queries, keys and values of each head."""
+        return 3 * self.count
+
+    def outputs(
+        self, reads: Float[Tensor, "destination row batch pos d_model"]
+    ) -> Float[Tensor, "head row batch pos d_model"]:
+        """What each head writes, b_O apart."""
+        rows = reads.shape[1]
+        q_in, k_in, v_in = reads.chunk(3)
+        q = self.query(normed(self.query_norm, self.at.of(q_in).flatten(1, 2)))
+        k = self.key(normed(self.norm, self.attended.of(k_in).flatten(1, 2)))
+        v = self.value(normed(self.norm, self.attended.of(v_in).flatten(1, 2)))
+        rotation = self.reading.rotation
+        if rotation is not None:
+            q, k = (torch.einsum("rhpe,pef->rhpf", vectors, rotation) for vectors in (q, k))
+        scores = self.reading.finished(self.reading.scale * (q @ k.mT))
+        probabilities = torch.softmax(upcast(scores.masked_fill(~self.allowed, -torch.inf)), dim=-1)
+        written = _by_head("rhpe,hed->hrpd", probabilities.to(v) @ v, self.W_O)
+        return self.at.among_all(written).unflatten(1, (rows, -1))
+
+    def plus_bias(self, biases: Float[Tensor, "row batch pos d_model"]) -> Float[Tensor, "row batch pos d_model"]:
+        """The sum of biases with b_O."""
+        return self.at.plus(biases, self.b_O)
+
+
+@dataclass(frozen=True, eq=False)
+class Neurons:
+    """The MLP of a block.
+
+    Attributes:
+        norm: the norm before it, or None.
+        weights: what it computes.
+        at: the positions that it acts on.
+    """
+
+    norm: NormWeights | None
+    weights: MLPWeights
+    at: Span
+
+    @property
+    def destinations(self) -> int:
+        """One."""
+        return 1
+
+    def outputs(
+        self, reads: Float[Tensor, "destination row batch pos d_model"]
+    ) -> Float[Tensor, "source row batch pos d_model"]:
+        """What it writes, b_out apart."""
+        weights = self.weights
+        x = normed(self.norm, self.at.of(reads))
+        linear = Linear(weights.W_in, weights.b_in)(x)
+        if weights.W_gate is None:
+            hidden = weights.activation(linear)
+        else:
+            if weights.linear_activation is not None:
+                linear = weights.linear_activation(linear)
+            hidden = weights.activation(Linear(weights.W_gate, weights.b_gate)(x)) * linear
+        hidden = _plus(hidden, weights.b_post)
+        if weights.post_factor is not None:
+            hidden = hidden * weights.post_factor(hidden)
+        return self.at.among_all(Linear(weights.W_out)(hidden))
+
+    def plus_bias(self, biases: Float[Tensor, "row batch pos d_model"]) -> Float[Tensor, "row batch pos d_model"]:
+        """The sum of biases with b_out."""
+        return self.at.plus(biases, self.weights.b_out)
+
+
+@dataclass(frozen=True, eq=False)
+class LiveBlock:
+    """One block of the live model.
+
+    Attributes:
+        name: of the block.
+        parts: in the order in which they write.
+        parallel: whether they all read the block's input, and not what the ones before them wrote.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    parallel: bool
+
+    @property
+    def destinations(self) -> int:
+        """How many destinations its parts have together."""
+        return sum(part.destinations for part in self.parts)
+
+
+def _by_head(equation: str, x: Tensor, W: Float[Tensor, "head d e"]) -> Tensor:
+    """Every head's vectors times its weights, in the wider dtype of the two, as x."""
+    wide = torch.promote_types(x.dtype, W.dtype)
+    return torch.einsum(equation, x.to(wide), W.to(wide)).to(x)
+
+
+def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
+    """A vector with a bias, where there is one."""
+    if bias is None:
+        return x
+    return x + bias.to(x)
+
+
+def normed(norm: NormWeights | None, x: Float[Tensor, "*any d"]) -> Float[Tensor, "*any d"]:
+    """A norm as the live model computes it."""
+    if norm is None:
+        return x
+    return Norm(norm.scale_of(x), norm.gain, norm.shift, norm.centre)(x)
+
+
+# ------------------------------------------------------------------ reading blocks
+
+
+def live_block(clean: PassLike, corrupted: PassLike, layer: int) -> LiveBlock:
+    """One block as parts, read from its weights.
+
+    Raises:
+        UnsupportedModelError: the block is more than attention and an MLP that add what they write to the stream, or
+            its scores are not read.
+    """
+    _check_parts(clean, layer)
+    return LiveBlock(
+        clean.view.blocks[layer].name, tuple(_parts(clean, corrupted, layer)), clean.layouts[layer].parallel
+    )
+
+
+def encoder_norm(view: ModelView) -> NormWeights | None:
+    """The norm at the end of an encoder–decoder's encoder, as the live model computes it."""
+    return _with_epsilon(view, view.encoder_norm, view.encoder_norm_name)
+
+
+def final_norm(view: ModelView) -> NormWeights | None:
+    """The norm after the last block, as the live model computes it."""
+    return _with_epsilon(view, view.final_norm, view.final_norm_name)
+
+
+def _with_epsilon(view: ModelView, norm: NormWeights | None, name: str) -> NormWeights | None:
+    if norm is None:
+        return None
+    return replace(norm, epsilon=norm_epsilon(view.model.get_submodule(name), view.cfg))
+
+
+def _parts(clean: PassLike, corrupted: PassLike, layer: int) -> Iterator[Part]:
+    """Attention, cross-attention and the MLP of a block, those of them that it has."""
+    view = clean.view
+    block = view.blocks[layer]
+    layout = clean.layouts[layer]
+    length = clean.tokens.shape[1]
+    at = Span(*clean.capture.side(layer), length)
+
+    def norm(name: str | None) -> NormWeights | None:
+        """One of the block's norms, by name."""
+        if name is None:
+            return None
+        return replace(block.norms[name], epsilon=norm_epsilon(getattr(block.module, name), view.cfg))
+
+    points = clean.points.blocks[layer]
+    assert points.pattern is not None  # it has heads
+    patterns = [frozen.pattern(layer) for frozen in (clean, corrupted)]
+    is_causal = clean.causal or (clean.sides is not None and not bool(patterns[0].triu(1).any()))
+    before = norm(layout.attn.before)
+    reading = score_reading(clean, layer)
+    allowed = _allowed(clean, block.name, points.pattern, patterns, is_causal)
+    yield _heads(view, block.name, block.attention, block.query_key, reading, allowed, (before, before), (at, at))
+    if layout.cross is not None and points.cross is not None:
+        patterns = [frozen.cross_pattern(layer) for frozen in (clean, corrupted)]
+        norms = (norm(layout.cross.before), encoder_norm(view))
+        spans = (at, Span(0, at.start, length))
+        weights = block.require_cross_attention()
+        reading = score_reading(clean, layer, cross=True)
+        allowed = _allowed(clean, block.name, points.cross.pattern, patterns, False)
+        yield _heads(view, block.name, weights, block.cross_query_key, reading, allowed, norms, spans)
+    dense = block.dense_mlp if block.has_mlp else None
+    if dense is not None:
+        yield Neurons(norm(layout.mlp.before), dense, at)
+
+
+def _heads(
+    view: ModelView,
+    name: str,
+    attention: AttentionWeights,
+    weights: QueryKeyWeights,
+    reading: ScoreReading,
+    allowed: Bool[Tensor, "query key"],
+    norms: tuple[NormWeights | None, NormWeights | None],
+    spans: tuple[Span, Span],
+) -> Heads:
+    """The heads of one attention; norms and spans are those of queries, and of keys and values."""
+    heads = attention.heads
+    groups = attention.kv_heads
+    d_head = weights.W_Q.shape[1] // heads
+    for norm in (weights.q_norm, weights.k_norm):
+        if norm is not None and norm.gain is not None and norm.gain.numel() != d_head:
+            raise refusal(view, f"{name}: its queries are normed over all heads together")
+
+    def head_norm(norm: NormWeights | None) -> NormWeights | None:
+        """The norm of queries or of keys."""
+        return norm and replace(norm, epsilon=weights.epsilon)
+
+    return Heads(
+        count=heads,
+        query_norm=norms[0],
+        norm=norms[1],
+        query=_Projection.of(weights.W_Q, weights.b_Q, heads, heads, head_norm(weights.q_norm)),
+        key=_Projection.of(weights.W_K, weights.b_K, groups, heads, head_norm(weights.k_norm)),
+        value=_Projection.of(attention.W_V, attention.b_V, groups, heads),
+        reading=reading,
+        allowed=allowed,
+        W_O=rearrange(attention.W_O, "(h e) d -> h e d", h=heads),
+        b_O=attention.b_O,
+        at=spans[0],
+        attended=spans[1],
+    )
+
+
+def _check_parts(frozen: PassLike, layer: int) -> None:
+    """Refuse a block that does more than attention and an MLP that add what they write to the stream.
+
+    Raises:
+        UnsupportedModelError: saying what it does.
+    """
+    block = frozen.view.blocks[layer]
+    layout = frozen.layouts[layer]
+    hooked = block.attention.hooked
+    _ = block.dense_mlp  # both refuse what is neither
+    sublayers = [layout.attn]
+    if block.has_mlp:
+        sublayers.append(layout.mlp)
+    if layout.cross is not None:
+        sublayers.append(layout.cross)
+    shortformer = getattr(frozen.view.cfg, "positional_embedding_type", None) == "shortformer"
+    reasons = {
+        f"its {layout.name} layout has norms between what a part writes and the stream": any(
+            part.after or part.outer for part in sublayers
+        ),
+        "its attention has a gate, a norm or a latent inside": not hooked,
+        "its self- and cross-attention share one softmax": block.parts.is_merged,
+        "a mixer stands beside its attention": block.has_beside,
+        "whitening stands before it": block.whitening is not None,
+        "an input of each token or a factor is added to it": block.per_layer is not None or block.scalar is not None,
+        "its position embeddings are added to queries and keys only": shortformer,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise refusal(frozen.view, f"{block.name}: {reason}")
+
+
+def _allowed(
+    frozen: PassLike,
+    name: str,
+    point: str,
+    of_prompts: Sequence[Float[Tensor, "batch head query key"]],
+    is_causal: bool,
+) -> Bool[Tensor, "query key"]:
+    """The keys that a query may attend to, the same for every head and, without padding, for every prompt.
+
+    A probability of zero does not prove a mask: it may have underflowed, and a circuit may attend there again. So the
+    mask is the full structure (causal, or all pairs) if some head has a probability above zero in each of its cells.
+    Otherwise (a local window, or underflow in every head) the model's scores decide: a mask leaves -inf or the dtype's
+    lowest number there.
+
+    Args:
+        frozen: the pass of the clean prompts.
+        name: of the block.
+        point: the hook point of the pattern.
+        of_prompts: the patterns of the clean and of the corrupted prompts.
+        is_causal: whether no clean query attends to a later token.
+
+    Raises:
+        UnsupportedModelError: rows that do not sum to 1, probabilities outside the mask, or scores that do not show it.
+    """
+    patterns = torch.stack([*of_prompts])
+    if float((patterns.sum(-1) - 1).abs().max()) > frozen.tolerance:
+        raise refusal(frozen.view, f"{name}: its attention has sinks, which take a share of every row")
+    weighted = (patterns > 0).flatten(0, 2).any(0)
+    structure = torch.ones_like(weighted)
+    if is_causal:
+        structure = structure.tril()
+    if bool((weighted & ~structure).any()):
+        raise refusal(frozen.view, f"{name}: it attends to later tokens for the corrupted prompt only")
+    if torch.equal(weighted, structure):
+        return structure
+    shown_at = point.replace("hook_pattern", "hook_attn_scores")
+    activations, _ = capture(frozen.model, frozen.inputs, [shown_at], last=shown_at, optional=[shown_at])
+    scores = activations.get(shown_at)
+    if scores is not None and scores.shape == patterns.shape[1:]:
+        allowed = (scores > torch.finfo(scores.dtype).min / 2).flatten(0, 1).any(0).to(weighted.device)
+        if not bool((allowed & ~structure | weighted & ~allowed).any()):
+            return allowed
+    pairs = int((structure & ~weighted).sum())
+    raise refusal(
+        frozen.view,
+        f"{name}: no head has a probability above zero at {pairs} pairs of a query and a key that it might "
+        f"attend to, and {shown_at} does not show whether a mask closes them or they underflowed (a wider dtype may "
+        "help)",
+    )
+
+
+def refusal(view: ModelView, why: str) -> UnsupportedModelError:
+    """What is raised where a live run from the weights is not defined, or not read."""
+    return UnsupportedModelError(
+        f"live edges of this {view.description}: {why}. They need pre-LN blocks, sequential or parallel, with readable "
+        "attention scores; edge_scores with method='frozen' or 'difference', and patch_scores with all but "
+        "'frozen+qk', work without."
+    )
