@@ -363,8 +363,9 @@ def test_patching_an_edge_across_the_stacks_by_hooks_costs_its_score(name, edge,
     edges = circuits.edge_scores(clean, corrupted, **ASKED)
     source, destination = edge.split(" → ")
     away = written(clean, source) - written(corrupted, source)
-    if destination == "target":
-        hook = (clean.points.last_output, lambda live, hook: live - away)
+    held = clean.fwd_hooks()
+    if destination == "target":  # before the hooks that hold the norm read what it reads
+        hooks = [(clean.points.last_output, lambda live, hook: live - away), *held]
     else:
         layer, head = int(destination[1]), int(destination[-3])
         away = clean.maps.encoder_norm().push(away[None])[0] @ clean.view.blocks[layer].cross_attention.W_V
@@ -375,9 +376,9 @@ def test_patching_an_edge_across_the_stacks_by_hooks_costs_its_score(name, edge,
             heads[:, :, head] -= away
             return heads.reshape(z.shape)
 
-        hook = (clean.points.blocks[layer].cross.z, less_values)
-    before = number(clean, [])
-    assert close(before - number(clean, [hook]), edges[edge], tolerance(name))
+        hooks = [*held, (clean.points.blocks[layer].cross.z, less_values)]
+    patched = number(clean, hooks, held=False)
+    assert close(number(clean, []) - patched, edges[edge], tolerance(name))
     assert float(edges[edge].abs().max()) > 1e-6
 
 

@@ -23,7 +23,7 @@ from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.circuits.compare.live_blocks import encoder_norm, final_norm, live_block, normed, refusal
 from tensorlens_tl.circuits.compare.pairs import refuse_hooks
 from tensorlens_tl.circuits.stream import StreamTarget
-from tensorlens_tl.models.parameters import saved_by_name
+from tensorlens_tl.models.parameters import NormWeights, saved_by_name
 from tensorlens_tl.passes import PassLike
 
 # ------------------------------------------------------------------ what destinations read
@@ -205,20 +205,20 @@ class Replay:
             for part in block.parts:
                 if not block.parallel:
                     before = (written, biases)
-                reads = inputs.read(slice(first, first + part.destinations), *before)
-                first += part.destinations
-                written = torch.cat([written, part.outputs(reads)])
+                places = slice(first, first + part.destinations)
+                first = places.stop
+                written = torch.cat([written, part.outputs(inputs.read(places, *before))])
                 biases = part.plus_bias(biases)
         final = inputs.read(slice(first, first + 1), written, biases)[0]
-        encoder, last = self._stacks(final)
-        return self.readout.number(torch.cat([encoder, normed(self.final, last)], dim=-2))[..., 0]
+        return self.readout.number(self._after_encoder(final, self.final))[..., 0]
 
-    def _stacks(
-        self, x: Float[Tensor, "*rows pos d"]
-    ) -> tuple[Float[Tensor, "*rows encoder d"], Float[Tensor, "*rows decoder d"]]:
-        """The output of an encoder that has run (no position where there is one stack), and the rest of the stream."""
+    def _after_encoder(self, x: Float[Tensor, "*rows pos d"], last: NormWeights | None) -> Float[Tensor, "*rows pos d"]:
+        """A stream with the output of its encoder, if it has one, and the rest after a norm, if one is given."""
         length = self.frozen.prompt.encoder_length
-        return normed(self.encoder_final, x[..., :length, :]), x[..., length:, :]
+        rest = normed(last, x[..., length:, :])
+        if not length:
+            return rest
+        return torch.cat([normed(self.encoder_final, x[..., :length, :]), rest], dim=-2)
 
     def _proved_run(self, frozen: PassLike) -> _WholeStream:
         """The run of a prompt, which gives the outputs of the model's own blocks."""
@@ -228,7 +228,7 @@ class Replay:
         for layer in range(len(self.blocks) + 1):
             stream = recorded.streams[first][0, 0]
             if layer >= frozen.view.encoder_layers:
-                stream = torch.cat(self._stacks(stream), dim=-2)
+                stream = self._after_encoder(stream, None)
             error = relative_error(stream, frozen.resid_pre(layer))
             if not error <= frozen.tolerance:
                 name = self.blocks[layer - 1].name
