@@ -249,7 +249,7 @@ class _LiveNodes:
             scores.append(by_part[:, [node.part for node in nodes]])
         return torch.cat(scores, dim=1)
 
-    def _gradients(self, share: float) -> dict[str, Float[Tensor, "batch pos width"]]:
+    def _gradients(self, share: float) -> dict[str, Float[Tensor, "batch pos _width"]]:
         """Gradients of the target at every point, with the first block's input on the way between the prompts."""
         readout = self.readout
         frozen = self.frozen
