@@ -19,6 +19,8 @@ from subprocess import run
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from page import Lines, row, table
+
 ROWS, ROUNDS = 2000, 2
 PLAIN = "plain forward, batched"
 SMALLER = (512, 2048)
@@ -186,7 +188,24 @@ def in_turn(candidates: dict[str, str], folder: Path, count: int) -> dict[str, d
     }
 
 
-def measure(count: int = ROWS) -> Iterator[tuple[Any, ...]]:
+def data_sets() -> Lines:
+    """## Rows of a data set: how many a second, and how much memory
+
+    2,000 rows of held-out text, 16 to 79 tokens long, on the bundled model; and 200 of them on a random GPT-2 of its
+    shape, beside inseq. Each candidate has processes of its own, in turn; model and libraries are loaded before. Memory is
+    what the work adds to them, and how much more its second half needed at most than its first.
+    """
+    if not Path("/proc/self/statm").is_file():
+        yield "Not measured: resident memory is read from /proc."
+        return
+    yield table("model", "what", "rows", "rows/s", "÷ plain forward's", "memory, MB", "more in the second half, MB")
+    for *cells, peak, grown in _measured_in_turn():
+        yield row(*cells, f"{peak:.0f}", f"{grown:.0f}")
+    if not os.environ.get("INSEQ_PYTHON"):
+        yield "\ninseq was not measured: `INSEQ_PYTHON` names no interpreter that has it."
+
+
+def _measured_in_turn(count: int = ROWS) -> Iterator[tuple[Any, ...]]:
     """Lines of the table: candidate, rows a second, share of the plain forward's, peak MB, its growth from a tenth on."""
     inseq = os.environ.get("INSEQ_PYTHON", "")
     for candidates, few in ((OURS, count), (BESIDE_INSEQ, min(count, 200))):
@@ -201,10 +220,10 @@ def measure(count: int = ROWS) -> Iterator[tuple[Any, ...]]:
                 import tensorlens_tl as tlens
 
                 tokenizer: Any = tlens.load_demo_model().tokenizer
-                for row in rows:  # texts that are the same tokens again for inseq, which begins each by itself
-                    ids = row["text"][1:]
-                    row["text"] = tokenizer.decode(ids)
-                    row["with_target"] = tokenizer.decode([*ids, TARGET])
+                for text in rows:  # texts that are the same tokens again for inseq, which begins each by itself
+                    ids = text["text"][1:]
+                    text["text"] = tokenizer.decode(ids)
+                    text["with_target"] = tokenizer.decode([*ids, TARGET])
             (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
             made = in_turn(interpreters, folder, few)
         shape = "bundled" if candidates is OURS else "random GPT-2"

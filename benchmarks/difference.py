@@ -7,12 +7,10 @@ that thread, so that what else a machine runs does not count; candidates are int
     python benchmarks/difference.py OTHER         # and another one (a git worktree), in turn
 """
 
-import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
+
+from checkouts import in_turn, main
+from page import Lines, row, table
 
 ROUNDS = 5
 PROCESSES = 2
@@ -65,28 +63,16 @@ def ratios(times: dict[str, float]) -> dict[str, float]:
     return found | {"difference, proof and pull, in frozen pulls": whole / times["frozen pull"]}
 
 
-def measure(*checkouts: str) -> list[dict[str, float]]:
-    """The ratios of each checkout of this repository, in processes that take turns."""
-    here = Path(__file__).resolve()
-    best: list[dict[str, float]] = [{} for _ in checkouts]
-    for _ in range(PROCESSES):
-        for number, checkout in enumerate(checkouts):
-            environment = {**os.environ, "PYTHONPATH": checkout, "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, str(here), "--seconds"]
-            out = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-            for name, value in json.loads(out.splitlines()[-1]).items():
-                best[number][name] = min(value, best[number].get(name, float("inf")))
-    return [ratios(times) for times in best]
+def differences() -> Lines:
+    """## The difference of two runs, in forwards
 
-
-def main() -> None:
-    if sys.argv[1:] == ["--seconds"]:
-        print(json.dumps(seconds()))
-        return
-    found = measure(str(Path(__file__).parents[1]), *sys.argv[1:])
-    for name in found[0]:
-        print(f"{name:45}", *(f"{of[name]:8.2f}" for of in found))
+    Six blocks of GPT-2 small's shape, two prompts of 128 tokens, one thread, processor time. Edges and nodes by
+    "difference" build and prove it each time. `python benchmarks/difference.py OTHER` measures another checkout in turn.
+    """
+    yield table("what", "forwards")
+    for name, value in ratios(in_turn(__file__, processes=PROCESSES)[0]).items():
+        yield row(name, value)
 
 
 if __name__ == "__main__":
-    main()
+    main(__file__, seconds, ratios, PROCESSES)

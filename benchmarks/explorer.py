@@ -1,14 +1,18 @@
 """How long the explorer's page waits: the first answer to a new prompt, and each click, beside one forward.
 
-Views are computed as the server does; the browser's own time is not counted. Wall-clock, this machine.
-
-    python benchmarks/explorer.py
+Views are computed as the server does; the browser's own time is not counted.
 """
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+
+import torch
+from page import Lines, row, table
+from shapes import gpt2_small
+from timing import THREADS
 
 import tensorlens_tl as tlens
 from tensorlens_tl.explorer import Session
@@ -30,28 +34,25 @@ def seconds(run: Callable[[], Any]) -> float:
 
 def gpt2() -> Any:
     """GPT-2 small's shape with random weights, read through the bundled tokenizer."""
-    from shapes import gpt2_small
-
     model = gpt2_small().model
     model.tokenizer = tlens.load_demo_model().tokenizer
     return model
 
 
-def measure(name: str, model: Any, tokens: int) -> None:
-    """Print what the page waits for, of a prompt of so many tokens."""
+def first_answer(session: Session, texts: Iterator[str]) -> None:
+    """What the page shows of a prompt that it has not seen."""
+    text = next(texts)
+    for view in ("prompt", "tokens", "components"):
+        session.view(view, {"text": text})
+
+
+def waits(model: Any, tokens: int) -> dict[str, float]:
+    """Seconds that the page waits for, of prompts of so many tokens."""
     ids = model.tokenizer.encode(WORDS * 9)[: tokens - 1]
     texts = [model.tokenizer.decode([*ids[:-1], at], skip_special_tokens=True) for at in range(600, 600 + 2 * ROUNDS)]
     session = Session(model)
-    fresh = iter(texts)
-    first = {"prompt": {}, "tokens": {}, "components": {}}
-
-    def answer() -> None:
-        text = next(fresh)
-        for view in first:
-            session.view(view, {"text": text})
-
-    print(f"{name}, {tokens} tokens: the first answer {seconds(answer):.2f} s")
-    asked = {"text": texts[0]}
+    first = seconds(partial(first_answer, session, iter(texts)))
+    prompt = {"text": texts[0]}
     clicks = {
         "another query": ("tokens", {"query": tokens // 2}),
         "20 new tokens": ("generated", {"new": 20}),
@@ -62,29 +63,33 @@ def measure(name: str, model: Any, tokens: int) -> None:
         "neurons of an MLP": ("neurons", {"node": "MLP1"}),
         "two prompts, tokens": ("tokens", {"other": texts[1]}),
         "two prompts, graph": ("graph", {"other": texts[1]}),
-        "routes": ("routes", {"other": texts[1]}),
+        "two prompts, routes": ("routes", {"other": texts[1]}),
     }
-    for what, (view, fields) in clicks.items():
-        print(f"    {what:20} {seconds(lambda view=view, fields=fields: session.view(view, asked | fields)):.3f} s")
+    views = {what: partial(session.view, view, prompt | fields) for what, (view, fields) in clicks.items()}
+    return {"the first answer to a prompt": first} | {what: seconds(view) for what, view in views.items()}
 
 
-def memory(model: Any) -> None:
-    """Print how much the largest resident size grows over many prompts."""
+def growth_of_memory(model: Any) -> float:
+    """The largest resident size after many prompts, in those after a fifth of them."""
     session = Session(model)
+    sizes: list[int] = []
     for number in range(PROMPTS):
-        if number == PROMPTS // 5:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         session.view("tokens", {"text": f"The value of item {number} is returned if the name is not found."})
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"memory after {PROMPTS} prompts / after {PROMPTS // 5}: {after / before:.3f}")
+        sizes.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return sizes[-1] / sizes[PROMPTS // 5]
 
 
-def main() -> None:
+def explorer() -> Lines:
+    """## The explorer, in seconds
+
+    Wall-clock, without the browser's own time. The first answer has next tokens, scores of tokens, and components.
+    """
+    torch.set_num_threads(THREADS[-1])
     demo = tlens.load_demo_model()
-    measure("the bundled model", demo, 35)
-    memory(demo)
-    measure("GPT-2 small's shape", gpt2(), 64)
-
-
-if __name__ == "__main__":
-    main()
+    bundled = waits(demo, 35)
+    growth = growth_of_memory(demo)
+    larger = waits(gpt2(), 64)
+    yield table("what the page waits for", "bundled model, 35 tokens", "GPT-2 small's shape, 64 tokens")
+    for what, value in bundled.items():
+        yield row(what, value, larger[what])
+    yield f"\nThe process is {growth:.2f} times as large after {PROMPTS} prompts as after {PROMPTS // 5}."

@@ -2,28 +2,21 @@
 
 A forward is that of the bare Hugging Face body, in the same run, on one thread, float32. Processor time, so that what
 else a machine runs does not count; candidates are interleaved, and minima taken.
-
-    python benchmarks/generated.py           # prints the section
-    python benchmarks/generated.py --write   # and puts it into RESULTS.md
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from page import Lines, row as line, table
 from shapes import Shape, bert_base, gpt2_small, llama_160m
 from timing import interleaved
 
 import tensorlens_tl as tlens
 from tensorlens_tl.generation import freeze_generation
 
-RESULTS = Path(__file__).parent / "RESULTS.md"
-HEADING = "## Freezing, questions and generated text from token ids to scores, in forwards"
 PROOFS = {"none but each first block": False, "sampled": "sample", "whole": True}
 Row = tuple[str, int, dict[str, float]]
 
@@ -74,40 +67,15 @@ def generated(prompt: int, tokens: int, rounds: int) -> Iterator[Row]:
         yield f"Llama-like 160M, a span after {prompt} tokens, {hops} hops", tokens, values
 
 
-def section() -> list[str]:
-    """The section of RESULTS.md, by lines."""
+def everything_included() -> Lines:
+    """## Freezing, questions and generated text from token ids to scores, in forwards
+
+    One thread, processor time, forwards of the bare Hugging Face body in the same run.
+    """
     torch.set_num_threads(1)
-    rows = [freezing(), *generated(96, 128, 6), *generated(768, 1024, 2)]
+    yield table("what", "tokens", *(f"proof: {name}" for name in PROOFS))
+    for what, tokens, values in (freezing(), *generated(96, 128, 6), *generated(768, 1024, 2)):
+        yield line(what, tokens, *(values.get(name, "") for name in PROOFS))
     what, tokens, questions = first_questions()
-    cells = [
-        [what, tokens, *(f"{values[name]:.2f}" if name in values else "" for name in PROOFS)]
-        for what, tokens, values in rows
-    ]
-    return [
-        HEADING,
-        "",
-        f"One thread, processor time, forwards of the bare Hugging Face body in the same run: `python benchmarks/generated.py`. Measured on {date.today()}.",
-        "",
-        f"| what | tokens | {' | '.join(f'proof: {name}' for name in PROOFS)} |",
-        f"|{' --- |' * (2 + len(PROOFS))}",
-        *(f"| {' | '.join(map(str, row))} |" for row in cells),
-        "",
-        f"{what} ({tokens} tokens, freezing not counted): "
-        + ", ".join(f"{value:.2f} ({name})" for name, value in questions.items())
-        + ".",
-        "",
-    ]
-
-
-def print_or_write(heading: str, lines: list[str]) -> None:
-    """Print a section; with ``--write`` put it into RESULTS.md, in place of the one that is there."""
-    print("\n".join(lines))
-    if "--write" not in sys.argv[1:]:
-        return
-    before, _, after = RESULTS.read_text(encoding="utf-8").partition(f"{heading}\n")
-    following = after[after.index("\n## ") + 1 :] if "\n## " in after else ""
-    RESULTS.write_text(before.rstrip() + "\n\n" + "\n".join(lines) + following, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    print_or_write(HEADING, section())
+    costs = ", ".join(f"{value:.2f} ({name})" for name, value in questions.items())
+    yield f"\n{what} ({tokens} tokens, freezing not counted): {costs}."

@@ -5,16 +5,13 @@ else a machine runs does not count; candidates are interleaved, and minima taken
 installed, and are no dependency of this package: inseq and captum beside it need ``pip install --no-deps inseq captum
 treescope``, as inseq pins an older typeguard.
 
-    python benchmarks/peers.py           # prints the section
-    python benchmarks/peers.py --write   # and puts it into RESULTS.md
+    python benchmarks/run.py peers
 """
 
 import importlib
-import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,14 +20,13 @@ from typing import Any
 
 import torch
 from data_sets import saved_gpt2
-from generated import print_or_write
+from page import Lines, table
 from timing import interleaved
 from torch import Tensor
 
 import tensorlens_tl as tlens
 from tensorlens_tl.passes import one_reading
 
-HEADING = "## Rows of a data set beside other libraries"
 ROWS, STEPS, ROUNDS = 6, 5, 2
 PEERS = ("inseq", "captum", "lxt")
 GPT2_SMALL = {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
@@ -147,8 +143,13 @@ def missing(peer: str) -> str | None:
     return "lxt replaces classes of transformers in the whole process" if peer == "lxt" else None
 
 
-def section(count: int = ROWS, length: int = 24, rounds: int = ROUNDS) -> Iterator[str]:
-    """The section of RESULTS.md, line by line."""
+def peers(count: int = ROWS, length: int = 24, rounds: int = ROUNDS) -> Lines:
+    """## Rows of a data set beside other libraries
+
+    A random GPT-2 small, the logit of the token after each row, float32. Rows a second as a share of a plain batched
+    forward's; one thread, processor time, one process. Ours is what `attribute_dataset` does with a batch, without the
+    digest of all weights that a run takes once. inseq runs decoders one row at a time.
+    """
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
     torch.set_num_threads(1)
@@ -173,25 +174,19 @@ def section(count: int = ROWS, length: int = 24, rounds: int = ROUNDS) -> Iterat
             agreement = _agreement(calls)
     versions = [f"{name} {version(name)}" for name in ("torch", "transformers", "transformer-lens")]
     versions += [f"{peer} {version(peer)}" for peer, reason in reasons.items() if reason is None]
-    yield from (HEADING, "")
-    yield (
-        f"{len(rows.ids)} rows of {rows.ids.shape[1]} tokens, a random GPT-2 small, the logit of the token after each row, float32. Rows a second as a share of a plain batched forward's; "
-        "one thread, processor time, one process: `python benchmarks/peers.py`. Ours is what `attribute_dataset` does with a batch, without the digest of all weights that a run takes once. inseq runs decoders one row at a time. "
-        f"Measured on {date.today()}: Python {platform.python_version()}, {', '.join(versions)}."
-    )
-    yield from ("", "| what | rows ÷ plain forward's |", "| --- | --- |")
+    yield f"{len(rows.ids)} rows of {rows.ids.shape[1]} tokens; {', '.join(versions)}.\n"
+    yield table("what", "rows ÷ plain forward's")
     for name in calls:
         yield f"| {name} | {seconds['forward'] / seconds[name]:.3f} |"
     yield ""
     if agreement is not None:
         yield (
-            "`input-x-gradient` and captum's gradient × activation at the input of the first block are one formula: their largest difference is "
+            "\n`input-x-gradient` and captum's gradient × activation at the input of the first block are one formula: their largest difference is "
             f"{agreement:.0e} of the largest score."
         )
     unmeasured = [reason for reason in reasons.values() if reason is not None]
     if unmeasured:
-        yield f"Not measured: {'; '.join(unmeasured)}."
-    yield ""
+        yield f"\nNot measured: {'; '.join(unmeasured)}."
 
 
 def _agreement(calls: dict[str, Callable[[], Any]]) -> float | None:
@@ -203,7 +198,3 @@ def _agreement(calls: dict[str, Callable[[], Any]]) -> float | None:
     difference = float((calls["`input-x-gradient`"]() - expected).abs().max() / expected.abs().max())
     assert difference < 1e-4, f"input × gradient differs from captum's by {difference:.1e}"
     return difference
-
-
-if __name__ == "__main__":
-    print_or_write(HEADING, list(section()))

@@ -1,10 +1,13 @@
 """How things are timed: interleaved, minima, beside a matrix product; and what a run is discarded for."""
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+THREADS = [1, 2] if (os.cpu_count() or 1) >= 2 else [1]
 
 LEAST_SHARE = 0.4
 """A run counts only if its plain forward reaches this share of the matrix-product rate measured beside it."""

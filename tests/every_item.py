@@ -6,7 +6,8 @@ beartype itself looks at one item, drawn at random: a wrong annotation then pass
 from collections.abc import Iterator, Mapping, Sequence
 from functools import wraps
 from inspect import Parameter, signature
-from typing import Any, get_args, get_origin
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from beartype import beartype
 from beartype.door import is_bearable
@@ -37,10 +38,7 @@ def checked(function):
 
 def _has_arrays(hint: Any) -> bool:
     """Whether some part of an annotation is a container, and one of its parts an array."""
-    inside = get_args(hint)
-    if get_origin(hint) is None:
-        return False
-    return any(_is_array(part) or _has_arrays(part) for part in inside)
+    return any(_is_array(part) or _has_arrays(part) for part in get_args(hint))
 
 
 def _is_array(hint: Any) -> bool:
@@ -50,9 +48,11 @@ def _is_array(hint: Any) -> bool:
 def _items(where: str, value: Any, hint: Any) -> Iterator[tuple[str, Any, Any]]:
     """Each item of a sequence or mapping, with its own annotation; of items that are containers, theirs."""
     origin = get_origin(hint)
-    if not isinstance(origin, type):  # a union: of its parts, the one that is a container
+    if not _has_arrays(hint):
+        return
+    if origin in (Union, UnionType):
         for part in get_args(hint):
-            if isinstance(get_origin(part), type) and isinstance(value, get_origin(part)):
+            if is_bearable(value, get_origin(part) or part):
                 yield from _items(where, value, part)
     elif isinstance(value, Mapping):
         for key, item in value.items():

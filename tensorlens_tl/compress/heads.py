@@ -37,8 +37,8 @@ class HeadWeights:
         where: the layer, for messages.
     """
 
-    matrices: Mapping[str, Float[Tensor, "head d_model d_head"]]
-    biases: Mapping[str, Float[Tensor, "head d_head"]]
+    matrices: Mapping[str, Float[Tensor, "_head _d_model _d_head"]]
+    biases: Mapping[str, Float[Tensor, "_head d_head"]]
     fixed_scores: Callable[[], str | None] = lambda: None
     where: str = "this layer"
 
@@ -131,7 +131,7 @@ def stack_heads(
 
 def unstacked(
     tensor: Float[Tensor, "d1 d2 slices h"], matrices: str, layout: Layout, heads: int, kv_heads: int
-) -> dict[str, Float[Tensor, "head d_model d_head"]]:
+) -> dict[str, Float[Tensor, "_head d_model d_head"]]:
     """`stack_heads` undone: the matrices by letter."""
     if layout == "released":
         slices = zip(matrices, tensor.unbind(2), strict=True)

@@ -163,7 +163,7 @@ class PerturbedRuns:
 
     def _measure(
         self, index: Int[Tensor, "row"], replaced: Bool[Tensor, "row pos"]
-    ) -> list[Float[Tensor, "row query d"]]:
+    ) -> list[Float[Tensor, "row query _width"]]:
         """Final hidden states at the queries, and where a metric reads them the logits there."""
         chunks = zip(index.split(self.rows), replaced.split(self.rows), strict=True)
         outputs = [self._between_whole(rows, part) for rows, part in chunks]

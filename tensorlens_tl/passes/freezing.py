@@ -27,7 +27,6 @@ from tensorlens_tl.hooks import (
     hook_numbers,
     hooked_stream_points,
     keep_in,
-    model_points,
     observe,
     other_hooks,
     passing,
@@ -35,7 +34,7 @@ from tensorlens_tl.hooks import (
     unheld_run,
 )
 from tensorlens_tl.models import ModelLike, ModelView, Query
-from tensorlens_tl.models.lifecycle import WeightState, configuration, refuse_devices, refuse_dropout
+from tensorlens_tl.models.lifecycle import refuse_devices, refuse_dropout
 from tensorlens_tl.passes.additions import with_additions
 from tensorlens_tl.passes.attention_scores import PatternReader, refuse_unreadable
 from tensorlens_tl.passes.block_maps import BlockMaps
@@ -67,7 +66,7 @@ from tensorlens_tl.passes.preflight import (
     warn_of_ties,
 )
 from tensorlens_tl.passes.proof import SeenWrites, compared_positions, prove, sampled_positions
-from tensorlens_tl.passes.readings import view_of
+from tensorlens_tl.passes.readings import Reading, reading_of
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far a block's map may be from the block: the largest relative error of a token. A wrong reading of the
@@ -161,7 +160,8 @@ def freeze(
     # activations must be usable with gradients later, also when the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():
         # without proof nothing would notice a weight that changed unseen since the model was read
-        view = view_of(model) if verify else ModelView(model)
+        reading = reading_of(model) if verify else Reading.of(ModelView(model))
+        view = reading.view
         with unheld_run(view.model):
             refuse_dropout(view.model)
             refuse_devices(view.model)
@@ -177,7 +177,7 @@ def freeze(
                 padding_side=padding_side,
                 model_inputs=model_inputs,
             )
-            return _freeze(view, prompt, options, cache)
+            return _freeze(reading, prompt, options, cache)
 
 
 @dataclass(frozen=True)
@@ -243,11 +243,11 @@ def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequenc
     prompt = replace(frozen.prompt, tokens=tokens, kwargs=dict(inputs), str_tokens=texts)
     options = FreezeOptions(tolerance=frozen.tolerance, strict=frozen.strict)
     with torch.inference_mode(False), torch.no_grad(), unheld_run(model), model.hooks(fwd_hooks=list(hooks)):
-        return _freeze(frozen.view, prompt, options, None, hooked=bool(hooks))
+        return _freeze(Reading.of(frozen.view), prompt, options, None, hooked=bool(hooks))
 
 
 def _freeze(
-    view: ModelView,
+    reading: Reading,
     prompt: Prompt,
     options: FreezeOptions,
     cache: CacheLike,
@@ -257,11 +257,13 @@ def _freeze(
     """Capture, check and prove one pass, in this order; its logits are compared at some positions.
 
     Args:
-        view, prompt, options, cache: as of `freeze`.
+        reading: of the model, as it is while this runs.
+        prompt, options, cache: as of `freeze`.
         hooked: whether hooks change what enters.
     """
+    view = reading.view
+    points = reading.points
     allowed = partial(options.tolerance_of, view)
-    points = model_points(view)
     compared = compared_positions(view, prompt, options.query)
     hooked = hooked or bool(hooked_stream_points(view, points))
     if hooked and prompt.class_at is None:  # who runs the model again runs it without these hooks
@@ -278,9 +280,9 @@ def _freeze(
         points,
         prompt,
         run.activations,
-        WeightState.of(view.model),
+        reading.weights,
         held_scores=run.held_scores,
-        configuration=HeldConfiguration(configuration(view.model)),
+        configuration=HeldConfiguration(reading.configuration),
         other_hooks=tuple(other_hooks(view.model)),
         hook_numbers=hook_numbers(view.model),
     )

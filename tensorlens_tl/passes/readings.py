@@ -7,9 +7,10 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from tensorlens_tl.hooks import hook_numbers, lock_of
+from tensorlens_tl.hooks import ModelPoints, hook_numbers, lock_of, model_points
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.lifecycle import WeightState, configuration
 
@@ -31,11 +32,20 @@ class Reading:
     hooks: frozenset[int]
 
     @classmethod
-    def of(cls, model: Any) -> "Reading":
-        """The reading of a model now."""
-        view = ModelView(model)
+    def of(cls, view: ModelView) -> "Reading":
+        """A view, and its model's state now."""
+        model = view.model
         with lock_of(model):
             return cls(view, WeightState.of(model), configuration(model), hook_numbers(model))
+
+    @cached_property
+    def points(self) -> ModelPoints:
+        """The model's hook points.
+
+        Raises:
+            UnsupportedModelError: as `model_points`.
+        """
+        return model_points(self.view)
 
     def holds(self, model: Any) -> bool:
         """Whether a model is still what was read; what a frozen pass checks when it is asked, and hooks besides."""
@@ -83,17 +93,17 @@ def unchecked_view(model: Any) -> ModelView:
     return ModelView(model)
 
 
-def view_of(model: Any) -> ModelView:
-    """A model's view: inside `one_reading` the same one as before, where that still holds.
+def reading_of(model: Any) -> Reading:
+    """A model's reading: inside `one_reading` the same one as before, where that still holds.
 
     Raises:
         UnsupportedModelError, InvalidInputError: as `ModelView`.
     """
     shared = _shared.get()
     if shared is None:
-        return ModelView(model)
+        return Reading.of(ModelView(model))
     if not shared or not shared[0].holds(model):
-        shared[:] = [Reading.of(model)]
-    view = shared[0].view
-    view.refuse_split_inputs()
-    return view
+        shared[:] = [Reading.of(ModelView(model))]
+    reading = shared[0]
+    reading.view.refuse_split_inputs()
+    return reading

@@ -266,7 +266,7 @@ class _LiveNodes:
             scores.append(torch.stack(by_side).sum(0))
         return torch.cat(scores, dim=1)
 
-    def _gradients(self, share: float) -> dict[str, Float[Tensor, "batch some width"]]:
+    def _gradients(self, share: float) -> dict[str, Float[Tensor, "batch _side _width"]]:
         """Gradients of the target at every point, with the first block's input on the way between the prompts."""
         readout = self.readout
         frozen = self.frozen

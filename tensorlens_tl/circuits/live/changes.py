@@ -51,7 +51,7 @@ class NodeChange(NamedTuple):
 def losses(
     live: LiveTarget,
     changes: Sequence[NodeChange],
-    values: Mapping[str, Float[Tensor, "batch pos width"]] | None,
+    values: Mapping[str, Float[Tensor, "batch _side _width"]] | None,
     memory: Memory,
     title: str,
 ) -> Float[Tensor, "batch query change"]:
@@ -81,7 +81,7 @@ def _shared_run(
     live: LiveTarget,
     changes: Sequence[tuple[int, NodeChange]],
     copies: int,
-    values: Mapping[str, Float[Tensor, "batch pos width"]] | None,
+    values: Mapping[str, Float[Tensor, "batch _side _width"]] | None,
 ) -> Float[Tensor, "copy batch query"] | None:
     """The number in each copy, each from its first changed layer on; None where unchanged copies come out otherwise."""
     firsts = [min(change.layer for _, change in changes)] * copies
@@ -104,7 +104,7 @@ def _numbers(
     live: LiveTarget,
     changes: Sequence[tuple[int, NodeChange]],
     copies: int,
-    values: Mapping[str, Float[Tensor, "batch pos width"]] | None,
+    values: Mapping[str, Float[Tensor, "batch _side _width"]] | None,
 ) -> Float[Tensor, "copy batch query"]:
     """The number in each copy of the prompts, in one run."""
     experts = [(copy, change.expert) for copy, change in changes if change.expert is not None]
@@ -116,7 +116,7 @@ def _hooks(
     live: LiveTarget,
     changes: Sequence[tuple[int, NodeChange]],
     copies: int,
-    values: Mapping[str, Float[Tensor, "batch pos width"]] | None,
+    values: Mapping[str, Float[Tensor, "batch _side _width"]] | None,
 ) -> list[FwdHook]:
     """The hooks that change nodes, each in its copy of the prompts."""
     frozen = live.frozen

@@ -318,7 +318,7 @@ def _rows(
     return tokens.to(view.device), mask.to(view.device)
 
 
-def token_rows(view: ModelView, input: InputLike, prepend_bos: bool | None = None) -> list[Int[Tensor, "pos"]]:
+def token_rows(view: ModelView, input: InputLike, prepend_bos: bool | None = None) -> list[Int[Tensor, "_pos"]]:
     """Each prompt's token ids, unpadded; see `prepare` for the arguments and errors."""
     if isinstance(input, str):
         input = [input]
