@@ -525,13 +525,8 @@ def test_a_soft_cap_inside_attention_is_read():
 
 def test_what_reads_blocks_of_one_stack_is_refused_by_name():
     change = tlens.difference(run_of(built(BART), 0), run_of(built(BART), 1))
-    for what, question in {
-        "routes": lambda: circuits.routes(change, 7),
-        "qk_attribution of a difference": lambda: circuits.qk_attribution(change, 0, 0, key=0),
-        "attention scores": lambda: circuits.qk_attribution(change.a, 0, 0, key=0),
-    }.items():
-        with pytest.raises(tlens.UnsupportedModelError, match=f"{what}: not read of an encoder–decoder yet"):
-            question()
+    with pytest.raises(tlens.UnsupportedModelError, match="routes: not read of an encoder–decoder yet"):
+        circuits.routes(change, 7)
 
 
 # ------------------------------------------------------------------ a known answer
