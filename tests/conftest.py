@@ -48,10 +48,10 @@ SCORES = {
     "encoder": ({"layer": 1, "query": 4, "key": 1}, (4, 1)),
     "decoder": ({"layer": 3, "query": -1, "key": 7}, (-1, 1)),
     "cross": ({"layer": 2, "query": 8, "key": 3, "cross": True}, (2, 3)),
-    "cross-later": ({"layer": 3, "query": -1, "key": 0, "cross": True}, (-1, 0)),
+    "cross-later": ({"layer": 3, "query": -1, "key": 2, "cross": True}, (-1, 2)),
 }
-"""Attention scores of an encoder–decoder of two and two layers that reads six and four tokens: as `qk_attribution` takes
-them, and the place in the pattern."""
+"""Attention scores of an encoder–decoder of two and two layers that reads six and four tokens: as `qk_attribution`
+takes them, and the place in the pattern."""
 
 
 UNREAD = ("jetmoe",)
