@@ -38,8 +38,9 @@ class Structure:
         if self.is_encoder_decoder:
             raise UnsupportedModelError(
                 f"{what}: not read of an encoder–decoder yet, whose blocks are of two stacks ({self.description}). The "
-                "operator, every method of attribution, the circuits logit_attribution, total_effects, head_map, paths, "
-                "contribution_graph and qk_attribution, and ov, qk, virtual_head and composition_scores take it."
+                "operator, every method of attribution, the circuits logit_attribution, total_effects, head_map, "
+                "paths, contribution_graph, qk_attribution and routes, and ov, qk, virtual_head and composition_scores "
+                "take it."
             )
 
     def refuse_loop(self, what: str) -> None:

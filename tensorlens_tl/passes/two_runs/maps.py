@@ -12,6 +12,7 @@ from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, Norm
 from tensorlens_tl.algebra.secants import WORKING_ARRAYS, Change, Offset, norm_secant
 from tensorlens_tl.hooks import StreamPoint
 from tensorlens_tl.models import BlockView, Layout, Within
+from tensorlens_tl.models.names import ENCODER_NORM
 from tensorlens_tl.models.sublayers import (
     ChannelMixWeights,
     DeltaWeights,
@@ -34,7 +35,6 @@ from tensorlens_tl.passes.two_runs.values import (
     BlockValues,
     CrossValues,
     block_values,
-    encoder_norm_read,
     hidden_values,
     per_layer_values,
 )
@@ -115,7 +115,8 @@ class SecantMaps(Blocks):
         a, b = (maps.encoder_norm() for maps in (self.a, self.b))
         if a is None or b is None:
             return None
-        return norm_secant(a, b, encoder_norm_read(self.a), encoder_norm_read(self.b), "encoder_ln_final")
+        parts = self._parts(self.view.encoder_layers - 1)
+        return norm_secant(a, b, parts.of_a.norms[ENCODER_NORM], parts.of_b.norms[ENCODER_NORM], ENCODER_NORM)
 
     def within(self, layer: int) -> Within | None:
         """Where a block acts, with its cross-attention by three routes; None where there is one stack."""
