@@ -26,7 +26,7 @@ from tensorlens_tl.circuits.scores.reading import HeadRead, head_reads, relative
 from tensorlens_tl.circuits.scores.sources import components_before, maps_before
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query, check_rule
-from tensorlens_tl.passes import Difference, FrozenPass, PassLike, PassOrDifference, check_explained
+from tensorlens_tl.passes import Difference, FrozenPass, PassLike, PassOrDifference, check_explained, one_check
 from tensorlens_tl.results import ScoreAttribution, ScoreChange
 
 BY = ("token", "component", "head")
@@ -104,15 +104,23 @@ def qk_attribution(
     check_choice("of", of, OF)
     check_rule(activation)
     place = ScorePlace.of(frozen, layer, head, query, key, cross=cross)
-    frozen.check_fresh()
     if isinstance(frozen, Difference):
-        return score_change(frozen, place, by, of)
+        with one_check(frozen.view.model):
+            frozen.check_fresh()
+            return score_change(frozen, place, by, of)
     frozen.view.require_single_streams("attention scores")
     if of != "score":
         raise InvalidInputError(
             f"of={of!r}: a softmax of one run is no sum of its sources. Ask for of='score', or pass the difference of "
             "two runs, tlens.difference(a, b)."
         )
+    with one_check(frozen.view.model):
+        frozen.check_fresh()
+        return _pairs(frozen, place, by, activation)
+
+
+def _pairs(frozen: FrozenPass, place: ScorePlace, by: str, activation: str) -> ScoreAttribution:
+    """Pairs of sources of one pass."""
     reading = score_reading(frozen, place.layer, cross=place.cross)
     reads = head_reads(frozen, reading, place)
     if by == "token":

@@ -61,13 +61,14 @@ class ScorePlace:
 
     def _check_side(self, name: str, at: Query, positions: Int[Tensor, "batch"], side: tuple[int, int]) -> None:
         start, stop = side
-        if bool(((positions >= start) & (positions < stop)).all()):
+        outside = positions[(positions < start) | (positions >= stop)].tolist()
+        if not outside:
             return
         attention = "cross-attention" if self.cross else "self-attention"
         whose = "encoder" if start == 0 else "decoder"
         raise InvalidInputError(
             f"{name}={at!r}: {attention} of layer {self.layer} has its {name} among the {whose}'s tokens, positions "
-            f"{start} to {stop - 1}, and this is position {positions.tolist()[0]}. Pass one of those."
+            f"{start} to {stop - 1}, and this is position {outside[0]}. Pass one of those."
         )
 
     @property
