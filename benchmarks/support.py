@@ -34,7 +34,7 @@ goes through `check_model`, every method through `check_method`, and one head's 
 * **QK**: whether attention scores can be read from weights (`circuits.qk_attribution`).
 * ✓ passes everything; numbers refer to the reasons below the table. Each release line of TransformerLens has a table with its own numbers and reasons, and says which models only the other line has. Any other model is checked when it is frozen, and raises an error if the checks fail ([what they cover](guarantees.md));
   `tensorlens-tl verify --model NAME` runs the same proof on yours.
-* Encoder–decoders (`freeze(model, input, decoder_input_ids=...)`) take every method, with scores over both sides, and have terms, paths, graphs and weights of heads, cross-attention's included ([what circuits take](howto/22_encoder_decoders.md)).
+* Encoder–decoders (`freeze(model, input, decoder_input_ids=...)`) take every method, with scores over both sides, and have terms, paths, graphs, attention scores and weights of heads, cross-attention's included ([what circuits take](howto/22_encoder_decoders.md)).
 * Everything here was run on CPU. On a GPU the library runs where the model is, which has not been tested yet ([devices](guarantees.md#devices)).
 * Every architecture that TransformerLens 4 maps, exact or refused and why: [the census](census.md).
 
@@ -103,7 +103,9 @@ def scores_read(model: Any) -> str:
     """Why attention scores cannot be read from this model's weights, or ""."""
     try:
         frozen = tlens.freeze(model, torch.tensor([[3, 4, 5]]), **tiny_input(model, 1, 3)[1])
-        circuits.qk_attribution(frozen, 0, 0, query=-1, key=1)
+        circuits.qk_attribution(frozen, 0, 0, query=2, key=1)
+        if frozen.sides is not None:
+            circuits.qk_attribution(frozen, frozen.n_layers - 1, 0, cross=True)
     except tlens.TensorLensError as refusal:
         return str(refusal)
     return ""

@@ -44,6 +44,16 @@ MIXED = ("mamba", "mamba2", "jamba", "falcon-h1", "lfm2", "qwen3-next", "rwkv")
 of others; these have `test_mixers`."""
 
 
+SCORES = {
+    "encoder": ({"layer": 1, "query": 4, "key": 1}, (4, 1)),
+    "decoder": ({"layer": 3, "query": -1, "key": 7}, (-1, 1)),
+    "cross": ({"layer": 2, "query": 8, "key": 3, "cross": True}, (2, 3)),
+    "cross-later": ({"layer": 3, "query": -1, "key": 2, "cross": True}, (-1, 2)),
+}
+"""Attention scores of an encoder–decoder of two and two layers that reads six and four tokens: as `qk_attribution`
+takes them, and the place in the pattern."""
+
+
 UNREAD = ("jetmoe",)
 """Families whose heads' scores are not read, and their two runs not compared; `test_attention_experts` is of these."""
 
@@ -234,6 +244,12 @@ def close(made, expected, atol=1e-9):
     """Equal to this share of the largest value, or of 1; no wider, as torch.allclose is by default."""
     assert made.shape == expected.shape
     return float((made - expected).abs().max()) <= atol * max(1.0, float(expected.abs().max()))
+
+
+def pattern_point(frozen, layer, cross=False):
+    """The hook point of a layer's pattern."""
+    points = frozen.points.blocks[layer]
+    return points.cross.pattern if cross else points.pattern
 
 
 def hooks_left(model):

@@ -4,15 +4,16 @@ import copy
 
 import pytest
 import torch
-from conftest import close, hooks_left, rerun_tolerance, rest_whole, some_tokens
+from conftest import SCORES, close, hooks_left, pattern_point, rerun_tolerance, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.passes import freeze_changed
-from tensorlens_tl.testing import model_names
+from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_input, tiny_model
 
 pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("error::tensorlens_tl.GapWarning")]
 HERE = set(model_names())
+SIDES = ("bridge/bart", "bridge/t5", "encoder-decoder/tied")
 NAMES = [
     name
     for name in (
@@ -23,26 +24,42 @@ NAMES = [
     )
     if name in HERE
 ]  # fmt: skip
-DEFAULT = ("hooked/ln", "hooked/soft-caps", "hooked/shortformer", "encoder/bert", "bridge/llama", "bridge/gpt2")
-NAMES = rest_whole(NAMES, *DEFAULT)
+QUICK = ("hooked/ln", "hooked/soft-caps", "hooked/shortformer", "encoder/bert", "bridge/llama", "bridge/gpt2", *SIDES)
 FEW = [name for name in ("hooked/ln", "hooked/gqa", "bridge/gpt2", "bridge/llama") if name in HERE]
 WHERE = {"layer": 1, "head": 2, "query": 4, "key": 3}
+HEAD = (slice(None), WHERE["head"])
+
+
+def places(names, scores):
+    """Models with the scores that are asked about, as `qk_attribution` takes them, and their places in the pattern."""
+    one_stack = {"self": (WHERE, (*HEAD, 4, 3))}
+    both = {side: ({**where, "head": WHERE["head"]}, (*HEAD, *inside)) for side, (where, inside) in scores.items()}
+    cases = [
+        pytest.param(name, place, id=f"{name}-{side}", marks=() if name in QUICK else pytest.mark.whole)
+        for name in names
+        for side, place in (both if name in encoder_decoder_names() else one_stack).items()
+    ]
+    return pytest.mark.parametrize(("name", "place"), cases)
+
+
+ALL = places([*NAMES, *encoder_decoder_names()], SCORES)
+SOME = places([*FEW, *(name for name in SIDES if name in HERE)], {side: SCORES[side] for side in ("decoder", "cross")})
 
 
 def two(model, seeds=(0, 1)):
-    return [tlens.freeze(model, some_tokens(seed=seed)) for seed in seeds]
+    inputs = [tiny_input(model, seed=seed) for seed in seeds]
+    return [tlens.freeze(model, tokens, **options) for tokens, options in inputs]
 
 
-def live_pattern(frozen, layer):
+def live_pattern(frozen, layer, cross=False, **_):
     """The pattern of a run of the model, seen by a hook of our own."""
     seen = {}
-    name = frozen.points.blocks[layer].pattern
 
     def see(pattern, hook):
         seen["pattern"] = pattern.detach().clone()
 
     with torch.no_grad():
-        frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=[(name, see)])
+        frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=[(pattern_point(frozen, layer, cross), see)])
     return seen["pattern"]
 
 
@@ -51,27 +68,29 @@ def whole(change):
 
 
 @pytest.mark.parametrize("by", ["token", "component", "head"])
-@pytest.mark.parametrize("name", NAMES)
-def test_parts_sum_to_the_change_of_the_live_pattern_and_score(name, by, model_named):
+@ALL
+def test_parts_sum_to_the_change_of_the_live_pattern_and_score(name, place, by, model_named):
+    where, inside = place
     a, b = two(model_named(name))
     difference = tlens.difference(a, b)
     allowed = rerun_tolerance(name)
-    moved = circuits.qk_attribution(difference, **WHERE, by=by, of="pattern")
-    change = live_pattern(a, 1) - live_pattern(b, 1)
-    assert close(whole(moved), change[:, 2, 4, 3], allowed)
+    moved = circuits.qk_attribution(difference, **where, by=by, of="pattern")
+    change = live_pattern(a, **where) - live_pattern(b, **where)
+    assert close(whole(moved), change[inside], allowed)
     assert float(moved.total.abs().max()) > 1e-3
-    scored = circuits.qk_attribution(difference, **WHERE, by=by)
-    numbers = [circuits.qk_attribution(run, **WHERE).total for run in (a, b)]
+    scored = circuits.qk_attribution(difference, **where, by=by)
+    numbers = [circuits.qk_attribution(run, **where).total for run in (a, b)]
     assert close(whole(scored), numbers[0] - numbers[1], allowed)
     assert not hooks_left(a.model)
 
 
 @pytest.mark.parametrize("of", ["pattern", "score"])
-@pytest.mark.parametrize("name", NAMES)
-def test_sides_do_not_depend_on_what_sources_are(name, of, model_named):
+@ALL
+def test_sides_do_not_depend_on_what_sources_are(name, place, of, model_named):
     """Tokens go through the secants of all earlier blocks, components are what hooks saw written."""
+    where, _ = place
     difference = tlens.difference(*two(model_named(name)))
-    by = {way: circuits.qk_attribution(difference, **WHERE, by=way, of=of) for way in ("token", "component", "head")}
+    by = {way: circuits.qk_attribution(difference, **where, by=way, of=of) for way in ("token", "component", "head")}
     for side in ("query_sources", "key_sources"):
         sums = [getattr(change, side).sum(-1) for change in by.values()]
         if name == "bridge/mixtral":  # a changed routing is a constant among tokens, and part of what an MLP wrote
@@ -118,39 +137,43 @@ def test_the_query_side_is_the_secant_written_out(name, model_named):
     assert not first.key_sources[:, 5].any()
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_of_close_runs_it_is_the_live_models_gradient(name, model_named):
-    a = tlens.freeze(model_named(name), some_tokens())
+@SOME
+def test_of_close_runs_it_is_the_live_models_gradient(name, place, model_named):
+    where, inside = place
+    a, _ = two(model_named(name))
     size = 1e-5
-    step = torch.randn(a.resid_pre(0).shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    at = a.points.blocks[0].resid_pre
-    other = freeze_changed(a, a.inputs, [(at, lambda x, hook: x - size * step)])
-    moved = circuits.qk_attribution(tlens.difference(a, other), **WHERE, of="pattern")
-    leaf = a.resid_pre(0).clone().requires_grad_(True)
+    at = a.points.blocks[0].resid_pre  # of an encoder–decoder the encoder's
+    leaf = a.activation(at).clone().requires_grad_(True)
+    step = size / 2 * torch.randn(leaf.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    runs = [freeze_changed(a, a.inputs, [(at, lambda x, hook, add=add: x + add)]) for add in (step, -step)]
+    moved = circuits.qk_attribution(tlens.difference(*runs), **where, of="pattern")
     seen = {}
 
     def see(pattern, hook):
-        seen["entry"] = pattern[:, 2, 4, 3].sum()
+        seen["entry"] = pattern[inside].sum()
 
+    point = pattern_point(a, where["layer"], where.get("cross", False))
     with torch.enable_grad():
-        a.model.run_with_hooks(**a.inputs, fwd_hooks=[(at, lambda x, hook: leaf), (a.points.blocks[1].pattern, see)])
+        a.model.run_with_hooks(**a.inputs, fwd_hooks=[(at, lambda x, hook: leaf), (point, see)])
         (gradient,) = torch.autograd.grad(seen["entry"], leaf)
-    assert close(moved.scores / size, (gradient * step).sum(-1), 1e-5)
+    assert close(moved.scores[:, : leaf.shape[1]] / size, (gradient * 2 * step / size).sum(-1), 1e-5)
+    assert not moved.scores[:, leaf.shape[1] :].any()
 
 
-@pytest.mark.parametrize("name", FEW)
-def test_swapped_runs_have_opposite_parts_and_equal_runs_none(name, model_named):
+@SOME
+def test_swapped_runs_have_opposite_parts_and_equal_runs_none(name, place, model_named):
+    where, _ = place
     a, b = two(model_named(name))
     there, back, same = (
-        circuits.qk_attribution(tlens.difference(*runs), **WHERE, of="pattern") for runs in ((a, b), (b, a), (a, a))
+        circuits.qk_attribution(tlens.difference(*runs), **where, of="pattern") for runs in ((a, b), (b, a), (a, a))
     )
     assert close(back.scores, -there.scores, 1e-12)
     assert not same.scores.any()
     assert not same.total.any()
 
 
-def changed(model, seed=0):
-    other = copy.deepcopy(model)
+def changed(name, seed=0):
+    other = tiny_model(name)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -159,22 +182,25 @@ def changed(model, seed=0):
 
 
 @pytest.mark.parametrize("of", ["pattern", "score"])
-@pytest.mark.parametrize("name", FEW)
-def test_changed_weights_are_constants_by_name(name, of, model_named):
+@SOME
+def test_changed_weights_are_constants_by_name(name, place, of, model_named):
+    where, inside = place
     model = model_named(name)
-    a = tlens.freeze(model, some_tokens())
-    b = tlens.freeze(changed(model), some_tokens())
+    (a, _), (b, _) = two(model), two(changed(name))
     difference = tlens.difference(a, b)
-    by = {way: circuits.qk_attribution(difference, **WHERE, by=way, of=of) for way in ("token", "head")}
-    expected = (live_pattern(a, 1) - live_pattern(b, 1))[:, 2, 4, 3]
+    by = {way: circuits.qk_attribution(difference, **where, by=way, of=of) for way in ("token", "head")}
+    expected = (live_pattern(a, **where) - live_pattern(b, **where))[inside]
     if of == "score":
-        numbers = [circuits.qk_attribution(run, **WHERE).total for run in (a, b)]
+        numbers = [circuits.qk_attribution(run, **where).total for run in (a, b)]
         expected = numbers[0] - numbers[1]
     for change in by.values():
         assert close(whole(change), expected, rerun_tolerance(name))
-    assert {"L1.W_Q", "L1.W_K"} <= set(by["head"].constant_names)
-    assert {"L0.W_Q", "L0.W_V", "L0.W_in", "L1.W_Q"} <= set(by["token"].constant_names)
+    layer = f"L{where['layer']}.cross" if "cross" in where else f"L{where['layer']}"
+    assert {f"{layer}.W_Q", f"{layer}.W_K"} <= set(by["head"].constant_names)
+    assert {"L0.W_Q", "L0.W_V", "L0.W_in", f"{layer}.W_Q"} <= set(by["token"].constant_names)
     assert not any(label.startswith("L0") for label in by["head"].constant_names)
+    relative = "cross" not in where and name in ("encoder-decoder/tied", "bridge/t5")
+    assert (f"{layer}.relative_bias" in by["head"].constant_names) == relative
 
 
 def test_sinks_of_two_models_are_a_constant(model_named):

@@ -9,7 +9,7 @@ from functools import partial
 import networkx
 import pytest
 import torch
-from conftest import NAMES, close, hooks_left, some_tokens, tolerance
+from conftest import NAMES, SCORES, close, hooks_left, pattern_point, some_tokens, tolerance
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
@@ -19,7 +19,7 @@ from tensorlens_tl.circuits.scores import reading as scores
 from tensorlens_tl.circuits.weights import composition, layer_weights as weights
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.operator import resolve_target
-from tensorlens_tl.testing import model_names, tiny_model
+from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_input, tiny_model
 
 HOOKED = any(name.startswith("hooked/") for name in model_names())
 NO_PATHS = ("-processed", "-compatibility", "bridge/mistral", "bridge/qwen2", "hooked/rmspre", "hooked/local")
@@ -27,7 +27,8 @@ NO_PATHS = ("-processed", "-compatibility", "bridge/mistral", "bridge/qwen2", "h
 
 @pytest.fixture
 def frozen(model):
-    return tlens.freeze(model, some_tokens())
+    tokens, options = tiny_input(model)
+    return tlens.freeze(model, tokens, **options)
 
 
 @pytest.fixture
@@ -364,10 +365,23 @@ def test_a_pruned_graph_says_what_it_left_out(model_named):
 # ------------------------------------------------------------------ attention scores
 
 
-def live_score(frozen, layer, head, query=-1, key=3):
+ONE_STACK = {f"{layer}": ({"layer": layer, "query": -1, "key": 3}, (-1, 3)) for layer in (0, 1)}
+PLACES = pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        pytest.param(name, place, id=f"{name}-{where}")
+        for names, places in ((NAMES, ONE_STACK), (encoder_decoder_names(), SCORES))
+        for where, place in places.items()
+        for name in names
+    ],
+)
+
+
+def live_score(frozen, head, inside, layer, cross=False, **_):
     """A score as the live model has it: from hook_attn_scores, or where that only observes, from queries and keys."""
-    at, seen = f"blocks.{layer}.attn.", {}
-    attn = frozen.model.blocks[layer].attn
+    at, seen = pattern_point(frozen, layer, cross).removesuffix("hook_pattern"), {}
+    query, key = inside
+    attn = frozen.model.get_submodule(at.removesuffix("."))
     if getattr(attn, "alibi", None) is not None:
         # kept from the longest prompt so far; TransformerLens reads its last rows, which shifts a row's scores alike
         attn.alibi = None
@@ -377,20 +391,24 @@ def live_score(frozen, layer, head, query=-1, key=3):
 
     names = ("hook_q", "hook_k", "hook_attn_scores")
     frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=[(at + name, partial(see, key=name)) for name in names])
-    if type(attn).__name__ != "AttentionBridge":
+    inner = getattr(attn, "original_component", attn)
+    if type(attn).__name__ != "AttentionBridge" or hasattr(inner, "has_relative_attention_bias"):
         return seen["hook_attn_scores"][:, head, query, key]
     q, k = (seen[name].unflatten(-1, (-1, 4)) if seen[name].ndim == 3 else seen[name] for name in names[:2])
-    if hasattr(attn.original_component, "embed_positions"):  # GPT-J; its own rotation is the witness
+    if hasattr(inner, "embed_positions"):  # GPT-J; its own rotation is the witness
         from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb
 
-        sin, cos = attn.original_component.embed_positions[None, : q.shape[1]].chunk(2, dim=-1)
+        sin, cos = inner.embed_positions[None, : q.shape[1]].chunk(2, dim=-1)
         q, k = apply_rotary_pos_emb(q, sin, cos), apply_rotary_pos_emb(k, sin, cos)
-    return (q[:, query, head] * k[:, key, head]).sum(-1) / 2
+    score = (q[:, query, head] * k[:, key, head * k.shape[2] // q.shape[2]]).sum(-1) / 2
+    cap = scores.score_reading(frozen, layer, cross=cross).soft_cap
+    return score if cap is None else cap * torch.tanh(score / cap)
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-def test_source_pairs_sum_to_the_score_of_the_captured_queries_and_keys(frozen, name, layer):
-    made = circuits.qk_attribution(frozen, layer, 3, query=-1, key=3)
+@PLACES
+def test_source_pairs_sum_to_the_score_of_the_captured_queries_and_keys(frozen, name, place):
+    where, inside = place
+    made = circuits.qk_attribution(frozen, head=3, **where)
     assert float(made.gap.max()) < tolerance(name)
     softmax_in_float32 = name in (
         "bridge/phi",
@@ -400,29 +418,36 @@ def test_source_pairs_sum_to_the_score_of_the_captured_queries_and_keys(frozen, 
         "bridge/modernbert-decoder",
     )
     assert made.reading_error < (1e-6 if softmax_in_float32 else tolerance(name))
-    reading = scores.score_reading(frozen, layer)
-    ours = reading.scores(frozen.capture.resid_read(layer))
-    assert close(made.total, ours[:, 3, -1, 3], atol=1e-9)
+    layer, cross = where["layer"], where.get("cross", False)
+    reading = scores.score_reading(frozen, layer, cross=cross)
+    x = scores.read_stream(frozen, layer, cross=cross)
+    start, stop = frozen.capture.side(layer)
+    keys = x[:, :start] if cross else x[:, start:stop]
+    ours = reading.scores_of(reading.query(x[:, start:stop]), reading.key(keys))
+    at = (slice(None), 3, *inside)
+    relative = 0 if made.relative is None else made.relative
+    assert close(made.total, ours[at] + relative, atol=1e-9)
     hooked_before_rotation = name in (
         "bridge/afmoe",
         "bridge/llama4",
         "bridge/modernbert-decoder",
     )  # only the pattern is a witness
-    if frozen.pattern(layer)[:, 3, -1, 3].min() > 0 and not hooked_before_rotation:
-        live = live_score(frozen, layer, 3)
-        expected = reading.finished(ours)[:, 3, -1, 3]
-        assert close(expected, live, atol=1e-5 if tolerance(name) > 1e-9 else 1e-9)
+    pattern = frozen.activation(pattern_point(frozen, layer, cross))
+    if pattern[at].min() > 0 and not hooked_before_rotation:
+        live = live_score(frozen, 3, inside, **where)
+        assert close(reading.finished(ours)[at], live, atol=1e-5 if tolerance(name) > 1e-9 else 1e-9)
 
 
-@pytest.mark.parametrize("layer", [0, 1])
+@PLACES
 @pytest.mark.few(16)
-def test_pairs_of_components_and_heads_sum_to_the_score(frozen, name, layer):
-    by_token = circuits.qk_attribution(frozen, layer, 3, query=-1, key=3)
-    made = {by: circuits.qk_attribution(frozen, layer, 3, query=-1, key=3, by=by) for by in ("component", "head")}
+def test_pairs_of_components_and_heads_sum_to_the_score(frozen, name, place):
+    where, _ = place
+    by_token = circuits.qk_attribution(frozen, head=3, **where)
+    made = {by: circuits.qk_attribution(frozen, head=3, **where, by=by) for by in ("component", "head")}
     for found in made.values():
         assert float(found.gap.max()) < tolerance(name)
         assert close(found.total, by_token.total)
-    if layer:
+    if where["layer"]:
         names = {by: found.names[0] for by, found in made.items()}
         assert {"L0H0", "L0H3"} <= set(names["head"])
         heads = [i for i, part in enumerate(names["head"]) if part.startswith("L0H")]

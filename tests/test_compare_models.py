@@ -17,7 +17,7 @@ from tensorlens_tl.algebra.secants import MatrixChange
 from tensorlens_tl.circuits.two_runs.weights import directions_of
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import HEAD_ROUTES, ROUTES, ChangeRoutes, ModelChange
-from tensorlens_tl.testing import model_names, tiny_model
+from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_input, tiny_model
 
 HERE = set(model_names())
 NAMES = [
@@ -26,6 +26,7 @@ NAMES = [
 ]  # fmt: skip
 """Pre-LN, parallel, sandwich, post-only and post-LN blocks; plain and gated MLPs; grouped heads; norms of queries."""
 NAMES = rest_whole([name for name in NAMES if name in HERE], "hooked/ln", "bridge/gpt2", "bridge/qwen3")
+BOTH_STACKS = rest_whole(encoder_decoder_names(), "bridge/bart", "bridge/t5", "encoder-decoder/tied")
 PLAIN = "hooked/ln" if "hooked/ln" in HERE else "bridge/gpt2"
 HOOKED = pytest.mark.skipif("hooked/ln" not in HERE, reason="edits parameters of TransformerLens 3.9's class")
 BY = ["matrix", "layer", "component", "head", "head_matrix", "rank"]
@@ -553,31 +554,34 @@ def two_runs(name, models=1):
     """A difference of two prompts; of two models as well, where there are two."""
     first = tiny_model(name)
     second = first if models == 1 else tiny_model(name, seed=1)
-    tokens = some_tokens()
-    return tlens.difference(tlens.freeze(first, tokens), tlens.freeze(second, tokens.flip(0)))
+    tokens, options = tiny_input(first)
+    others = {option: ids.flip(0) for option, ids in options.items()}
+    return tlens.difference(tlens.freeze(first, tokens, **options), tlens.freeze(second, tokens.flip(0), **others))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *BOTH_STACKS])
 @pytest.mark.parametrize("models", [1, 2])
 def test_routes_sum_to_the_change_at_every_layer(name, models):
     difference = two_runs(name, models)
-    by = circuits.routes(difference, **ASKED, query=[2, -1])
-    numbers = [
-        frozen.logits([2, -1])[..., 5] - frozen.logits([2, -1])[..., 9] for frozen in (difference.a, difference.b)
-    ]
-    assert close(by.total, numbers[0] - numbers[1], 1e-9)
-    assert by.layers == ["L0", "L1", "end"]
+    by = circuits.routes(difference, **ASKED, query=[-3, -1])
+    logits = [frozen.logits([-3, -1]) for frozen in (difference.a, difference.b)]
+    cap = difference.view.soft_cap
+    if cap is not None:
+        logits = [cap * torch.atanh(capped / cap) for capped in logits]
+    numbers = [row[..., 5] - row[..., 9] for row in logits]
+    assert close(by.total, numbers[0] - numbers[1], 1e-9 if difference.sides is None else tolerance(name))
+    assert by.layers == [*(f"L{layer}" for layer in range(difference.n_layers)), "end"]
     assert float(by.gap.max()) < tolerance(name)
     for column, route in enumerate(HEAD_ROUTES):
         assert close(by.heads[..., column].sum(-1), by[route])
-    for layer in range(3):
+    for layer in range(difference.n_layers + 1):
         assert float(by.at(layer).gap.max()) < tolerance(name)
     if models == 1:
         assert not bool(by["constants"].any())
         assert not bool(by["later constants"].any())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *BOTH_STACKS])
 def test_swapped_runs_change_the_sign_of_every_route(name):
     difference = two_runs(name)
     there = circuits.routes(difference, **ASKED)
@@ -585,16 +589,22 @@ def test_swapped_runs_change_the_sign_of_every_route(name):
     assert close(there.scores, -back.scores, tolerance(name))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *BOTH_STACKS])
 def test_norms_respond_where_they_are(name):
     """Before a sublayer they split its routes; after one, or around the stream, they are a route."""
     difference = two_runs(name)
     by = circuits.routes(difference, **ASKED)
     layout = difference.layouts[0]
     inner = slice(0, 2)
+    of_norms = bool({layout.attn.after, layout.attn.outer} - {None})
     assert bool(by["values, scale"][..., inner].any()) == (layout.attn.before is not None)
     assert bool(by["MLP, scale"][..., inner].any()) == (layout.mlp.before is not None)
-    assert bool(by["norms"][..., inner].any()) == bool({layout.attn.after, layout.attn.outer} - {None})
+    if difference.sides is None:
+        assert bool(by["norms"][..., inner].any()) == of_norms
+        return
+    assert bool(by["norms"][..., 0].any()) == of_norms
+    assert bool(by["norms"][..., 1].any()) == (of_norms or difference.view.encoder_norm is not None)
+    assert bool(by["cross queries, scale"].any()) == (difference.layouts[2].cross.before is not None)
 
 
 @HOOKED

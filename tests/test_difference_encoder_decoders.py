@@ -15,6 +15,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits, demo
 from tensorlens_tl.algebra import Diagonal, Identity
 from tensorlens_tl.algebra.secants import offset_terms
+from tensorlens_tl.results import HEAD_ROUTES
 from tensorlens_tl.testing import encoder_decoder_names, tiny_input, tiny_model
 from tensorlens_tl.testing.building import bridge_of, build_bridge
 from tensorlens_tl.testing.configurations import BRIDGE
@@ -523,15 +524,54 @@ def test_a_soft_cap_inside_attention_is_read():
     assert close(summed(result)[:, 0] / size, (logits(runs[0]) - logits(runs[1]))[:, -1, 7] / size, 1e-6)
 
 
-def test_what_reads_blocks_of_one_stack_is_refused_by_name():
-    change = tlens.difference(run_of(built(BART), 0), run_of(built(BART), 1))
-    for what, question in {
-        "routes": lambda: circuits.routes(change, 7),
-        "qk_attribution of a difference": lambda: circuits.qk_attribution(change, 0, 0, key=0),
-        "attention scores": lambda: circuits.qk_attribution(change.a, 0, 0, key=0),
-    }.items():
-        with pytest.raises(tlens.UnsupportedModelError, match=f"{what}: not read of an encoder–decoder yet"):
-            question()
+# ------------------------------------------------------------------ routes
+
+
+@pytest.mark.parametrize("name", [name for name in HERE if name == PEGASUS or name in RELATIVE])
+def test_routes_of_cross_attention_are_what_its_values_and_patterns_change(name, change):
+    """Of the last layer: Δz = P̄·Δv + ΔP·v̄ from the live models, along what reaches its end from a direction."""
+    last, start = change.n_layers - 1, change.sides[0]
+    direction = torch.randn(16, dtype=torch.float64)
+    seed = torch.zeros_like(change.resid_pre(0)[:, start:])
+    seed[:, -1] = direction
+    g = change.maps.final_norm().pull(seed)[:, -1]
+    patterns, values = [], []
+    for run in (change.a, change.b):
+        cache = run.model.run_with_cache(**run.inputs)[1]
+        weights = run.view.blocks[last].require_cross_attention()
+        encoded = cache[run.points.encoder_output]
+        read = encoded @ weights.W_V + (0.0 if weights.b_V is None else weights.b_V)
+        patterns.append(cache[run.points.blocks[last].cross.pattern][:, :, -1])
+        values.append(read.unflatten(-1, (weights.heads, -1)))
+    out = torch.einsum("hdm,bm->bhd", weights.W_O.unflatten(0, (weights.heads, -1)), g)
+    by_values = torch.einsum("bhk,bkhd,bhd->bh", (patterns[0] + patterns[1]) / 2, values[0] - values[1], out)
+    by_patterns = torch.einsum("bhk,bkhd,bhd->bh", patterns[0] - patterns[1], (values[0] + values[1]) / 2, out)
+    by = circuits.routes(change, direction=direction)
+    heads = {route: by.heads[:, 0, last, :, column] for column, route in enumerate(HEAD_ROUTES)}
+    assert near(heads["cross values"], by_values, name, by_values.abs().max())
+    moved = heads["cross queries"] + heads["cross queries, scale"] + heads["cross keys"]
+    assert near(moved, by_patterns, name, by_patterns.abs().max())
+    assert not by.heads[:, :, : change.view.encoder_layers, :, HEAD_ROUTES.index("cross values")].any()
+    assert "L3.cross.H1 keys" in by.at(last).names
+    assert float(by.at(last).gap.max()) < tolerance(name)
+
+
+@TESTED
+def test_routes_of_what_does_not_change_are_zero(name, change):
+    """Where the source alone differs: nothing by the decoder's own stream before its first cross-attention."""
+    model = built(name)
+    tokens, options = tiny_input(model)
+    runs = [tlens.freeze(model, ids, **options) for ids in (tokens, tokens.flip(0))]
+    by = circuits.routes(tlens.difference(*runs), 7, minus=11)
+    first = by.layers.index("L2")
+    for route in ("values", "queries", "keys", "cross queries", "cross queries, scale"):
+        assert not by[route][..., first].any()
+    assert by["cross values"][..., first].any()
+    assert by["cross keys"][..., first].any()
+    assert float(by.gap.max()) < tolerance(name)
+    encoder = circuits.routes(tlens.difference(*runs), direction=torch.ones(16, dtype=torch.float64), query=1)
+    assert not encoder.scores[:, :, first:-1, 1:].any()  # an encoder's token goes past the decoder
+    assert float(encoder.gap.max()) < tolerance(name)
 
 
 # ------------------------------------------------------------------ a known answer

@@ -14,6 +14,7 @@ from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.testing import encoder_decoder_names, tiny_input, tiny_model
 
 BART = "bridge/bart"
+RELATIVE = ("bridge/t5", "bridge/t5-gated", "encoder-decoder/tied", "encoder-decoder/gated")
 TARGET = {"target": 7, "minus": 11}
 HEADS = ((0, False), (1, False), (2, False), (2, True), (3, False), (3, True))
 pytestmark = pytest.mark.numeric
@@ -377,6 +378,103 @@ def test_two_models_that_differ_in_their_cross_attention():
     assert not terms["embed"].any()
     assert circuits.contribution_graph(change, **TARGET).gap < 1e-9
     assert float(circuits.paths(change, **TARGET).gap.max()) < 1e-9
+
+
+# ------------------------------------------------------------------ attention scores
+
+
+def normed(vectors, weights, scale):
+    """Vectors through a norm by hand, over the scale of the pass."""
+    if weights.centre:
+        vectors = vectors - vectors.mean(-1, keepdim=True)
+    vectors = vectors / scale
+    return vectors if weights.gain is None else vectors * weights.gain
+
+
+def of_head(matrix, head, heads):
+    return matrix.unflatten(-1, (heads, -1))[:, head]
+
+
+def test_a_pair_of_heads_is_what_one_wrote_to_the_query_and_one_to_the_key(frozen, name):
+    """By hand: the decoder's head past norms to W_Q, the encoder's past its final norm to W_K of cross-attention."""
+    start = frozen.sides[0]
+    query, key = 3, 2
+    places = frozen.layouts[1], frozen.layouts[2]
+    passed = {
+        1: (places[0].attn.after, places[0].attn.outer, places[0].mlp.outer),
+        2: (places[1].attn.after, places[1].attn.outer, places[1].cross.before),
+    }
+    written = []
+    for layer, at in ((1, key), (2, query)):
+        weights, point = frozen.view.blocks[layer].attention, frozen.points.blocks[layer].z
+        vectors = by_head(values_of(frozen, [point])[point])[:, at, 1]
+        vectors = vectors @ weights.W_O.unflatten(0, (weights.heads, -1))[1]
+        for norm in filter(None, passed[layer]):
+            scale = frozen.maps.norm(layer, norm).scale[:, at]
+            vectors = normed(vectors, frozen.view.blocks[layer].norms[norm], scale)
+        written.append(vectors)
+    of_encoder, of_decoder = written
+    if frozen.view.encoder_norm is not None:
+        of_encoder = normed(of_encoder, frozen.view.encoder_norm, frozen.maps.encoder_norm().scale[:, key])
+    weights, heads = frozen.view.blocks[2].cross_query_key, frozen.view.blocks[2].require_cross_attention()
+    q = of_decoder @ of_head(weights.W_Q, 3, heads.heads)
+    k = of_encoder @ of_head(weights.W_K, 3 * heads.kv_heads // heads.heads, heads.kv_heads)
+    pairs = circuits.qk_attribution(frozen, 2, 3, query=start + query, key=key, by="head", cross=True)
+    names = pairs.names[0]
+    scale = 1.0 if name in RELATIVE else 0.5
+    ours = pairs.pairs[:, names.index("L2H1"), names.index("L1H1")]
+    assert close(ours, scale * (q * k).sum(-1), atol=tolerance(name))
+    # what the decoder wrote is at no key, what the encoder wrote at no query
+    assert not pairs.pairs[:, :, names.index("L2H1")].any()
+    assert not pairs.pairs[:, names.index("L1H1")].any()
+    assert pairs.places[0].startswith("L2.cross.H3, 9 ")
+
+
+def test_scores_of_prompts_of_different_length(model_named):
+    """Of the demo, a BART: padding gives nothing, and each prompt has its own score."""
+    frozen = frozen_of(model_named(BART))
+    first, second = frozen.tokens.tolist()
+    inputs = [(first[:6], first[6:8]), (second[:4], second[6:])]
+    together = tlens.freeze(frozen.model, [inputs[0][0], inputs[1][0]], decoder_input_ids=[inputs[0][1], inputs[1][1]])
+    for where in ({"layer": 3, "cross": True, "key": 1}, {"layer": 3, "key": -2}):
+        pairs = circuits.qk_attribution(together, head=2, query=-1, **where)
+        for row, (encoder, decoder) in enumerate(inputs):
+            alone = tlens.freeze(frozen.model, [encoder], decoder_input_ids=[decoder])
+            expected = circuits.qk_attribution(alone, head=2, query=-1, **where)
+            real = together.mask[row]
+            assert close(pairs.total[row], expected.total[0])
+            assert close(pairs.pairs[row][real][:, real], expected.pairs[0])
+            assert not pairs.pairs[row][~real].any()
+            assert not pairs.pairs[row][:, ~real].any()
+
+
+def test_a_score_of_the_other_side_is_refused(frozen):
+    for arguments, message in (
+        ({"layer": 0}, r"query=-1: self-attention of layer 0 has its query among the encoder's tokens, positions 0 to"),
+        ({"layer": 2}, r"key=0: self-attention of layer 2 has its key among the decoder's tokens, positions 6 to 9"),
+        ({"layer": 2, "cross": True, "key": 6}, r"key=6: cross-attention of layer 2 has its key among the encoder's"),
+        ({"layer": 2, "cross": True, "query": 5}, r"query=5: cross-attention of layer 2 .* this is position 5"),
+        ({"layer": 2, "query": 7, "key": 8}, "the key comes after the query"),
+        ({"layer": 1, "cross": True}, "layers 2 to 3 have"),
+        ({"layer": 3, "cross": True, "activation": "none"}, "none"),
+    ):
+        with pytest.raises(tlens.InvalidInputError, match=message):
+            circuits.qk_attribution(frozen, head=0, **arguments)
+    assert circuits.qk_attribution(frozen, 0, 0, query=1, key=4).total.shape == (2,)  # an encoder looks ahead
+
+
+def test_relative_positions_are_a_term(model_named, tmp_path, capsys):
+    name = next(name for name in RELATIVE if name in encoder_decoder_names())
+    frozen = frozen_of(model_named(name))
+    by = {key: circuits.qk_attribution(frozen, 3, 1, query=8, key=key) for key in (6, 7, 8)}
+    assert len({float(pairs.relative[0]) for pairs in by.values()}) == 3
+    distant = circuits.qk_attribution(frozen, 2, 1, query=9, key=7)  # the first block's table serves all, by distance
+    assert torch.equal(distant.relative, by[6].relative)
+    again = circuits.ScoreAttribution.load(by[7].save(tmp_path / "score"))
+    assert torch.equal(again.relative, by[7].relative)
+    by[7].show(2)
+    assert "relative positions" in capsys.readouterr().out
+    assert circuits.qk_attribution(frozen, 3, 1, cross=True).relative is None
 
 
 # ------------------------------------------------------------------ weights

@@ -158,7 +158,6 @@ def test_gradients_are_those_of_both_sides(bart, model_named):
 # ------------------------------------------------------------------------------------------ what is refused
 
 PARTS = {
-    "attention scores": [lambda m, f: circuits.qk_attribution(f, 0, 0, query=-1, key=1)],
     "bounds": [
         lambda m, f: circuits.error_bound(f, f.resid_pre(0)),
         lambda m, f: circuits.frozen_error_bound(f, f.resid_pre(0)),

@@ -206,6 +206,9 @@ def test_what_needs_its_scores_or_a_hook_at_one_of_them_is_refused(model, frozen
         circuits.qk(frozen, 2, 0, offset=1)
     with pytest.raises(tlens.UnsupportedModelError, match=one_softmax):
         circuits.qk(frozen, 2, 0, offset=1, cross=True)
+    for where in ({"key": 7}, {"key": 1, "cross": True}):
+        with pytest.raises(tlens.UnsupportedModelError, match=one_softmax):
+            circuits.qk_attribution(frozen, 2, 0, **where)
     with pytest.raises(tlens.UnsupportedModelError, match="one output of self- and cross-attention"):
         circuits.total_effects(frozen, 7, by="head", live=True)
     for method in ("rollout", "alti", "chefer", "value-zeroing"):

@@ -41,6 +41,9 @@ LOOPS = ("H_blocks", "L_blocks")
 END_NORM = "ln_final"
 """The norm that ends a call of such a stack, among the norms of its last block."""
 
+ENCODER_NORM = "encoder_ln_final"
+"""The norm after an encoder–decoder's last encoder block, among the norms of that block."""
+
 PER_LAYER_NORM = "post_per_layer_input_norm"
 """The norm of what a block adds for an input of each token at this layer (Gemma 3n, Gemma 4); as above."""
 

@@ -39,8 +39,8 @@ class Structure:
             raise UnsupportedModelError(
                 f"{what}: not read of an encoder–decoder yet, whose blocks are of two stacks ({self.description}). The "
                 "operator, every method of attribution, the circuits logit_attribution, total_effects, head_map, "
-                "paths, contribution_graph, patch_scores and edge_scores, and ov, qk, virtual_head and "
-                "composition_scores take it."
+                "paths, contribution_graph, patch_scores, edge_scores, qk_attribution and routes, and ov, qk, "
+                "virtual_head and composition_scores take it."
             )
 
     def refuse_loop(self, what: str) -> None:

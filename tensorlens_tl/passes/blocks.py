@@ -25,7 +25,7 @@ from tensorlens_tl.algebra.secants import Offset
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import StreamPoint
 from tensorlens_tl.models import Layout, ModelView, Within, compose
-from tensorlens_tl.models.names import END_NORM, PER_LAYER_NORM
+from tensorlens_tl.models.names import ENCODER_NORM, END_NORM, PER_LAYER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.loops import unrolled
@@ -153,10 +153,14 @@ class Blocks(ABC):
     def final_map(self) -> AffineMap | None:
         """The norm after the last block as a map of all positions: in an encoder–decoder it acts on the decoder's."""
         norm = self.final_norm()
-        if norm is None or self.capture.sides is None:
-            return norm
+        return None if norm is None else self.on_last_side(norm)
+
+    def on_last_side(self, inner: AffineMap) -> AffineMap:
+        """What acts where the last block does, as a map of all positions: in an encoder–decoder on the decoder's."""
+        if self.capture.sides is None:
+            return inner
         start, stop = self.capture.side(self.capture.n_layers - 1)
-        return Segment(norm, start, stop, stop)
+        return Segment(inner, start, stop, stop)
 
     @reads_weights
     def parts(
@@ -164,6 +168,9 @@ class Blocks(ABC):
     ) -> BlockParts:
         """What a block is composed of, as maps of the stream that enters it."""
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
+        last = self.encoder_norm() if layer + 1 == self.view.encoder_layers else None
+        if last is not None:
+            norms[ENCODER_NORM] = last
         mixing = self._attention_of_stream(layer, heads)
         branch = self.mlp(layer, activation) if mlp else None
         within = self.within(layer)
@@ -230,7 +237,7 @@ class Blocks(ABC):
     def composed(self, layer: int, layout: Layout, parts: BlockParts, activation: str = "ratio") -> AffineMap:
         """A block from its `parts`, put together in one way."""
         per_layer = self.per_layer(layer, activation)
-        ends = self.ends(layer)
+        ends = self.ends(layer, parts.norms)
         if per_layer is not None:
             ends = [Sum((Identity(), Chain((*per_layer.stages, self.norm(layer, PER_LAYER_NORM))))), *ends]
         block = self.sublayers(layer, layout, parts)
@@ -308,8 +315,13 @@ class Blocks(ABC):
 
         return LazyMap(opened, self.capture.tokens.shape[1], self.row_bytes, block.name)
 
-    def ends(self, layer: int) -> list[AffineMap]:
-        """The maps after a block's sublayers: the block's scalar factor, an encoder's final norm, what hooks add."""
+    def ends(self, layer: int, norms: Mapping[str, AffineMap] | None = None) -> list[AffineMap]:
+        """The maps after a block's sublayers: the block's scalar factor, an encoder's final norm, what hooks add.
+
+        Args:
+            layer: which block.
+            norms: of `parts`, with the encoder's final norm where that is to be another map.
+        """
         ends: list[AffineMap] = []
         scalar = self.view.blocks[layer].scalar
         if scalar is not None:
@@ -318,5 +330,6 @@ class Blocks(ABC):
             ends.append(self.norm(layer, END_NORM))
         norm = self.encoder_norm() if layer + 1 == self.view.encoder_layers else None
         if norm is not None:
+            norm = (norms or {}).get(ENCODER_NORM, norm)
             ends.append(Segment(norm, *self.capture.side(layer), self.capture.tokens.shape[1]))
         return ends + [offset for point, offset in self.additions(layer).items() if point.place == "end"]

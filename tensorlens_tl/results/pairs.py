@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class ScoreAttribution(Result):
     """An attention score as a sum over pairs of sources: tokens, components or heads. See `circuits.qk_attribution`.
 
-    ``pairs + query_sources + key_sources + bias``, all summed, are `total` up to `gap`.
+    ``pairs + query_sources + key_sources + bias + relative``, all summed, are `total` up to `gap`.
 
     Attributes:
         names: what the sources are, one list per prompt: tokens, or components of the model.
@@ -43,6 +43,7 @@ class ScoreAttribution(Result):
         total: the score before soft cap and mask, ALiBi left out, computed from the captured stream, `[batch]`.
         by: ``"token"``, ``"component"`` or ``"head"``.
         alibi: what ALiBi adds to it, or None.
+        relative: what T5's relative positions add, a part of the total, or None.
         soft_cap: the cap the model puts on the score, or None.
         rotary: whether queries and keys are rotated (the distance is in the pairs then).
         reading_error: how far the softmax of all the layer's scores, so read, is from its own pattern.
@@ -50,7 +51,7 @@ class ScoreAttribution(Result):
         provenance: what they depend on besides the prompts, as of `Attribution`.
     """
 
-    TENSORS: ClassVar = ("pairs", "query_sources", "key_sources", "bias", "total", "alibi")
+    TENSORS: ClassVar = ("pairs", "query_sources", "key_sources", "bias", "total", "alibi", "relative")
     FACTS: ClassVar = ("names", "by", "soft_cap", "rotary", "reading_error", "places")
     LATER_FACTS: ClassVar = ("provenance",)
 
@@ -64,6 +65,7 @@ class ScoreAttribution(Result):
     rotary: bool
     reading_error: float
     alibi: Float[Tensor, "batch"] | None = None
+    relative: Float[Tensor, "batch"] | None = None
     soft_cap: float | None = None
     places: Sequence[str] = ()
     provenance: dict[str, str] = field(default_factory=dict[str, str])
@@ -76,8 +78,10 @@ class ScoreAttribution(Result):
     @property
     def gap(self) -> Float[Tensor, "batch"]:
         """abs(Σ − total) / Σ abs: how far the sum is from holding."""
-        parts = torch.cat([self.pairs.flatten(1), self.query_sources, self.key_sources], dim=1)
-        return relative_gap(parts, self.bias, self.total)
+        parts = [self.pairs.flatten(1), self.query_sources, self.key_sources]
+        if self.relative is not None:
+            parts.append(self.relative[:, None].to(self.pairs))
+        return relative_gap(torch.cat(parts, dim=1), self.bias, self.total)
 
     def _label(self, batch: int, source: int) -> str:
         name = self.names[batch][source]
@@ -117,12 +121,14 @@ class ScoreAttribution(Result):
 
     def _sums(self, batch: int) -> list[tuple[str, float]]:
         """What the pairs leave out, and the total."""
-        return [
+        sums = [
             ("with the key's bias", float(self.query_sources[batch].double().sum())),
             ("with the query's bias", float(self.key_sources[batch].double().sum())),
             ("both biases", float(self.bias[batch])),
-            ("total", float(self.total[batch])),
         ]
+        if self.relative is not None:
+            sums.append(("relative positions", float(self.relative[batch])))
+        return [*sums, ("total", float(self.total[batch]))]
 
     @property
     def heading(self) -> str:

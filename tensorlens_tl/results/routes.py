@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 ROUTES = (
     "direct",
     "values", "values, scale", "queries", "queries, scale", "keys", "keys, scale", "gates", "gates, scale",
+    "cross values", "cross queries", "cross queries, scale", "cross keys",
     "mixer", "mixer, scale", "MLP", "MLP, scale",
     "norms", "constants", "later constants",
 )  # fmt: skip
@@ -42,8 +43,11 @@ ROUTES = (
 SCALE = ", scale"
 """What the name of a route ends with that acts by the scale of a norm."""
 
-HEAD_ROUTES = ROUTES[1:9]
+HEAD_ROUTES = ROUTES[1:13]
 """Those of them that are heads'."""
+
+CROSS = "cross "
+"""What the name of a route begins with that is one of heads of cross-attention."""
 
 NOISE = 1e-9
 """What share of a table's largest number is rounding, and printed as zero."""
@@ -59,11 +63,13 @@ class ChangeRoutes(Result):
     Attributes:
         layers: what the layer axis is: ``"L0"`` …, and ``"end"``, what follows the last block.
         scores: `[batch, query, layer, route]`, the routes being `ROUTES`: past the layer (``"direct"``); by each head's
-            values, queries, keys and gates; through what mixes positions in place of attention, and through the MLP;
+            values, queries, keys and gates; by heads of an encoder–decoder's cross-attention (``"cross values"``,
+            ``"cross queries"``, ``"cross keys"``); through what mixes positions in place of attention, and the MLP;
             where the norm before a sublayer responds with its scale, under ``", scale"``; by the scales of norms around
             the stream or after a sublayer (``"norms"``); and what the weights of two models add in this layer and after
             it (``"constants"``, ``"later constants"``).
-        heads: each head's share of the routes of attention (`HEAD_ROUTES`), `[batch, query, layer, head, route]`.
+        heads: each head's share of the routes of attention (`HEAD_ROUTES`), `[batch, query, layer, head, route]`;
+            under the routes of cross-attention the heads are its own.
         total: the change of the number, `[batch, query]`.
         queries: the positions that the query axis stands for, `[batch, query]`.
         mask: True at real tokens, `[batch, pos]`.
@@ -128,7 +134,10 @@ class ChangeRoutes(Result):
                 names.append(route)
                 parts.append(self.scores[:, :, layer, column, None])
                 continue
-            names += [f"{here}H{head} {route}" for head in range(self.heads.shape[3])]
+            if route.startswith(CROSS) and not bool(self[route].any()):
+                continue  # in most models there is no cross-attention
+            attention = f"{here}.cross." if route.startswith(CROSS) else here
+            names += [f"{attention}H{head} {route.removeprefix(CROSS)}" for head in range(self.heads.shape[3])]
             parts.append(self.heads[:, :, layer, :, HEAD_ROUTES.index(route)])
         scores = torch.cat(parts, dim=-1)
         return Terms(

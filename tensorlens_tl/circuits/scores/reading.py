@@ -5,18 +5,22 @@ its scores is the pattern of the model itself. What is added to a whole row of s
 are compared with those that the model shows, where it does.
 """
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tensorlens_tl.algebra import AffineMap, RowPositions, Segment
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.scores.place import ScorePlace
 from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture
-from tensorlens_tl.passes import FrozenPass, PassLike, attention_scores, check_pass
+from tensorlens_tl.passes import FrozenPass, PassLike, PassOrDifference, attention_scores, check_pass
 from tensorlens_tl.passes.attention_scores import CrossStreams, ScoreReading
 
-__all__ = ["ScoreReading", "rotation_at", "score_of", "score_reading"]
+__all__ = ["HeadRead", "ScoreReading", "head_reads", "relative_of", "score_of", "score_reading", "stream_to"]
 
 
 def score_reading(frozen: PassLike, layer: int, *, cross: bool = False) -> ScoreReading:
@@ -30,10 +34,9 @@ def score_reading(frozen: PassLike, layer: int, *, cross: bool = False) -> Score
     check_pass(frozen)
     if not cross:
         return attention_scores.score_reading(frozen.maps, layer)
-    stream = Stream.of(frozen, layers=[layer], final_norm=False, to_tokens=False)
-    number, _ = stream.at(layer, cross=True)
+    x = read_stream(frozen, layer, cross=True)
     start, stop = frozen.capture.side(layer)
-    streams = CrossStreams(stream.x[number][:, start:stop], stream.x[number][:, :start])
+    streams = CrossStreams(x[:, start:stop], x[:, :start])
     place = frozen.layouts[layer].cross
     assert place is not None
     queries, keys = attention_scores.score_projections(frozen.maps, layer, place.before, crossing=True)
@@ -41,58 +44,128 @@ def score_reading(frozen: PassLike, layer: int, *, cross: bool = False) -> Score
     return attention_scores.score_reading(frozen.maps, layer, vectors, streams)
 
 
-def score_of(
+def stream_to(frozen: PassOrDifference, layers: range, *, cross: bool, activation: str = "ratio") -> tuple[Stream, int]:
+    """Some layers as steps, and the number of the step at which the heads of the last of them read the stream."""
+    stream = Stream.of(frozen, activation, layers=layers, final_norm=False, to_tokens=False)
+    number, _ = stream.at(layers[-1], cross=cross)
+    return stream, number
+
+
+def read_stream(frozen: FrozenPass, layer: int, *, cross: bool) -> Float[Tensor, "batch pos d_model"]:
+    """The stream that the heads of a layer read, with `cross` those of cross-attention."""
+    if not cross:
+        return frozen.capture.resid_read(layer)
+    stream, number = stream_to(frozen, range(layer, layer + 1), cross=True)
+    return stream.x[number]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRead:
+    """How one head reads its query, or its key, at one position of each prompt.
+
+    Attributes:
+        map: from the stream to the queries, or keys, of all heads side by side, at all positions.
+        number, heads: which of so many heads.
+        at: the positions.
+        rotation: of each of them; the identity without rotary positions.
+    """
+
+    map: AffineMap
+    number: int
+    heads: int
+    at: Int[Tensor, "batch"]
+    rotation: Float[Tensor, "batch d_head d_head"]
+
+    @property
+    def channels(self) -> slice:
+        """Those of the head."""
+        d_head = self.rotation.shape[-1]
+        return slice(self.number * d_head, (self.number + 1) * d_head)
+
+    @property
+    def width(self) -> int:
+        """How many channels all heads have."""
+        return self.heads * self.rotation.shape[-1]
+
+    def push(self, x: Float[Tensor, "source batch pos d_model"]) -> Float[Tensor, "source batch d_head"]:
+        """What parts of the stream give the rotated vector."""
+        return self._of_head(self._here.push(self._picked(x)))
+
+    def __call__(self, x: Float[Tensor, "source batch pos d_model"]) -> Float[Tensor, "source batch d_head"]:
+        """The rotated vector, biases included."""
+        return self._of_head(self._here(self._picked(x)))
+
+    @property
+    def _here(self) -> AffineMap:
+        return self.map.at(RowPositions(self.at[None]))
+
+    def _picked(self, x: Float[Tensor, "source batch pos d_model"]) -> Float[Tensor, "source batch 1 d_model"]:
+        return torch.take_along_dim(x, self.at[None, :, None, None], dim=2)
+
+    def _of_head(self, vectors: Float[Tensor, "source batch 1 width"]) -> Float[Tensor, "source batch d_head"]:
+        return torch.einsum("sbd,bde->sbe", vectors[:, :, 0, self.channels], self.rotation)
+
+
+def head_reads(frozen: FrozenPass, reading: ScoreReading, place: ScorePlace) -> tuple[HeadRead, HeadRead]:
+    """How the head reads its query and its key."""
+    kv_head = place.head // (reading.heads // reading.kv_heads)
+    query = _head_read(frozen, reading, 0, place.head, place.query, place.queries)
+    return query, _head_read(frozen, reading, 1, kv_head, place.key, place.keys)
+
+
+def _head_read(
     frozen: FrozenPass,
     reading: ScoreReading,
-    layer: int,
+    number: int,
     head: int,
-    query: Int[Tensor, "batch"],
-    key: Int[Tensor, "batch"],
-) -> Float[Tensor, "batch"]:
+    at: Int[Tensor, "batch"],
+    side: tuple[int, int],
+) -> HeadRead:
+    """How it reads the query (0) or the key (1), which of an encoder–decoder is on one side."""
+    projection = reading.projections[number]
+    read: AffineMap = (reading.query, reading.key)[number]
+    length = frozen.mask.shape[1]
+    if side != (0, length):
+        read = Segment(read, *side, length, only=True)
+    d_head = projection.linear.weight.shape[1] // projection.heads
+    rotation = torch.eye(d_head).to(frozen.resid_pre(0)).expand(len(at), -1, -1)
+    if reading.rotation is not None:
+        rotation = reading.rotation[at - side[0]]
+    return HeadRead(read, head, projection.heads, at, rotation)
+
+
+def relative_of(reading: ScoreReading, place: ScorePlace) -> Float[Tensor, "batch"] | None:
+    """What T5's relative positions add to the score; None of any other model."""
+    if reading.relative is None:
+        return None
+    return reading.relative[place.head][place.inside]
+
+
+def score_of(frozen: FrozenPass, reading: ScoreReading, place: ScorePlace) -> Float[Tensor, "batch"]:
     """One score of each prompt, before a soft cap and ALiBi, from the captured stream, compared with the model's own.
+
+    T5's relative positions are part of it.
 
     Raises:
         UnsupportedModelError: the model shows another.
     """
-    x = frozen.capture.resid_read(layer)
-    kv_head = head // (reading.heads // reading.kv_heads)
-    sides = ((reading.query, head, reading.heads, query), (reading.key, kv_head, reading.kv_heads, key))
-    vectors: list[Tensor] = []
-    for read, number, heads, at in sides:
-        vector = torch.take_along_dim(read(x), at[:, None, None], dim=1)[:, 0].unflatten(-1, (heads, -1))[:, number]
-        vectors.append(torch.einsum("bd,bde->be", vector, rotation_at(reading, at, x, vector.shape[-1])))
-    score = reading.scale * (vectors[0] * vectors[1]).sum(-1)
-    _check(frozen, reading, layer, head, {"query": query, "key": key}, score)
-    return score
+    x = read_stream(frozen, place.layer, cross=place.cross)[None]
+    query, key = (read(x)[0] for read in head_reads(frozen, reading, place))
+    score = reading.scale * (query * key).sum(-1)
+    _check(frozen, reading, place, score)
+    relative = relative_of(reading, place)
+    return score if relative is None else score + relative.to(score)
 
 
-def rotation_at(
-    reading: ScoreReading, at: Int[Tensor, "batch"], like: Tensor, d_head: int
-) -> Float[Tensor, "batch d_head d_head"]:
-    """The rotation of one position of each prompt; the identity without rotary positions."""
-    if reading.rotation is None:
-        return torch.eye(d_head).to(like).expand(len(at), -1, -1)
-    return reading.rotation[at]
-
-
-def _check(
-    frozen: FrozenPass,
-    reading: ScoreReading,
-    layer: int,
-    head: int,
-    positions: dict[str, Tensor],
-    score: Float[Tensor, "batch"],
-) -> None:
-    """Compare scores with the model's own, where TransformerLens shows them.
+def _check(frozen: FrozenPass, reading: ScoreReading, place: ScorePlace, score: Float[Tensor, "batch"]) -> None:
+    """Compare scores, before what is added for positions, with the model's own, where TransformerLens shows them.
 
     A pattern proves a reading up to what is added to a whole row of scores, which softmax does not see.
 
     Raises:
         UnsupportedModelError: they differ.
     """
-    pattern = frozen.points.blocks[layer].pattern
-    assert pattern is not None  # it has heads
-    name = pattern.replace("hook_pattern", "hook_attn_scores")
+    name = _pattern_point(frozen, place).replace("hook_pattern", "hook_attn_scores")
     if name not in frozen.model.hook_dict:
         return
     shown, _ = capture(frozen.model, frozen.inputs, [name], last=name, optional=[name])
@@ -101,10 +174,14 @@ def _check(
     if reading.soft_cap is not None:
         score = reading.soft_cap * torch.tanh(score / reading.soft_cap)
     if reading.alibi is not None:
-        score = score + _alibi_of_a_run(frozen, layer, head, positions).to(score)
+        score = score + _alibi_of_a_run(frozen, place).to(score)
+    relative = relative_of(reading, place)
+    if relative is not None:
+        score = score + relative.to(score)
+    query, key = place.inside
     prompts = torch.arange(len(score), device=shown[name].device)
-    row = upcast(shown[name][prompts, head, positions["query"].to(prompts.device)]).to(score)
-    probabilities = upcast(frozen.pattern(layer)[prompts, head, positions["query"]]).to(row)
+    row = upcast(shown[name][prompts, place.head, query.to(prompts.device)]).to(score)
+    probabilities = upcast(place.pattern_row(frozen)).to(row)
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     if not float((row.softmax(-1)[:, : probabilities.shape[-1]] - probabilities).abs().max()) <= frozen.tolerance:
         return  # some Bridges show other numbers there than those they attend by
@@ -112,7 +189,7 @@ def _check(
     size = row.abs().masked_fill(~allowed, 0).amax(-1).clamp_min(torch.finfo(row.dtype).tiny)
     errors = (score[:, None] - row).abs().masked_fill(~allowed, 0) / size[:, None]
     # a masked key has no score in the model
-    error = float(errors.gather(1, positions["key"].to(row.device)[:, None]).max())
+    error = float(errors.gather(1, key.to(row.device)[:, None]).max())
     if not error <= frozen.tolerance:
         raise UnsupportedModelError(
             f"{name} of this {frozen.view.description}: queries and keys as read from the weights give another score "
@@ -121,11 +198,20 @@ def _check(
         )
 
 
-def _alibi_of_a_run(frozen: FrozenPass, layer: int, head: int, positions: dict[str, Tensor]) -> Float[Tensor, "batch"]:
+def _pattern_point(frozen: FrozenPass, place: ScorePlace) -> str:
+    points = frozen.points.blocks[place.layer]
+    name = points.pattern
+    if place.cross and points.cross is not None:
+        name = points.cross.pattern
+    assert name is not None  # it has heads
+    return name
+
+
+def _alibi_of_a_run(frozen: FrozenPass, place: ScorePlace) -> Float[Tensor, "batch"]:
     """What ALiBi adds to a score when the model runs: it keeps the table of its longest prompt and takes the last rows.
 
     A row of a later query adds the same to each of its keys besides, which softmax does not see.
     """
-    table: Tensor = frozen.view.blocks[layer].module.attn.alibi
+    table: Tensor = frozen.view.blocks[place.layer].module.attn.alibi
     length = frozen.tokens.shape[1]
-    return table[head, -length:, :length][positions["query"], positions["key"]]
+    return table[place.head, -length:, :length][place.query, place.key]

@@ -1,39 +1,36 @@
-"""What wrote the stream that a layer's attention reads."""
+"""What comes before the heads of a layer read the stream, and what wrote that stream."""
 
-from collections.abc import Sequence
-
-from jaxtyping import Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import ZERO
-from tensorlens_tl.circuits.stream import Stream
+from tensorlens_tl.algebra import Chain
+from tensorlens_tl.circuits.scores.place import ScorePlace
+from tensorlens_tl.circuits.scores.reading import stream_to
 from tensorlens_tl.passes import PassOrDifference
 
 
-def places_of(
-    tokens: Sequence[Sequence[str]], layer: int, head: int, query: Int[Tensor, "batch"], key: Int[Tensor, "batch"]
-) -> list[str]:
-    """Head, query and key of each prompt in words: ``"L1H0, 5 ' the' → 2 ' value'"``."""
-    pairs = zip(tokens, query.tolist(), key.tolist(), strict=True)
-    return [f"L{layer}H{head}, {q} {row[q]!r} → {k} {row[k]!r}" for row, q, k in pairs]
+def maps_before(frozen: PassOrDifference, place: ScorePlace, activation: str = "ratio") -> Chain:
+    """All that comes before the heads of a layer read the stream, as a map of what enters the first block."""
+    earlier = [frozen.maps.block_map(number, activation=activation) for number in range(place.layer)]
+    stream, until = stream_to(frozen, range(place.layer, place.layer + 1), cross=place.cross, activation=activation)
+    return Chain((*earlier, *(step.map for step in stream.steps[:until])))
 
 
-def components_before(frozen: PassOrDifference, layer: int, by: str, activation: str = "ratio") -> dict[str, Tensor]:
-    """What each component before a layer put into the stream that its attention reads, `[batch, pos, d_model]`.
+def components_before(
+    frozen: PassOrDifference, place: ScorePlace, by: str, activation: str = "ratio"
+) -> dict[str, Tensor]:
+    """What each component put into the stream that the heads of a layer read, `[batch, pos, d_model]`.
 
     Args:
         frozen: a pass, or the difference of two: then what each component's part changes by.
-        layer: which one.
+        place: tells the layer.
         by: ``"head"``, or attention layers whole.
         activation: the rule for the MLPs before.
     """
-    stream = Stream.of(frozen, activation, layers=range(layer) if layer else [0])
+    stream, until = stream_to(frozen, range(place.layer + 1), cross=place.cross, activation=activation)
     parts = stream.sources()
-    if layer == 0:
-        return _whitened(parts, frozen, layer)
-    for number, step in enumerate(stream.steps):
+    for step, hiddens in zip(stream.steps[:until], stream.hidden[:until], strict=True):
         written: list[tuple[str, Tensor]] = []
-        for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
+        for sublayer, hidden in zip(step.sublayers, hiddens, strict=True):
             if by == "head":
                 written += zip(sublayer.nodes, sublayer.outputs(hidden), strict=True)
             else:
@@ -42,18 +39,7 @@ def components_before(frozen: PassOrDifference, layer: int, by: str, activation:
         _add(parts, written)
         parts = {name: step.outer.push(output) for name, output in parts.items()}
         _add(parts, [(name, bias.expand_as(stream.x[0])) for name, bias, inside in step.biases if not inside])
-    return _whitened(parts, frozen, layer)
-
-
-def _whitened(parts: dict[str, Tensor], frozen: PassOrDifference, layer: int) -> dict[str, Tensor]:
-    """The same after the whitening before a layer, and what that adds where two models differ in it."""
-    whitening = frozen.maps.whitening(layer)
-    if whitening is None:
-        return parts
-    whitened = {name: whitening.push(part) for name, part in parts.items()}
-    if whitening.bias is not ZERO:
-        whitened[f"L{layer}.whitening"] = whitening.bias.expand_as(frozen.resid_pre(layer))
-    return whitened
+    return parts
 
 
 def _add(parts: dict[str, Tensor], more: list[tuple[str, Tensor]]) -> None:

@@ -3,35 +3,37 @@
 Let g be the target's vector pulled back to a block's output, and Δx the change of the stream there. ⟨g, Δx⟩, with what
 the weights of two models add later, is the whole change. What the block writes is a sum of routes: the stream that goes
 past it, each head by its values, its queries, its keys and its gate where it has one, or what mixes positions in place
-of attention, and the MLP by the slopes of its activation. Before such a sublayer a norm divides by a scale that
-responds (the map of rank one of its secant): every route is split into what passes with the scale held, and what the
-response of the scale adds. Norms around the stream or after a sublayer respond likewise, and are a route of their own.
+of attention, the heads of an encoder–decoder's cross-attention, and the MLP by the slopes of its activation. Before
+such a sublayer a norm divides by a scale that responds (the map of rank one of its secant): every route is split into
+what passes with the scale held, and what the response of the scale adds. Norms around the stream or after a sublayer
+respond likewise, and are a route of their own.
 
 Each layer is a cut through the same change: its scores sum to all of it. **Layers do not add up to each other**: what
 passes layer 0 by a head's keys may pass layer 1 directly, and counts in both.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Sum, Tap
+from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Segment, Sum, Tap, stages_of
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import maybe, size_of_sum, upcast
 from tensorlens_tl.algebra.secants import Offset, offset_terms, pull_noting
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.two_runs.reading import Reading
-from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.models import Query, TokenLike, Within
 from tensorlens_tl.passes import Difference, DifferenceLike
 from tensorlens_tl.results import HEAD_ROUTES, ROUTES, ChangeRoutes
 
 ATTENTION = "attention"
 BESIDE = "beside"
 MLP = "mlp"
+CROSSING = "crossing"
 KINDS = ("values", "queries", "keys", "gates")
 """What a head reads, in the order of the secant of attention; most have no gate."""
 SCALE = ", scale"
@@ -54,9 +56,14 @@ def routes(
     through keys, by its gate where it has one (``"gates"``), through what mixes positions in place of attention
     (``"mixer"``), and through the MLP by the slopes of its activations. Where the norm before the sublayer responds
     with its scale, that is a route of its own (``"values, scale"``). ``"norms"`` are the responses of norms around the
-    stream or after a sublayer (post-LN, sandwich blocks). ``"constants"`` is what the changed weights of two models add
-    in this layer, ``"later constants"`` after it. A last row, ``"end"``, is what follows the last block: the final norm
-    and a masked model's transform, whose own routes are ``"direct"`` and ``"norms"``.
+    stream or after a sublayer (post-LN, sandwich blocks), and of the one after an encoder. ``"constants"`` is what the
+    changed weights of two models add in this layer, ``"later constants"`` after it. A last row, ``"end"``, is what
+    follows the last block: the final norm and a masked model's transform, whose own routes are ``"direct"`` and
+    ``"norms"``.
+
+    A head of an encoder–decoder's cross-attention responds by what it reads of the encoder's output, by the decoder's
+    queries and by the encoder's keys: ``"cross values"``, ``"cross queries"``, ``"cross keys"``. The decoder's stream
+    goes past an encoder's layer, and the encoder's output past a decoder's, directly.
 
     The scores of each layer sum to the whole change. Layers do not add up to each other: every layer is a cut through
     one and the same change, seen at that depth.
@@ -72,7 +79,7 @@ def routes(
 
     Raises:
         InvalidInputError: no difference, a query out of range, and what `FrozenOperator.target` refuses.
-        UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``, or an encoder–decoder.
+        UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
         FrozenModelError: a model is no longer that of its run.
 
     Source: ours; the rules are those of `tensorlens_tl.algebra.secants`.
@@ -85,13 +92,12 @@ def routes(
     ('L0', 'end')
     """
     reading = Reading.of(difference, target, minus, direction, query)
-    difference.view.refuse_encoder_decoder("routes")
     scores: list[Tensor] = []
     heads: list[Tensor] = []
     for seed in reading.seeds(memory):
         cuts = list(_cuts(reading, seed))[::-1]
         scores.append(torch.stack([cut.scores() for cut in cuts], dim=2))
-        heads.append(_padded([cut.heads for cut in cuts if cut.heads is not None]))
+        heads.append(_stacked(cuts))
     layers = [f"L{layer}" for layer in range(difference.n_layers)]
     whole = torch.cat(scores).transpose(0, 1)
     whole[..., ROUTES.index("later constants")] += reading.constant[..., None]
@@ -102,17 +108,18 @@ def routes(
 
 @dataclass
 class _Cut:
-    """What passes one depth by every route, `[query, batch]`, and by each head, `[query, batch, head, route]`.
+    """What passes one depth by every route, `[query, batch]`, and by each head, `[query, batch, head]`.
 
     Attributes:
         x: the change where it begins.
+        by_route, by_head: what was counted so far.
         seen: what every norm and sublayer reads, of the change.
         pulled: the vector at what sublayers write and at what the scales of norms add by responding.
     """
 
     x: Float[Tensor, "batch pos d_model"]
     by_route: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    heads: Tensor | None = None
+    by_head: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     seen: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     pulled: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
@@ -121,6 +128,29 @@ class _Cut:
         if route in self.by_route:
             value = self.by_route[route] + value
         self.by_route[route] = value
+
+    def add_heads(
+        self,
+        route: str,
+        written: AffineMap,
+        changes: Mapping[str, Tensor],
+        g: Float[Tensor, "query batch pos width"],
+        heads: int,
+    ) -> None:
+        """What heads give by one route, along a vector at what they give.
+
+        Args:
+            route: its name.
+            written: from what it reads to what heads give, side by side.
+            changes: what it reads, by how a norm before it lets it pass.
+            g: the vector.
+            heads: how many.
+        """
+        for how, change in changes.items():
+            products = (g * written.push(change)).unflatten(-1, (heads, -1))
+            share = products.sum((2, -1))
+            self.by_head[f"{route}{how}"] = share
+            self.add(f"{route}{how}", share.sum(-1))
 
     def add_constants(self, m: AffineMap, g: Float[Tensor, "query batch pos d"]) -> None:
         """What the weights of two models add inside a map, along a vector at its end."""
@@ -140,7 +170,8 @@ class _Cut:
         self.add_constants(direct, g)
         self.add("direct", _dot(direct.pull(g), self.x))
         for name, norm in norms.items():
-            self.add("norms", _dot(self.pulled[name], _parts_of(norm)[1].push(self.seen[name])))
+            if name in self.pulled:  # that before cross-attention is part of the route by its queries
+                self.add("norms", _dot(self.pulled[name], _parts_of(norm)[1].push(self.seen[name])))
 
     def tapped(self, name: str, part: AffineMap) -> Chain:
         """A part that notes what it reads."""
@@ -155,6 +186,18 @@ class _Cut:
     def absent(self, name: str) -> Chain:
         """Nothing in place of a part, which notes the vector that the part would get."""
         return Chain((Diagonal(self.x.new_zeros(1, 1, 1)), Tap(self.seen, name, self.pulled)))
+
+    def tapped_crossing(self, within: Within) -> Within:
+        """Where a block acts, noting the stream that its cross-attention reads."""
+        if within.read is None:
+            return within
+        return replace(within, read=self.tapped(CROSSING, within.read))
+
+    def without_crossing(self, within: Within) -> Within:
+        """Where a block acts, with nothing in place of cross-attention, as `absent`."""
+        if within.read is None:
+            return within
+        return replace(within, read=Identity(), out=self.absent(CROSSING))
 
     def scores(self) -> Float[Tensor, "query batch route"]:
         """Of all routes, zero where there is none."""
@@ -192,7 +235,6 @@ def _end(reading: Reading, g: Float[Tensor, "query batch pos d"]) -> _Cut:
 
     reading.ends(noted)(cut.x)
     cut.add_stream(reading.ends(cut.held_norm), norms, g)
-    cut.heads = cut.by_route["direct"].new_zeros(*g.shape[:2], 0, len(HEAD_ROUTES))
     return cut
 
 
@@ -204,7 +246,6 @@ def _block(difference: Difference, layer: int, g: Float[Tensor, "query batch pos
     block = difference.view.blocks[layer]
     heads = block.attention.heads if block.mixer is None else 0
     cut = _Cut(difference.resid_pre(layer))
-    cut.heads = upcast(g).new_zeros(*g.shape[:2], 0, len(HEAD_ROUTES))
     sublayers = {ATTENTION: parts.attention}
     if parts.beside is not None:
         sublayers[BESIDE] = parts.beside
@@ -212,55 +253,66 @@ def _block(difference: Difference, layer: int, g: Float[Tensor, "query batch pos
         sublayers[MLP] = parts.mlp
     tapped = {name: cut.tapped(name, part) for name, part in sublayers.items()}
     norms = {name: cut.tapped(name, norm) for name, norm in parts.norms.items()}
-    maps.composed(layer, layout, parts._replace(**tapped, norms=norms))(cut.x)
+    within = maybe(cut.tapped_crossing, parts.within)
+    maps.composed(layer, layout, parts._replace(**tapped, norms=norms, within=within))(cut.x)
     absent = {name: cut.absent(name) for name in sublayers}
     held = {name: cut.held_norm(name, norm) for name, norm in parts.norms.items()}
-    cut.add_stream(maps.composed(layer, layout, parts._replace(**absent, norms=held)), parts.norms, g)
+    within = maybe(cut.without_crossing, parts.within)
+    cut.add_stream(maps.composed(layer, layout, parts._replace(**absent, norms=held, within=within)), parts.norms, g)
     for name, place in ((ATTENTION, layout.attn), (BESIDE, layout.attn), (MLP, layout.mlp)):
         if name in sublayers:
             _add_sublayer(cut, name, sublayers[name], maybe(parts.norms.get, place.before), place.before or name, heads)
+    if layout.cross is not None and parts.within is not None:
+        before = maybe(parts.norms.get, layout.cross.before)
+        _add_crossing(cut, parts.within, before, block.require_cross_attention().heads)
     return cut
 
 
 def _add_sublayer(cut: _Cut, name: str, sublayer: AffineMap, before: AffineMap | None, reads: str, heads: int) -> None:
     """What a sublayer writes, with the scale of the norm before it held, and by the response of that scale."""
     g = cut.pulled[name]
-    x = cut.seen[reads]
-    changes = {"": x}
-    stages = [sublayer]
-    if before is not None:
-        assert isinstance(before, Chain)
-        after = Chain(before.stages[1:])
-        held, response = _parts_of(before)
-        changes = {"": after.push(held.push(x)), SCALE: after.push(response.push(x))}
-        stages = [before, sublayer]
-    cut.add_constants(Chain(tuple(stages)), g)
+    changes = _by_scale(cut.seen[reads], before)
+    cut.add_constants(sublayer if before is None else Chain((before, sublayer)), g)
     if name != ATTENTION or not heads:
         route = "MLP" if name == MLP else "mixer"
         for how, change in changes.items():
             cut.add(f"{route}{how}", _dot(g, sublayer.push(change)))
         return
     assert isinstance(sublayer, Chain)
-    by_route = _by_head(sublayer, changes, g, heads)
-    cut.heads = torch.stack(
-        [by_route.get(route, torch.zeros_like(by_route["values"])) for route in HEAD_ROUTES], dim=-1
-    )
-    for route, value in by_route.items():
-        cut.add(route, value.sum(-1))
-
-
-def _by_head(
-    attention: Chain, changes: Mapping[str, Tensor], g: Float[Tensor, "query batch pos d_model"], heads: int
-) -> dict[str, Float[Tensor, "query batch head"]]:
-    """What each head writes by its values, queries and keys, along a vector at what attention writes."""
-    kinds, *after = attention.stages
-    g = upcast(Chain(tuple(after)).pull(g))
-    shares: dict[str, Tensor] = {}
+    kinds, *after = sublayer.stages
+    at_heads = upcast(Chain(tuple(after)).pull(g))
     for kind, route in zip(KINDS, kinds.summands, strict=False):
-        for how, change in changes.items():
-            products = (g * route.push(change)).unflatten(-1, (heads, -1))
-            shares[f"{kind}{how}"] = products.sum((2, -1))
-    return shares
+        cut.add_heads(kind, route, changes, at_heads, heads)
+
+
+def _add_crossing(cut: _Cut, within: Within, before: AffineMap | None, heads: int) -> None:
+    """What heads of cross-attention write, by the encoder's output, the decoder's queries and the encoder's keys."""
+    assert within.read is not None
+    assert within.out is not None
+    g = cut.pulled[CROSSING]
+    x = cut.seen[CROSSING]
+    around = (0, 0, within.start, within.length - within.stop)
+    cut.add_constants(Chain((within.read, within(within.out, only=True))), pad(g, around))
+    by_values, by_queries, by_keys = within.read.summands
+    at_heads = upcast(within.out.pull(g))
+    for kind, route in (("values", by_values), ("keys", by_keys)):
+        cut.add_heads(f"cross {kind}", route, {"": x}, pad(at_heads, around), heads)
+    (of_decoder,) = stages_of(by_queries)
+    assert isinstance(of_decoder, Segment)
+    assert isinstance(of_decoder.inner, Chain)
+    stages = of_decoder.inner.stages if before is None else of_decoder.inner.stages[1:]
+    changes = _by_scale(x[:, within.start : within.stop], before)
+    cut.add_heads("cross queries", Chain(stages), changes, at_heads, heads)
+
+
+def _by_scale(x: Float[Tensor, "batch pos d_model"], before: AffineMap | None) -> dict[str, Tensor]:
+    """What a sublayer reads after the norm before it, with its scale held, and by the response of the scale."""
+    if before is None:
+        return {"": x}
+    assert isinstance(before, Chain)
+    after = Chain(before.stages[1:])
+    held, response = _parts_of(before)
+    return {"": after.push(held.push(x)), SCALE: after.push(response.push(x))}
 
 
 def _parts_of(norm: AffineMap) -> tuple[AffineMap, AffineMap]:
@@ -274,7 +326,12 @@ def _dot(g: Float[Tensor, "query batch pos d"], x: Float[Tensor, "#batch #pos d"
     return (upcast(g) * x).sum((-2, -1))
 
 
-def _padded(heads: list[Tensor]) -> Float[Tensor, "query batch layer head route"]:
-    """Layers side by side; one with fewer heads, as the end with none, is zero there."""
-    most = max(layer.shape[2] for layer in heads)
-    return torch.stack([pad(layer, (0, 0, 0, most - layer.shape[2])) for layer in heads], dim=2)
+def _stacked(cuts: Sequence[_Cut]) -> Float[Tensor, "query batch layer head route"]:
+    """Each head's share of its routes; a layer with fewer heads, as the end with none, is zero there."""
+    most = max((share.shape[-1] for cut in cuts for share in cut.by_head.values()), default=0)
+    none = torch.zeros_like(cuts[0].by_route["direct"])[..., None].expand(-1, -1, most)
+    layers: list[Tensor] = []
+    for cut in cuts:
+        shares = [cut.by_head.get(route, none) for route in HEAD_ROUTES]
+        layers.append(torch.stack([pad(share, (0, most - share.shape[-1])) for share in shares], dim=-1))
+    return torch.stack(layers, dim=2)

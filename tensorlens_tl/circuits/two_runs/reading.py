@@ -95,9 +95,10 @@ class Reading:
             noted: puts something in place of its norms, which are called ``"ln_final"`` and ``"head.ln"``.
         """
         stages: list[AffineMap] = []
-        final = self.difference.final_map()
+        maps = self.difference.maps
+        final = maps.final_norm()
         if final is not None:
-            stages.append(noted("ln_final", final))
+            stages.append(maps.on_last_side(noted("ln_final", final)))
         head = None
         if self.of_tokens:
             head = self.difference.prediction_head()

@@ -95,13 +95,7 @@ def score_routes(a: BlockMaps, b: BlockMaps, layer: int, of: str) -> tuple[Chain
         UnsupportedModelError: attention scores that are not read.
     """
     scores = _scores(a, b, layer)
-    batch, _, _, pos = scores.mean_pattern.shape
-    one_hot = torch.eye(pos).to(scores.mean_pattern).expand(batch, 1, -1, -1)
-    secant, constants = scores.secant(one_hot)
-    if of == "score":
-        weights = torch.full_like(secant.weights, scores.a.reading.scale)
-        secant = replace(secant, weights=weights, centres=torch.zeros_like(secant.centres))
-        constants = {}
+    secant, constants = scores.one_hot(of)
     offsets = [Offset(vectors, f"L{layer}.{name}") for name, vectors in constants.items()]
     by_query = Chain((*scores.queries.stages, *scores.rotation, QueryResponse.of(secant)))
     return by_query, Chain((*scores.keys.stages, *scores.rotation, KeyResponse(secant), *offsets))

@@ -12,6 +12,7 @@ from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, Norm
 from tensorlens_tl.algebra.secants import WORKING_ARRAYS, Change, Offset, norm_secant
 from tensorlens_tl.hooks import StreamPoint
 from tensorlens_tl.models import BlockView, Layout, Within
+from tensorlens_tl.models.names import ENCODER_NORM
 from tensorlens_tl.models.sublayers import (
     ChannelMixWeights,
     DeltaWeights,
@@ -25,15 +26,15 @@ from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.blocks import Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.two_runs.attention import attention_secant, score_routes as attention_score_routes
-from tensorlens_tl.passes.two_runs.cross import CrossSecant, cross_secant
+from tensorlens_tl.passes.two_runs.cross import CrossSecant, cross_score_routes, cross_secant
 from tensorlens_tl.passes.two_runs.experts import Mixture, experts_secant
 from tensorlens_tl.passes.two_runs.mixers import mixer_secant
 from tensorlens_tl.passes.two_runs.mlps import activated, hidden_secant
 from tensorlens_tl.passes.two_runs.rwkv import channel_mix_secant
 from tensorlens_tl.passes.two_runs.values import (
     BlockValues,
+    CrossValues,
     block_values,
-    encoder_norm_read,
     hidden_values,
     per_layer_values,
 )
@@ -114,7 +115,8 @@ class SecantMaps(Blocks):
         a, b = (maps.encoder_norm() for maps in (self.a, self.b))
         if a is None or b is None:
             return None
-        return norm_secant(a, b, encoder_norm_read(self.a), encoder_norm_read(self.b), "encoder_ln_final")
+        parts = self._parts(self.view.encoder_layers - 1)
+        return norm_secant(a, b, parts.of_a.norms[ENCODER_NORM], parts.of_b.norms[ENCODER_NORM], ENCODER_NORM)
 
     def within(self, layer: int) -> Within | None:
         """Where a block acts, with its cross-attention by three routes; None where there is one stack."""
@@ -123,14 +125,19 @@ class SecantMaps(Blocks):
             return side
         parts = self._parts(layer)
         if parts.cross is None:
-            assert parts.of_a.cross is not None
-            assert parts.of_b.cross is not None
-            place = self.layouts[layer].cross
-            norm = None
-            if place is not None and place.before is not None:
-                norm = self.norm(layer, place.before)
-            parts.cross = cross_secant(self.a, self.b, layer, parts.of_a.cross, parts.of_b.cross, norm)
+            parts.cross = cross_secant(self.a, self.b, layer, *self._crossing(layer))
         return parts.cross.within(side)
+
+    def _crossing(self, layer: int) -> tuple[CrossValues, CrossValues, Chain | None]:
+        """What cross-attention reads and gives in either run, and the norm that its queries are read after."""
+        parts = self._parts(layer)
+        assert parts.of_a.cross is not None
+        assert parts.of_b.cross is not None
+        place = self.layouts[layer].cross
+        norm = None
+        if place is not None and place.before is not None:
+            norm = self.norm(layer, place.before)
+        return parts.of_a.cross, parts.of_b.cross, norm
 
     def whitening(self, layer: int) -> Chain | None:
         """The whitening before a block, with what changed weights of it add; None of a model without."""
@@ -211,20 +218,29 @@ class SecantMaps(Blocks):
         return parts.pattern_error if parts.cross is None else max(parts.pattern_error, parts.cross.pattern_error)
 
     @reads_weights
-    def score_routes(self, layer: int, head: int, of: str) -> tuple[Chain, Chain]:
-        """One head's scores, or its pattern, by its queries and by its keys, from the stream that the layer reads.
+    def score_routes(self, layer: int, head: int, of: str, *, cross: bool = False) -> tuple[AffineMap, AffineMap]:
+        """One head's scores, or its pattern, by its queries and by its keys, from the stream that its layer reads.
 
         Args:
             layer, head: which one.
             of: ``"score"`` or ``"pattern"``.
+            cross: a head of cross-attention.
 
         Returns:
             Two maps to a vector over keys at every query, `[batch, query, key]`; their sum is the change.
         """
+        if cross:
+            routes = cross_score_routes(self.a, self.b, layer, *self._crossing(layer), of)
+            return routes[0].component(head), routes[1].component(head)
         before = self.layouts[layer].attn.before
         norms = () if before is None else (self.norm(layer, before),)
         by_query, by_key = attention_score_routes(self.a, self.b, layer, of)
-        return Chain((*norms, by_query.component(head))), Chain((*norms, by_key.component(head)))
+        of_query = Chain((*norms, by_query.component(head)))
+        of_key = Chain((*norms, by_key.component(head)))
+        within = self.within(layer)
+        if within is None:
+            return of_query, of_key
+        return within(of_query, only=True), within(of_key, only=True)
 
     def mlp(self, layer: int, activation: str = "ratio") -> AffineMap | None:
         """One MLP or mixture of experts, its activations by their slopes; the rule does not matter."""

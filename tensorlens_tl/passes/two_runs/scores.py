@@ -4,7 +4,7 @@ The softmax of either run is taken once: its logarithms give the logarithmic mea
 model's own pattern.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -143,6 +143,34 @@ class TwoScores:
         rotation = self.a.reading.rotation
         return () if rotation is None else (Rotation.of(rotation),)
 
+    @property
+    def relative_change(self) -> Float[Tensor, "head query key"] | None:
+        """What two models' relative positions differ by; None where they do not."""
+        first, second = self.a.reading.relative, self.b.reading.relative
+        if first is None or second is None or same(first, second):
+            return None
+        return first - second
+
+    def one_hot(self, of: str) -> tuple[ScoreSecant, dict[str, Float[Tensor, "batch query width"]]]:
+        """The secant of heads whose values are one-hot, so that they give their patterns, or their scores.
+
+        Args:
+            of: ``"pattern"``, or ``"score"``: before a soft cap, ALiBi and the softmax.
+
+        Returns:
+            The secant, ``[.., d_head] -> [.., (head key)]`` of every query, and constants as of `secant`.
+        """
+        batch, _, _, keys = self.mean_pattern.shape
+        secant, constants = self.secant(torch.eye(keys).to(self.mean_pattern).expand(batch, 1, -1, -1))
+        if of == "pattern":
+            return secant, constants
+        weights = torch.full_like(secant.weights, self.a.reading.scale)
+        secant = replace(secant, weights=weights, centres=torch.zeros_like(secant.centres))
+        change = self.relative_change
+        if change is None:
+            return secant, {}
+        return secant, {"relative_bias": change.to(weights).transpose(0, 1).flatten(-2).expand(batch, -1, -1)}
+
     def secant(
         self, mean_values: Float[Tensor, "batch kv key d_value"]
     ) -> tuple[ScoreSecant, dict[str, Float[Tensor, "batch query width"]]]:
@@ -173,9 +201,9 @@ class TwoScores:
         if sinks[0] is not sinks[1] and sinks[0] is not None and sinks[1] is not None:
             taken = (rest * (sinks[0] - sinks[1])[:, None]).transpose(1, 2)[..., None]  # from every key by its share
             constants["sinks"] = -(taken * secant.centres).flatten(-2)
-        first, second = reading.relative, self.b.reading.relative
-        if first is not None and second is not None and not same(first, second):
-            moved = (means * (first - second).to(means)).transpose(1, 2)
+        change = self.relative_change
+        if change is not None:
+            moved = (means * change.to(means)).transpose(1, 2)
             by_key = torch.einsum("bqhk,bhkd->bqhd", moved, values)
             constants["relative_bias"] = (by_key - moved.sum(-1, keepdim=True) * secant.centres).flatten(-2)
         return secant, constants

@@ -157,7 +157,8 @@ def _tapped_mlp(maps: BlockMaps, layer: int, mlp: AffineMap, seen: dict[str, Ten
         tapped = {name: Chain((Tap(seen, name), part, Tap(seen, _written(name)))) for name, part in parts}
         return maps.mixture(layer, tapped)
     place = maps.layouts[layer].mlp
-    if place.after is None and place.outer is None:
+    ends_encoder = maps.view.encoder_norm is not None and layer + 1 == maps.view.encoder_layers
+    if place.after is None and place.outer is None and not ends_encoder:
         return Diagonal(torch.zeros_like(maps.capture.resid_pre(0)[:1, :1, :1]))
     return mlp
 
@@ -188,10 +189,3 @@ def per_layer_values(
     assert points.per_layer is not None
     assert points.per_layer_input is not None
     return maps.capture.activation(points.per_layer.into), maps.capture.activation(points.per_layer_input)
-
-
-def encoder_norm_read(maps: BlockMaps) -> Float[Tensor, "batch encoder d_model"]:
-    """What the norm after an encoder–decoder's last encoder block reads: that block's output before it."""
-    layer = maps.view.encoder_layers - 1
-    block = maps.sublayers(layer, maps.layouts[layer], maps.parts(layer))
-    return block(maps.capture.resid_pre(layer))[:, slice(*maps.capture.side(layer))]
