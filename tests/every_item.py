@@ -47,12 +47,12 @@ def _is_array(hint: Any) -> bool:
 
 def _items(where: str, value: Any, hint: Any) -> Iterator[tuple[str, Any, Any]]:
     """Each item of a sequence or mapping, with its own annotation; of items that are containers, theirs."""
-    origin = get_origin(hint)
     if not _has_arrays(hint):
         return
+    origin = get_origin(hint)
     if origin in (Union, UnionType):
         for part in get_args(hint):
-            if is_bearable(value, get_origin(part) or part):
+            if _has_arrays(part) and is_bearable(value, get_origin(part)):
                 yield from _items(where, value, part)
     elif isinstance(value, Mapping):
         for key, item in value.items():

@@ -34,7 +34,7 @@ from tensorlens_tl.hooks import (
     unheld_run,
 )
 from tensorlens_tl.models import ModelLike, ModelView, Query
-from tensorlens_tl.models.lifecycle import refuse_devices, refuse_dropout
+from tensorlens_tl.models.lifecycle import WeightState, configuration, refuse_devices, refuse_dropout
 from tensorlens_tl.passes.additions import with_additions
 from tensorlens_tl.passes.attention_scores import PatternReader, refuse_unreadable
 from tensorlens_tl.passes.block_maps import BlockMaps
@@ -66,7 +66,7 @@ from tensorlens_tl.passes.preflight import (
     warn_of_ties,
 )
 from tensorlens_tl.passes.proof import SeenWrites, compared_positions, prove, sampled_positions
-from tensorlens_tl.passes.readings import Reading, reading_of
+from tensorlens_tl.passes.readings import points_of, view_of
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far a block's map may be from the block: the largest relative error of a token. A wrong reading of the
@@ -160,8 +160,7 @@ def freeze(
     # activations must be usable with gradients later, also when the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():
         # without proof nothing would notice a weight that changed unseen since the model was read
-        reading = reading_of(model) if verify else Reading.of(ModelView(model))
-        view = reading.view
+        view = view_of(model) if verify else ModelView(model)
         with unheld_run(view.model):
             refuse_dropout(view.model)
             refuse_devices(view.model)
@@ -177,7 +176,7 @@ def freeze(
                 padding_side=padding_side,
                 model_inputs=model_inputs,
             )
-            return _freeze(reading, prompt, options, cache)
+            return _freeze(view, prompt, options, cache)
 
 
 @dataclass(frozen=True)
@@ -243,11 +242,11 @@ def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequenc
     prompt = replace(frozen.prompt, tokens=tokens, kwargs=dict(inputs), str_tokens=texts)
     options = FreezeOptions(tolerance=frozen.tolerance, strict=frozen.strict)
     with torch.inference_mode(False), torch.no_grad(), unheld_run(model), model.hooks(fwd_hooks=list(hooks)):
-        return _freeze(Reading.of(frozen.view), prompt, options, None, hooked=bool(hooks))
+        return _freeze(frozen.view, prompt, options, None, hooked=bool(hooks))
 
 
 def _freeze(
-    reading: Reading,
+    view: ModelView,
     prompt: Prompt,
     options: FreezeOptions,
     cache: CacheLike,
@@ -257,13 +256,11 @@ def _freeze(
     """Capture, check and prove one pass, in this order; its logits are compared at some positions.
 
     Args:
-        reading: of the model, as it is while this runs.
-        prompt, options, cache: as of `freeze`.
+        view, prompt, options, cache: as of `freeze`.
         hooked: whether hooks change what enters.
     """
-    view = reading.view
-    points = reading.points
     allowed = partial(options.tolerance_of, view)
+    points = points_of(view)
     compared = compared_positions(view, prompt, options.query)
     hooked = hooked or bool(hooked_stream_points(view, points))
     if hooked and prompt.class_at is None:  # who runs the model again runs it without these hooks
@@ -280,9 +277,9 @@ def _freeze(
         points,
         prompt,
         run.activations,
-        reading.weights,
+        WeightState.of(view.model),
         held_scores=run.held_scores,
-        configuration=HeldConfiguration(reading.configuration),
+        configuration=HeldConfiguration(configuration(view.model)),
         other_hooks=tuple(other_hooks(view.model)),
         hook_numbers=hook_numbers(view.model),
     )

@@ -32,9 +32,9 @@ class Reading:
     hooks: frozenset[int]
 
     @classmethod
-    def of(cls, view: ModelView) -> "Reading":
-        """A view, and its model's state now."""
-        model = view.model
+    def of(cls, model: Any) -> "Reading":
+        """The reading of a model now."""
+        view = ModelView(model)
         with lock_of(model):
             return cls(view, WeightState.of(model), configuration(model), hook_numbers(model))
 
@@ -93,17 +93,29 @@ def unchecked_view(model: Any) -> ModelView:
     return ModelView(model)
 
 
-def reading_of(model: Any) -> Reading:
-    """A model's reading: inside `one_reading` the same one as before, where that still holds.
+def view_of(model: Any) -> ModelView:
+    """A model's view: inside `one_reading` the same one as before, where that still holds.
 
     Raises:
         UnsupportedModelError, InvalidInputError: as `ModelView`.
     """
     shared = _shared.get()
     if shared is None:
-        return Reading.of(ModelView(model))
+        return ModelView(model)
     if not shared or not shared[0].holds(model):
-        shared[:] = [Reading.of(ModelView(model))]
-    reading = shared[0]
-    reading.view.refuse_split_inputs()
-    return reading
+        shared[:] = [Reading.of(model)]
+    view = shared[0].view
+    view.refuse_split_inputs()
+    return view
+
+
+def points_of(view: ModelView) -> ModelPoints:
+    """A view's hook points: of a shared reading those that it has already.
+
+    Raises:
+        UnsupportedModelError: as `model_points`.
+    """
+    shared = _shared.get()
+    if shared and shared[0].view is view:
+        return shared[0].points
+    return model_points(view)

@@ -37,7 +37,7 @@ UNEMBEDDING = ("W_U", "b_U")
 CROSS = "cross."
 """Before the names of cross-attention's weights, in their layer."""
 
-Directions = tuple[Float[Tensor, "rank d_in"], Float[Tensor, "rank d_out"]]
+Directions = tuple[Float[Tensor, "_rank _d_in"], Float[Tensor, "_rank _d_out"]]
 """Of a change: s_r·u_r and v_r, the largest first."""
 
 
