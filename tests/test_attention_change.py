@@ -67,6 +67,7 @@ def whole(change):
     return change.query_sources.sum(-1) + change.key_sources.sum(-1) + change.constants.sum(-1)
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("by", ["token", "component", "head"])
 @ALL
 def test_parts_sum_to_the_change_of_the_live_pattern_and_score(name, place, by, model_named):
@@ -84,6 +85,7 @@ def test_parts_sum_to_the_change_of_the_live_pattern_and_score(name, place, by, 
     assert not hooks_left(a.model)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("of", ["pattern", "score"])
 @ALL
 def test_sides_do_not_depend_on_what_sources_are(name, place, of, model_named):

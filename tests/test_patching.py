@@ -135,6 +135,7 @@ def stream_point(frozen, layer):
 # ------------------------------------------------------------------ nodes
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", [*NAMES, *BOTH])
 def test_patching_a_node_of_the_frozen_model_costs_its_score(name, model_named):
     clean, corrupted = two(model_named(name))
@@ -175,6 +176,7 @@ def test_so_do_neurons_positions_and_the_stream(name, model_named):
     assert close(sum(heads), whole["L1.attn"], 1e-12)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("method", ["frozen", "gradient", "difference", "patching"])
 @pytest.mark.parametrize("name", BOTH[-3:])
 def test_nodes_are_at_positions_of_their_side(name, method, model_named):
@@ -355,6 +357,7 @@ def test_patching_an_edge_by_hooks_on_the_frozen_model_costs_its_score(name, edg
     assert close(before - number(clean, [hooks[edge]]), edges[edge])
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("edge", ["embed → L2.cross.H1.v", "MLP0 → L3.cross.H2.v", "L2.cross.H0 → target"])
 @pytest.mark.parametrize("name", LIVE_BOTH)
 def test_patching_an_edge_across_the_stacks_by_hooks_costs_its_score(name, edge, model_named):
@@ -382,6 +385,7 @@ def test_patching_an_edge_across_the_stacks_by_hooks_costs_its_score(name, edge,
     assert float(edges[edge].abs().max()) > 1e-6
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("edge", ["embed → L2.cross.H1.k", "MLP0 → L3.cross.H2.v", "MLP0 → L2.cross.H3.k"])
 @pytest.mark.parametrize("name", LIVE_BOTH)
 def test_live_edges_across_the_stacks_are_what_hooks_make_of_them(name, edge, model_named):
@@ -438,6 +442,7 @@ def written(frozen, source):
     return z[:, :, 0] @ frozen.view.blocks[2].cross_attention.W_O.unflatten(0, (4, -1))[0]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("method", ["frozen", "difference"])
 @pytest.mark.parametrize("name", BOTH)
 def test_edges_of_both_stacks_sum_to_their_nodes(name, method, model_named):
