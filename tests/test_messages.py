@@ -527,7 +527,7 @@ MISTAKES = {
         "edge",
         "Did you mean 'L0H1 → target'?",
     ),
-    "an edge backwards": (lambda c: c.edges["MLP3 → L0H1.q"], "'MLP3 → L0H1.q'", "edge", "does not come before"),
+    "an edge backwards": (lambda c: c.edges["MLP3 → L0H1.q"], "'MLP3 → L0H1.q'", "edge", "does not read what"),
     "more edges than there are": (lambda c: c.edges.circuit(10000), "edges=10000", "edges", "0 to 479"),
     "a choice of edges": (
         lambda c: c.edges.circuit(10, choice="greed"),

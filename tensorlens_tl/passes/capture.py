@@ -375,6 +375,12 @@ class Capture:
             self._looks_ahead(points.pattern) for points in self.points.blocks if points.pattern is not None
         )
 
+    def is_causal_at(self, layer: int) -> bool:
+        """Whether a block's self-attention attends to no later token: a decoder's does not."""
+        if self.sides is None:
+            return self.causal
+        return layer >= self.view.encoder_layers
+
     @property
     def real_tokens_look_ahead(self) -> bool:
         """Whether a real token attends to a later one; padding on the left may, whose own keys are all masked."""

@@ -31,8 +31,8 @@ default, are nearer to the integral. All but ``"frozen"`` and ``"difference"`` r
 (`tensorlens_tl.circuits.compare.weights_forward`), which blocks with norms on their way back to the stream do not
 allow.
 
-In an encoder–decoder an edge stays in its stack, but for those into keys and values of cross-attention
-(``"L0H3 → L2.cross.H0.k"``): they read what the encoder's nodes write, through the norm at its end.
+In an encoder–decoder, edges stay within one stack, except those into keys and values of cross-attention
+(``"L0H3 → L2.cross.H0.k"``), which read what the encoder's nodes write, through the norm at its end.
 """
 
 from collections import defaultdict
@@ -254,8 +254,9 @@ def edge_layout(stream: Stream, queries: Int[Tensor, "batch query"] | None = Non
     """The edges of a stream: from everything written before a step to everything that its sublayers read.
 
     In a difference, what hooks added to one run and not to the other is written as well, and a gate after heads reads.
-    In an encoder–decoder an edge stays in its stack, but for those into keys and values of cross-attention, which read
-    what the encoder's nodes write, and no other's.
+    In an encoder–decoder, edges stay within one stack, except those into keys and values of cross-attention, which read
+    only what the encoder's nodes write. The target has edges from every stack in which it reads for some prompt; a
+    prompt whose target reads in the other stack scores zero there.
 
     Args:
         stream: of a pass, or of the difference of two.

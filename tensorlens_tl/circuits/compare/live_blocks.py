@@ -64,7 +64,7 @@ class _Projection:
 
 @runtime_checkable
 class Part(Protocol):
-    """What has destinations and sources of a block."""
+    """A part of a block: its destinations and its sources."""
 
     @property
     def destinations(self) -> int:
@@ -95,7 +95,7 @@ class Span:
     stop: int
     length: int
 
-    def of(self, x: Float[Tensor, "*rows pos d"]) -> Float[Tensor, "*rows some d"]:
+    def select(self, x: Float[Tensor, "*rows pos d"]) -> Float[Tensor, "*rows some d"]:
         """Vectors at these positions."""
         return x[..., self.start : self.stop, :]
 
@@ -152,9 +152,9 @@ class Heads:
         """What each head writes, b_O apart."""
         rows = reads.shape[1]
         q_in, k_in, v_in = reads.chunk(3)
-        q = self.query(normed(self.query_norm, self.at.of(q_in).flatten(1, 2)))
-        k = self.key(normed(self.norm, self.attended.of(k_in).flatten(1, 2)))
-        v = self.value(normed(self.norm, self.attended.of(v_in).flatten(1, 2)))
+        q = self.query(normed(self.query_norm, self.at.select(q_in).flatten(1, 2)))
+        k = self.key(normed(self.norm, self.attended.select(k_in).flatten(1, 2)))
+        v = self.value(normed(self.norm, self.attended.select(v_in).flatten(1, 2)))
         rotation = self.reading.rotation
         if rotation is not None:
             q, k = (torch.einsum("rhpe,pef->rhpf", vectors, rotation) for vectors in (q, k))
@@ -192,7 +192,7 @@ class Neurons:
     ) -> Float[Tensor, "source row batch pos d_model"]:
         """What it writes, b_out apart."""
         weights = self.weights
-        x = normed(self.norm, self.at.of(reads))
+        x = normed(self.norm, self.at.select(reads))
         linear = Linear(weights.W_in, weights.b_in)(x)
         if weights.W_gate is None:
             hidden = weights.activation(linear)
@@ -299,10 +299,9 @@ def _parts(clean: PassLike, corrupted: PassLike, layer: int) -> Iterator[Part]:
     points = clean.points.blocks[layer]
     assert points.pattern is not None  # it has heads
     patterns = [frozen.pattern(layer) for frozen in (clean, corrupted)]
-    is_causal = clean.causal or (clean.sides is not None and not bool(patterns[0].triu(1).any()))
     before = norm(layout.attn.before)
     reading = score_reading(clean, layer)
-    allowed = _allowed(clean, block.name, points.pattern, patterns, is_causal)
+    allowed = _allowed(clean, block.name, points.pattern, patterns, clean.capture.is_causal_at(layer))
     yield _heads(view, block.name, block.attention, block.query_key, reading, allowed, (before, before), (at, at))
     if layout.cross is not None and points.cross is not None:
         patterns = [frozen.cross_pattern(layer) for frozen in (clean, corrupted)]
@@ -406,7 +405,7 @@ def _allowed(
         name: of the block.
         point: the hook point of the pattern.
         of_prompts: the patterns of the clean and of the corrupted prompts.
-        is_causal: whether no clean query attends to a later token.
+        is_causal: whether queries attend to no later token.
 
     Raises:
         UnsupportedModelError: rows that do not sum to 1, probabilities outside the mask, or scores that do not show it.
@@ -442,6 +441,6 @@ def refusal(view: ModelView, why: str) -> UnsupportedModelError:
     """What is raised where a live run from the weights is not defined, or not read."""
     return UnsupportedModelError(
         f"live edges of this {view.description}: {why}. They need pre-LN blocks, sequential or parallel, with readable "
-        "attention scores; edge_scores with method='frozen' or 'difference', and patch_scores with all but "
-        "'frozen+qk', work without."
+        "attention scores; edge_scores with method='frozen' (or 'difference', of a model that has one), and "
+        "patch_scores with all but 'frozen+qk', work without."
     )

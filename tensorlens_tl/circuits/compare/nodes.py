@@ -78,16 +78,17 @@ def patch_scores(
 ) -> Terms:
     """What the target loses when each node's clean value is replaced by its corrupted one.
 
-    Nodes are the first block's input (``"embed"``; of an encoder–decoder that of both stacks) and, by `by`,
+    Nodes are the first block's input (``"embed"``; in an encoder–decoder, the input of both stacks) and, by `by`,
 
     * ``"component"``: each layer's attention and MLP, and cross-attention (``"L2.cross"``);
     * ``"head"``: heads one by one (``"L0H1"``, ``"L2.cross.H1"``), MLPs whole;
     * ``"neuron"``: heads and neurons one by one (``"MLP1.N7"``);
-    * ``"stream"``: the residual stream before each block, ``"L1.stream"``; of an encoder–decoder that of its stack.
+    * ``"stream"``: the residual stream before each block, ``"L1.stream"``; in an encoder–decoder, the stream of
+      the block's own stack.
 
     Args:
         clean, corrupted: passes of prompts of the same length, by one model, each clean prompt beside its corrupted
-            one; of an encoder–decoder of the same length on either side.
+            one; in an encoder–decoder, each side has the same length in both.
         target, minus, direction: as in `FrozenOperator.target`, of the clean prompt.
         by: what a node is.
         method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by gradients),

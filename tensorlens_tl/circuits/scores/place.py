@@ -44,15 +44,15 @@ class ScorePlace:
             InvalidInputError: no such layer, head or position, or a key that the query cannot attend to.
         """
         layer, head = chosen_head(frozen.view, layer, head, cross=cross)
-        queries = frozen.maps.capture.side(layer)
+        capture = frozen.maps.capture
+        queries = capture.side(layer)
         keys = (0, queries[0]) if cross else queries
         at_query = one_query(frozen.prompt, query, "query")[:, 0]
         at_key = one_query(frozen.prompt, key, "key")[:, 0]
         place = cls(layer, head, cross, at_query, at_key, queries, keys)
         place._check_side("query", query, at_query, queries)
         place._check_side("key", key, at_key, keys)
-        in_decoder = frozen.sides is not None and layer >= frozen.view.encoder_layers and not cross
-        if (frozen.causal or in_decoder) and bool((at_key > at_query).any()):
+        if not cross and capture.is_causal_at(layer) and bool((at_key > at_query).any()):
             raise InvalidInputError(
                 f"query={query!r}, key={key!r}: the key comes after the query, and this model attends to no later "
                 "token."

@@ -76,7 +76,9 @@ def cross_score_routes(
 ) -> tuple[Chain, Chain]:
     """What the scores or patterns of cross-attention change by with its queries, and with its keys.
 
-    They are what heads give whose values are one-hot, ``[.., d_model] -> [.., (head key)]`` at the decoder's positions.
+    Cross-attention has neither sinks nor relative positions, so that no constant of its scores changes between two
+    models. The routes are what heads give whose values are one-hot, ``[.., d_model] -> [.., (head key)]`` at the
+    decoder's positions.
 
     Args:
         a, b, layer, of_a, of_b, norm: as of `cross_secant`.

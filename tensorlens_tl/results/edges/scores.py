@@ -84,7 +84,7 @@ class EdgeScores(Result):
             raise InvalidInputError(f"no edge {edge!r}; edges are called as {some!r}.{near}")
         pair = self.sources.index(source), self.destinations.index(destination)
         if not self.exists[pair]:
-            raise InvalidInputError(f"no edge {edge!r}: {source} does not come before {destination} in its stack.")
+            raise InvalidInputError(f"no edge {edge!r}: {destination} does not read what {source} writes.")
         return self.scores[(slice(None), *pair)]
 
     def top(self, k: int = 10, batch: int | None = None) -> list[Entry]:
