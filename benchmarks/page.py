@@ -60,7 +60,14 @@ def _description(section: Section) -> tuple[str, str]:
 
 
 def _commit() -> str:
-    """What code was measured; "+" where it was changed since."""
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    said = run(command, cwd=RESULTS.parent, capture_output=True, text=True)
-    return f"commit {said.stdout.strip()}" if said.returncode == 0 else "no commit"
+    """What code was measured; "+" where it was changed since, this page apart."""
+    name = _git("rev-parse", "--short", "HEAD")
+    if not name:
+        return "no commit"
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", f":!{RESULTS.name}")
+    return f"commit {name}{'+' if changed else ''}"
+
+
+def _git(*arguments: str) -> str:
+    """What git prints; nothing where there is no repository."""
+    return run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()

@@ -4,7 +4,7 @@ Candidates are interleaved and minima taken, because the machines are noisy. A r
 the matrix-product rate measured beside it is repeated once, then discarded, and said so. "Forward" means the blocks only,
 of the plain model without hooks.
 
-    make bench                                # all sections, some hours on two cores
+    make bench                                # all sections, about an hour on two cores
     python benchmarks/run.py costs probes     # some of them; the others stay as they are
     python benchmarks/run.py --print probes   # printed and not written
 
