@@ -1,4 +1,4 @@
-"""How long the explorer's page waits: the first answer to a new prompt, and each click, beside one forward.
+"""How long the explorer's page waits: the first answer to a new prompt, and each click.
 
 Views are computed as the server does; the browser's own time is not counted.
 """

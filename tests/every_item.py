@@ -17,23 +17,29 @@ NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.K
 
 
 def checked(function):
-    """The function, its arguments checked as it is called."""
+    """The function, its arguments and what it returns checked as it is called."""
     by_beartype = beartype(function)
-    parameters = signature(function).parameters.values()
-    hints = {p.name: p.annotation for p in parameters if p.kind in NAMED and _has_arrays(p.annotation)}
-    if not hints:
+    called = signature(function)
+    hints = {p.name: p.annotation for p in called.parameters.values() if p.kind in NAMED and _has_arrays(p.annotation)}
+    if not hints and not _has_arrays(called.return_annotation):
         return by_beartype
 
     @wraps(function)
     def check(*args, **kwargs):
-        arguments = signature(function).bind(*args, **kwargs).arguments
+        arguments = called.bind(*args, **kwargs).arguments
         for name, hint in hints.items():
-            for where, item, of_item in _items(name, arguments.get(name), hint):
-                if not is_bearable(item, of_item):
-                    raise TypeError(f"{where} is not {of_item}: {getattr(item, 'shape', item)}")
-        return by_beartype(*args, **kwargs)
+            _check(name, arguments.get(name), hint)
+        returned = by_beartype(*args, **kwargs)
+        _check("return", returned, called.return_annotation)
+        return returned
 
     return check
+
+
+def _check(name: str, value: Any, hint: Any) -> None:
+    for where, item, of_item in _items(name, value, hint):
+        if not is_bearable(item, of_item):
+            raise TypeError(f"{where} is not {of_item}: {getattr(item, 'shape', item)}")
 
 
 def _has_arrays(hint: Any) -> bool:

@@ -107,6 +107,11 @@ def place(
     return add_at(placed, vectors[:, :, None].to(placed.dtype), RowPositions(positions), slice(None))
 
 
+def widened(vectors: Float[Tensor, "*rows some d"], start: int, length: int) -> Float[Tensor, "*rows pos d"]:
+    """Vectors of neighbouring positions, the first of them `start`, among all `length` positions; zero elsewhere."""
+    return torch.nn.functional.pad(vectors, (0, 0, start, length - start - vectors.shape[-2]))
+
+
 def in_total(terms: BiasTerms, like: Float[Tensor, "row batch"]) -> Float[Tensor, "row batch"]:
     """All bias terms, summed."""
     return sum((term.sum(-1) for term, _ in terms), start=torch.zeros_like(like))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap, collector
-from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, Where
+from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, Where, widened
 from tensorlens_tl.algebra.primitives import Attention, Identity, mixed, unmixed
 
 
@@ -47,7 +47,7 @@ class Segment(AffineMap):
         if bias is ZERO:
             return ZERO
         bias = bias.expand(*(bias.shape[:-2] or (1,)), self.stop - self.start, bias.shape[-1])
-        return torch.nn.functional.pad(bias, (0, 0, self.start, self.length - self.stop))
+        return widened(bias, self.start, self.length)
 
     @property
     def is_segment(self) -> bool:
@@ -128,7 +128,7 @@ class Segment(AffineMap):
     def _beside_others(self, x: Tensor, inside: Tensor) -> Tensor:
         """What the segment became, with the other positions before and after it."""
         if self.only:
-            return torch.nn.functional.pad(inside, (0, 0, self.start, self.length - self.stop))
+            return widened(inside, self.start, self.length)
         return torch.cat([x[..., : self.start, :], inside, x[..., self.stop :, :]], dim=-2)
 
     def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
@@ -236,11 +236,11 @@ class CrossAttention(AffineMap):
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
         outputs = mixed(self.pattern, self.kv_heads, x[..., slice(*self.keys), :])
-        return torch.nn.functional.pad(outputs, (0, 0, self.queries[0], self.length - self.queries[1]))
+        return widened(outputs, self.queries[0], self.length)
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         values = unmixed(self.pattern, self.kv_heads, g[..., slice(*self.queries), :])
-        return torch.nn.functional.pad(values, (0, 0, self.keys[0], self.length - self.keys[1]))
+        return widened(values, self.keys[0], self.length)
 
     def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
         return self._pull_among(g, here, destination, reach, biases)

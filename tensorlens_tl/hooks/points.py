@@ -400,15 +400,15 @@ def _encoder_end(view: ModelView) -> dict[str, Any]:
     """What an encoder–decoder's encoder ends with."""
     if not view.is_encoder_decoder:
         return {}
+    norm = view.encoder_norm_name
     if view.is_hooked_encoder_decoder:
-        norm = "encoder_final_ln"
         return {"encoder_output": f"{norm}.hook_normalized", "encoder_scale": f"{norm}.hook_scale"}
     last = f"{view.blocks[view.encoder_layers - 1].name}.hook_resid_post"
     if view.encoder_norm is None:
         return {"encoder_output": last}
-    output = "encoder_ln_final.hook_out"
+    output = f"{norm}.hook_out"
     if view.encoder_norm.epsilon is None:
-        return {"encoder_output": output, "encoder_scale": "encoder_ln_final.hook_scale"}
+        return {"encoder_output": output, "encoder_scale": f"{norm}.hook_scale"}
     return {"encoder_output": output, "encoder_scale": last, "encoder_norm": Ends(last, output)}
 
 

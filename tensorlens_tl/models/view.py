@@ -32,7 +32,7 @@ from tensorlens_tl.models.ends import (
 )
 from tensorlens_tl.models.lifecycle import Untrained
 from tensorlens_tl.models.loops import read_loop
-from tensorlens_tl.models.names import NORMS, STABLE
+from tensorlens_tl.models.names import ENCODER_NORM, NORMS, STABLE
 from tensorlens_tl.models.parameters import (
     MLMHead,
     NormWeights,
@@ -362,7 +362,7 @@ class ModelView:
     @property
     def encoder_norm_name(self) -> str:
         """Where the hook points of the norm after the last encoder block are."""
-        return "encoder_final_ln" if self.is_hooked_encoder_decoder else "encoder_ln_final"
+        return "encoder_final_ln" if self.is_hooked_encoder_decoder else ENCODER_NORM
 
     @weights_read
     def mlm_head(self) -> MLMHead | None:

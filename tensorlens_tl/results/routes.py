@@ -43,7 +43,7 @@ ROUTES = (
 SCALE = ", scale"
 """What the name of a route ends with that acts by the scale of a norm."""
 
-HEAD_ROUTES = ROUTES[1:13]
+HEAD_ROUTES = ROUTES[ROUTES.index("values") : ROUTES.index("mixer")]
 """Those of them that are heads'."""
 
 CROSS = "cross "

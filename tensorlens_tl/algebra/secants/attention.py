@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.maps import ZERO, AffineMap, MixingMap, PositionwiseMap
-from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, Where, at, shared
+from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, Where, at, shared, widened
 from tensorlens_tl.algebra.primitives import largest_singular_value
 from tensorlens_tl.algebra.secants.maps import channels_of
 from tensorlens_tl.algebra.segments import shared_slice
@@ -314,11 +314,11 @@ class CrossKeyResponse(AffineMap):
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
         outputs = _given_by_keys(self.secant, x[..., slice(*self.keys), :])
-        return torch.nn.functional.pad(outputs, (0, 0, self.queries[0], self.length - self.queries[1]))
+        return widened(outputs, self.queries[0], self.length)
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         keys = _pulled_to_keys(self.secant, g[..., slice(*self.queries), :])
-        return torch.nn.functional.pad(keys, (0, 0, self.keys[0], self.length - self.keys[1]))
+        return widened(keys, self.keys[0], self.length)
 
     def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
         return self._pull_among(g, here, destination, reach, biases)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.maps import AffineMap, Chain, Sum
 from tensorlens_tl.algebra.numerics import centred
+from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.algebra.primitives import Diagonal, Linear, Norm
 from tensorlens_tl.algebra.routing import Branch, Routed
 from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, RankOne
@@ -179,7 +180,7 @@ def _pull_segment(
     def among_all(vectors: Float[Tensor, "*rows batch inside d"]) -> Float[Tensor, "*rows batch pos d"]:
         if vectors.shape[-2] == 1 < m.stop - m.start:  # one for all positions
             return vectors
-        return torch.nn.functional.pad(vectors, (0, 0, m.start, m.length - m.stop))
+        return widened(vectors, m.start, m.length)
 
     def note_among_all(offset: Offset, pulled: Tensor) -> None:
         change = offset.change
@@ -189,7 +190,7 @@ def _pull_segment(
 
     inside = pull_noting(m.inner, g[..., m.start : m.stop, :], note_among_all)
     if m.only:
-        return torch.nn.functional.pad(inside, (0, 0, m.start, m.length - m.stop))
+        return widened(inside, m.start, m.length)
     return torch.cat([g[..., : m.start, :], inside, g[..., m.stop :, :]], dim=-2)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import Linear, Norm
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.scores import ScoreReading, score_reading
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture
@@ -103,7 +104,7 @@ class Span:
         """Vectors of these positions among all, zero elsewhere."""
         if self.stop - self.start == self.length:
             return x
-        return torch.nn.functional.pad(x, (0, 0, self.start, self.length - self.stop))
+        return widened(x, self.start, self.length)
 
     def plus(self, x: Float[Tensor, "*rows pos d"], bias: Float[Tensor, "d"] | None) -> Float[Tensor, "*rows pos d"]:
         """Vectors with a bias at these positions, where there is one."""

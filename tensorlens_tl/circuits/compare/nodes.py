@@ -39,6 +39,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.compare.edges import Changes, added_by_hooks, edge_layout, pull_with_patterns
 from tensorlens_tl.circuits.compare.pairs import (
@@ -211,7 +212,7 @@ def _at_positions(pulled: Pulled, changes: Changes, number: int) -> Float[Tensor
 
 def _among_all(values: Float[Tensor, "batch node some"], start: int, positions: int) -> Float[Tensor, "batch node pos"]:
     """Values of one side of an encoder–decoder among all positions, zero at the others."""
-    return torch.nn.functional.pad(values, (start, positions - start - values.shape[-1]))
+    return widened(values[..., None], start, positions)[..., 0]
 
 
 # ------------------------------------------------------------------ live

@@ -17,7 +17,7 @@ from tensorlens_tl.algebra import (
 from tensorlens_tl.algebra.secants import Offset, without_offsets
 from tensorlens_tl.circuits.stream.sublayers import Kind, Step, Sublayer, among_all
 from tensorlens_tl.models import Place, Within
-from tensorlens_tl.models.names import PER_LAYER_NORM
+from tensorlens_tl.models.names import ENCODER_NORM, PER_LAYER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import PassOrDifference
 
@@ -111,7 +111,7 @@ def _end_steps(frozen: PassOrDifference, layer: int, rule: str) -> list[Step]:
         if isinstance(end, Offset):
             steps += _offset_steps(layer, [end])
         elif isinstance(end, Segment):
-            steps.append(Step(layer, (), end, "encoder_ln_final.b", (end.start, end.stop)))
+            steps.append(Step(layer, (), end, f"{ENCODER_NORM}.b", (end.start, end.stop)))
         else:
             steps.append(Step(layer, (), end, f"L{layer}.end"))
     return steps

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Segment, Sum, Tap, stages_of
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import maybe, size_of_sum, upcast
+from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.algebra.secants import Offset, offset_terms, pull_noting
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.two_runs.reading import Reading
@@ -291,12 +292,11 @@ def _add_crossing(cut: _Cut, within: Within, before: AffineMap | None, heads: in
     assert within.out is not None
     g = cut.pulled[CROSSING]
     x = cut.seen[CROSSING]
-    around = (0, 0, within.start, within.length - within.stop)
-    cut.add_constants(Chain((within.read, within(within.out, only=True))), pad(g, around))
+    cut.add_constants(Chain((within.read, within(within.out, only=True))), widened(g, within.start, within.length))
     by_values, by_queries, by_keys = within.read.summands
     at_heads = upcast(within.out.pull(g))
     for kind, route in (("values", by_values), ("keys", by_keys)):
-        cut.add_heads(f"cross {kind}", route, {"": x}, pad(at_heads, around), heads)
+        cut.add_heads(f"cross {kind}", route, {"": x}, widened(at_heads, within.start, within.length), heads)
     (of_decoder,) = stages_of(by_queries)
     assert isinstance(of_decoder, Segment)
     assert isinstance(of_decoder.inner, Chain)

@@ -23,6 +23,7 @@ from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.algebra import Chain, Tap
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.two_runs.reading import Number, Reading
 from tensorlens_tl.circuits.two_runs.weights import BY, BY_HEAD, CROSS, Directions, WeightTerms, term_name
@@ -257,7 +258,7 @@ def _at_all(g: Float[Tensor, "query batch pos d_model"], within: Within | None) 
     """Vectors at one side's positions, among all of them."""
     if within is None:
         return g
-    return torch.nn.functional.pad(g, (0, 0, within.start, within.length - within.stop))
+    return widened(g, within.start, within.length)
 
 
 def _shown(value: Float[Tensor, "query batch pos"], positions: bool) -> Float[Tensor, "query batch *pos"]:
