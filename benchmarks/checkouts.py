@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import run
+from typing import Any
 
 HERE = str(Path(__file__).parents[1])
 
@@ -19,11 +20,15 @@ def in_turn(script: str, *others: str, processes: int = 1) -> list[Times]:
     for _ in range(processes):
         for times, checkout in zip(best, checkouts, strict=True):
             environment = {**os.environ, "PYTHONPATH": checkout, "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, script, "--seconds"]
-            out = run(command, env=environment, check=True, capture_output=True, text=True).stdout
-            for name, value in json.loads(out.splitlines()[-1]).items():
+            for name, value in json_of([sys.executable, script, "--seconds"], environment).items():
                 times[name] = min(value, times.get(name, float("inf")))
     return best
+
+
+def json_of(command: list[str], environment: dict[str, str]) -> Any:
+    """What the last line that a process prints stands for, as JSON."""
+    out = run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    return json.loads(out.splitlines()[-1])
 
 
 def main(script: str, seconds: Callable[[], Times], ratios: Callable[[Times], Times], processes: int = 1) -> None:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
-from subprocess import run
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from checkouts import json_of
 from page import Lines, row, table
 
 ROWS, ROUNDS = 2000, 2
@@ -176,8 +176,7 @@ def in_turn(candidates: dict[str, str], folder: Path, count: int) -> dict[str, d
             paths = {} if "inseq" in name else {"PYTHONPATH": str(Path(__file__).parents[1])}
             environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | paths
             command = [interpreter, __file__, name, str(folder), str(count)]
-            said = run(command, env=environment, check=True, capture_output=True, text=True).stdout
-            found[name].append(json.loads(said.splitlines()[-1]))
+            found[name].append(json_of(command, environment))
     return {
         name: {
             "seconds": min(one["seconds"] for one in made),

@@ -1,4 +1,4 @@
-"""The checker of `make test-shapes` refuses one item that differs, wherever it stands; beartype looks at one of them."""
+"""The checker of `make test-shapes` refuses an item that differs, wherever it stands: beartype looks at one of them."""
 
 from collections.abc import Mapping, Sequence
 
