@@ -2,6 +2,7 @@
 
 from tensorlens_tl.layerwise.aggregate import (
     Maps,
+    MapsOfAttentions,
     add_residual,
     attentions_of,
     by_attention,
@@ -20,6 +21,7 @@ from tensorlens_tl.layerwise.local import LocalLayer, through
 __all__ = [
     "LocalLayer",
     "Maps",
+    "MapsOfAttentions",
     "add_residual",
     "attentions_of",
     "by_attention",

@@ -22,6 +22,9 @@ from tensorlens_tl.passes.inputs import is_all, query_positions
 Maps = Float[Tensor, "layer batch query key"]
 """One map of token pairs per layer; padding is zero."""
 
+MapsOfAttentions = Float[Tensor, "_attention batch query key"]
+"""One for each attention of a block: two in a decoder block of an encoder–decoder."""
+
 
 def locals_of(frozen: FrozenPass) -> list[LocalLayer]:
     """Every layer of a pass of one stack, seen locally.
@@ -69,7 +72,9 @@ def side_by_side(
     return torch.stack(maps)
 
 
-def by_attention(frozen: FrozenPass, part: Callable[[LocalLayer], Tensor], with_biases: bool = True) -> list[Maps]:
+def by_attention(
+    frozen: FrozenPass, part: Callable[[LocalLayer], Tensor], with_biases: bool = True
+) -> list[MapsOfAttentions]:
     """For each block the maps of its attentions, in their order, among all positions.
 
     Args:

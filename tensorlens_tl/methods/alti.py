@@ -20,7 +20,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import checked_arguments
-from tensorlens_tl.layerwise import LocalLayer, Maps, by_attention, normalize_rows, product, select_query, through
+from tensorlens_tl.layerwise import (
+    LocalLayer,
+    Maps,
+    MapsOfAttentions,
+    by_attention,
+    normalize_rows,
+    product,
+    select_query,
+    through,
+)
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
@@ -36,7 +45,7 @@ def alti_map(frozen: FrozenPass, distance: Distance = "l1") -> Maps:
     return torch.stack([product(maps) for maps in alti_by_attention(frozen, distance)])
 
 
-def alti_by_attention(frozen: FrozenPass, distance: Distance = "l1") -> list[Maps]:
+def alti_by_attention(frozen: FrozenPass, distance: Distance = "l1") -> list[MapsOfAttentions]:
     """C_ij of every layer's attentions: one, and in a decoder block cross-attention after self-attention."""
     order = {"l1": 1, "l2": 2}[distance]
     return by_attention(frozen, partial(_contributions, order=order))

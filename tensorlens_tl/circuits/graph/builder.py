@@ -223,7 +223,7 @@ class GraphBuilder:
         hidden: Float[Tensor, "1 pos width"],
         g: Float[Tensor, "1 1 pos d_model"],
         outputs: Float[Tensor, "source pos d_model"],
-    ) -> list[Float[Tensor, "row pos d_model"]]:
+    ) -> list[Float[Tensor, "_row pos d_model"]]:
         """A sublayer's nodes with their edges, and what each of them wrote."""
         cotangent = sublayer.write.pull(g)
         first = len(self.rows)
