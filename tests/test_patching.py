@@ -209,6 +209,7 @@ def test_embeddings_of_both_sides_are_the_whole_difference(name, model_named):
     assert close(scores["L0.stream"] + scores["L2.stream"], scores["embed"])  # what enters the two stacks
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", [*(name for name in LIVE if name not in ("bridge/llama", "bridge/neox")), *BOTH])
 def test_patching_the_live_model_is_what_hooks_do(name, model_named):
     clean, corrupted = two(model_named(name))
@@ -231,6 +232,7 @@ def test_patching_the_live_model_is_what_hooks_do(name, model_named):
     assert not hooks_left(clean.model)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", [*LIVE, *LIVE_BOTH])
 def test_gradients_of_nodes_are_those_of_their_edges(name, model_named):
     """Two computations: autograd through the model's own hook points, and through the run from its weights."""
@@ -255,6 +257,7 @@ def test_integrated_gradients_of_the_embedding_find_the_whole_difference(model_n
     assert errors[1] < 1e-3 < errors[0]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", [*LIVE, *LIVE_BOTH])
 def test_all_methods_score_the_same_edges(name, model_named):
     """So that circuits of the difference, whose heads are three sublayers each, are circuits of the model."""
@@ -315,7 +318,7 @@ ACROSS = [
         *product(BOTH, ACROSS),
     ],
 )
-@pytest.mark.few(28)
+@pytest.mark.few(16)
 def test_patching_an_edge_of_the_frozen_steps_costs_its_score(name, edge, model_named):
     clean, corrupted = two(model_named(name))
     edges = circuits.edge_scores(clean, corrupted, **ASKED, positions=True)
@@ -640,6 +643,7 @@ def test_edges_by_left_ends_are_what_the_published_code_of_eap_ig_computes(split
     assert not close(edges.scores, by_default.scores, 1e-4)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("method", ["gradient", "integrated"])
 @pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/llama", *BOTH])
 def test_gradients_of_nodes_are_what_hooks_and_autograd_compute(name, method, model_named):
@@ -1178,6 +1182,7 @@ def test_commands(tmp_path, capsys):
     assert "no folder" in capsys.readouterr().err
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("method", ["gradient", "integrated", "frozen+qk", "patching"])
 @pytest.mark.parametrize("scores_of", [circuits.edge_scores, circuits.patch_scores])
 def test_in_inference_mode_scores_are_the_same(scores_of, method):
