@@ -38,4 +38,4 @@ def main(script: str, seconds: Callable[[], Times], ratios: Callable[[Times], Ti
         return
     columns = [ratios(times) for times in in_turn(script, *sys.argv[1:], processes=processes)]
     for name in columns[0]:
-        print(f"{name:45}", *(f"{column[name]:8.2f}" for column in columns))
+        print(f"{name:85}", *(f"{column[name]:8.2f}" for column in columns))

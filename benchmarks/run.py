@@ -21,8 +21,8 @@ from subprocess import run
 import torch
 from data_sets import data_sets
 from difference import differences
+from everything_included import everything_included
 from explorer import explorer
-from generated import everything_included
 from hops import flashtrace, generated, routes
 from live import live_changes
 from norms import bounded, jacobians, norm_slice, probes, profile

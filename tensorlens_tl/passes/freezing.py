@@ -23,12 +23,11 @@ from tensorlens_tl.hooks import (
     SomeLogits,
     StreamPoint,
     check_finite,
+    foreign_hooks,
     from_cache,
-    hook_numbers,
     hooked_stream_points,
     keep_in,
     observe,
-    other_hooks,
     passing,
     refuse_attached,
     unheld_run,
@@ -262,16 +261,18 @@ def _freeze(
     allowed = partial(options.tolerance_of, view)
     points = points_of(view)
     compared = compared_positions(view, prompt, options.query)
-    hooked = hooked or bool(hooked_stream_points(view, points))
+    stream_hooks = hooked_stream_points(view, points)
+    hooked = hooked or bool(stream_hooks)
     if hooked and prompt.class_at is None:  # who runs the model again runs it without these hooks
         compared = query_positions(prompt, "all")[:, prompt.encoder_length :]
-    run = _Run(view, prompt, points, options, compared)
+    run = _Run(view, prompt, points, options, compared, stream_hooks)
     logits: Any = None
     if cache is None:
         logits = run.observe()
     else:
         names = [name for name in points.captured if name not in points.calls]
         run.activations = from_cache(cache, names, len(prompt.tokens), _lengths(view, prompt, points))
+    foreign = foreign_hooks(view.model)
     capture = Capture(
         view,
         points,
@@ -280,8 +281,8 @@ def _freeze(
         WeightState.of(view.model),
         held_scores=run.held_scores,
         configuration=HeldConfiguration(configuration(view.model)),
-        other_hooks=tuple(other_hooks(view.model)),
-        hook_numbers=hook_numbers(view.model),
+        other_hooks=tuple(dict.fromkeys(hook.point for hook in foreign)),
+        hook_numbers=frozenset(hook.number for hook in foreign),
     )
     capture.note_fresh()
     check_width(capture)
@@ -321,7 +322,13 @@ class _Run:
     """
 
     def __init__(
-        self, view: ModelView, prompt: Prompt, points: ModelPoints, options: FreezeOptions, compared: Tensor
+        self,
+        view: ModelView,
+        prompt: Prompt,
+        points: ModelPoints,
+        options: FreezeOptions,
+        compared: Tensor,
+        hooked: list[StreamPoint],
     ) -> None:
         self.view = view
         self.prompt = prompt
@@ -335,7 +342,7 @@ class _Run:
         if options.verify:
             self.writes = SeenWrites.of(view, points, len(prompt.tokens), self.sampled, options.store)
         self.reader: PatternReader | None = None
-        self.hooked = hooked_stream_points(view, points)
+        self.hooked = hooked
         self.passed: dict[StreamPoint, Passed] = {}
         self.compared = SomeLogits(view.model, points.unembed_in, prompt.in_logits(compared))
         self.hooks = self.compared.hooks

@@ -60,7 +60,7 @@ class SeenWrites:
         by_token = activation.reshape(self.batch, -1, _width(activation))
         if name in self.at:
             positions = self.at[name].to(by_token.device)
-            by_token = torch.take_along_dim(by_token, positions[..., None], dim=1)
+            by_token = by_token[torch.arange(self.batch, device=positions.device)[:, None], positions]
         keep_in(self.tensors, self.store, name, by_token)
 
 
