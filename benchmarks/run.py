@@ -18,6 +18,7 @@ import sys
 from importlib.metadata import version
 from subprocess import run
 
+import sentences
 import torch
 from data_sets import data_sets
 from difference import differences
@@ -104,6 +105,7 @@ def main() -> None:
         text = measured(section)
         if "--print" not in sys.argv[1:]:
             write(head, {heading(section): text}, [heading(one) for one in SECTIONS])
+            sentences.main()
 
 
 if __name__ == "__main__":
