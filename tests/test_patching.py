@@ -505,7 +505,7 @@ def test_a_circuit_of_a_target_in_the_other_stack_is_refused(name, model_named):
     clean, corrupted = two(model_named(name))
     circuit = circuits.edge_scores(clean, corrupted, **ASKED).circuit(20)
     direction = torch.randn(16, dtype=torch.float64)
-    with pytest.raises(tlens.InvalidInputError, match="number 0 is of a target that reads elsewhere: .* edges"):
+    with pytest.raises(tlens.InvalidInputError, match="number 0 is of a target that reads elsewhere"):
         circuits.run_circuits(clean, corrupted, circuit, direction=direction, query=3)
     assert circuits.run_circuits(clean, corrupted, circuit, direction=direction).shape == (1, 2)
 

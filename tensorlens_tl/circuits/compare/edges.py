@@ -210,11 +210,11 @@ def run_circuits(
                 f"{readout.stream.frozen.view.description} has {len(layout.sources)}, {len(layout.destinations)}, "
                 f"{config}."
             )
-        if not torch.equal(circuit.exists.to(layout.exists.device), layout.exists):
-            differing = int((circuit.exists.to(layout.exists.device) ^ layout.exists).sum())
+        differing = int((circuit.exists.to(layout.exists.device) ^ layout.exists).sum())
+        if differing:
             raise InvalidInputError(
-                f"circuits: number {number} is of a target that reads elsewhere: {differing} edges are there for one of "
-                "the two targets alone. Choose it by edge_scores of this target and query."
+                f"circuits: number {number} is of a target that reads elsewhere: {differing} edges are there for one "
+                "of the two targets alone. Choose it by edge_scores of this target and query."
             )
     if not circuits:
         raise InvalidInputError("circuits: none given.")
