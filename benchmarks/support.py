@@ -30,7 +30,7 @@ goes through `check_model`, every method through `check_method`, and one head's 
 * **proof**: the largest relative error of a block composed from weights against the model's own; **whole**: the largest of the claims about the
   whole (contributions and bias are the output, the model held by hooks is the operator, autograd through it is its pull, batches are their prompts).
   Errors around 1e-7 are of families whose own norms compute in float32 whatever the dtype.
-* **padding**: the sides on which padding changes nothing. Where a side is missing, the model itself computes something else when padded there, and such a batch is refused.
+* **padding**: the sides on which padding changes nothing. Where a side is missing, the model itself computes something else when padded there: such a batch is refused, or, where positions are counted from the first column (`encoder/bert`, BART, Marian, Pegasus), explained as the model computes it, which is not what it computes for each prompt by itself.
 * **QK**: whether attention scores can be read from weights (`circuits.qk_attribution`).
 * ✓ passes everything; numbers refer to the reasons below the table. Each release line of TransformerLens has a table with its own numbers and reasons, and says which models only the other line has. Any other model is checked when it is frozen, and raises an error if the checks fail ([what they cover](guarantees.md));
   `tensorlens-tl verify --model NAME` runs the same proof on yours.

@@ -266,3 +266,18 @@ def test_what_cannot_be_asked_is_refused(model_named):
         circuits.qk_attribution(difference, 1, 2, query=1, key=4, of="pattern")
     with pytest.raises(tlens.InvalidInputError, match="use one of 'token'"):
         circuits.qk_attribution(difference, **WHERE, by="neuron")
+
+
+@pytest.mark.parametrize("name", [name for name in ("hooked/local", "bridge/gemma2") if name in HERE])
+def test_a_key_outside_a_local_window_has_no_score(name, model_named):
+    model = model_named(name)
+    windows = [layer for layer in range(2) if not tlens.freeze(model, some_tokens()).pattern(layer)[:, :, 5, 0].any()]
+    assert len(windows) == 1
+    a, b = two(model)
+    where = {"layer": windows[0], "head": 2, "query": 5, "key": 0}
+    for asked in (a, tlens.difference(a, b)):
+        with pytest.raises(tlens.InvalidInputError, match=r"H2, 5 .* prompt 0: a mask .* closes the key to the query"):
+            circuits.qk_attribution(asked, **where)
+    assert float(circuits.qk_attribution(a, **where | {"key": 4}).gap.max()) < 1e-6
+    assert not circuits.qk_attribution(tlens.difference(a, b), **where, of="pattern").total.any()
+    assert hooks_left(model) == 0

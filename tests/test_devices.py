@@ -226,6 +226,40 @@ def test_two_runs(passes):
     same(*results, passes[0])
 
 
+PAIRS = {
+    "gradient": lambda a, b: circuits.patch_scores(a, b, 3, method="gradient").scores,
+    "integrated": lambda a, b: circuits.patch_scores(a, b, 3, method="integrated", positions=True).keys,
+    "patching": lambda a, b: circuits.patch_scores(a, b, 3, method="patching").scores,
+    "edges": lambda a, b: circuits.edge_scores(a, b, 3, method="gradient").scores,
+    "routes": lambda a, b: circuits.routes(tlens.difference(a, b), 3).scores,
+}
+
+
+@pytest.mark.parametrize("question", PAIRS)
+def test_two_prompts_are_compared_alike(passes, question):
+    here, there = (PAIRS[question](run, tlens.freeze(run.model, run.tokens.flip(1))) for run in passes)
+    same(there, here, passes[0])
+
+
+EXPERTS = {
+    "terms": lambda a, b: circuits.logit_attribution(a, 3, by="head").scores,
+    "tangent": lambda a, b: circuits.total_effects(a, 3, activation="tangent").scores,
+    "live": lambda a, b: circuits.total_effects(a, 3, live=True).scores,
+    "routes": lambda a, b: circuits.routes(tlens.difference(a, b), 3).scores,
+}
+
+
+@pytest.mark.parametrize("question", EXPERTS)
+def test_experts_of_another_device(question):
+    """Their weights are read one expert at a time, after those of the rest of the block."""
+    results = []
+    for model in (tiny_model("bridge/mixtral"), spread("bridge/mixtral")):
+        tokens, _ = tiny_input(model)
+        runs = [tlens.freeze(model, ids) for ids in (tokens, tokens.flip(1))]
+        results.append(EXPERTS[question](*runs))
+    same(*reversed(results), runs[0])
+
+
 CANNOT_RUN = {
     "bridge/bert", "bridge/marian", "bridge/pegasus", "bridge/t5gemma", "hooked/gpt-oss",
     "hooked/alibi", "hooked/sinks",

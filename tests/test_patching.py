@@ -499,6 +499,17 @@ def test_a_direction_may_read_the_encoder(name, model_named):
         assert close(numbers, torch.stack([own, other]), tolerance(name))
 
 
+@pytest.mark.parametrize("name", LIVE_BOTH[:1])
+def test_a_circuit_of_a_target_in_the_other_stack_is_refused(name, model_named):
+    """All of its edges would not give the clean number: those into the target are others."""
+    clean, corrupted = two(model_named(name))
+    circuit = circuits.edge_scores(clean, corrupted, **ASKED).circuit(20)
+    direction = torch.randn(16, dtype=torch.float64)
+    with pytest.raises(tlens.InvalidInputError, match="number 0 is of a target that reads elsewhere"):
+        circuits.run_circuits(clean, corrupted, circuit, direction=direction, query=3)
+    assert circuits.run_circuits(clean, corrupted, circuit, direction=direction).shape == (1, 2)
+
+
 def test_a_circuit_of_both_stacks_is_drawn_and_written(model_named, tmp_path):
     clean, corrupted = two(model_named("bridge/bart"))
     edges = circuits.edge_scores(clean, corrupted, **ASKED, method="difference")

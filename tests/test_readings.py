@@ -51,6 +51,28 @@ def test_a_changed_model_is_read_again(change):
     model.reset_hooks()
 
 
+def test_a_model_in_another_mode_is_read_again():
+    """RWKV halves its stream in eval mode."""
+    model = tiny_model("bridge/rwkv")
+    tokens = some_tokens()
+    with one_reading():
+        before = tlens.freeze(model, tokens)
+        model.train()
+        after = tlens.freeze(model, tokens)
+    assert after.view is not before.view
+    assert after.proof is not None
+
+
+def test_hook_points_are_those_of_now(model):
+    """What heads write is shown where it was switched on."""
+    tokens = some_tokens()
+    with one_reading():
+        for shown in (False, True, False):
+            model.set_use_attn_result(shown)
+            points = tlens.freeze(model, tokens).points
+            assert [block.head_writes is not None for block in points.blocks] == [shown, shown]
+
+
 def test_another_model_is_read_by_itself():
     models = [tiny_model("bridge/llama"), tiny_model("bridge/gpt2")]
     with one_reading():

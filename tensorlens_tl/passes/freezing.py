@@ -113,7 +113,8 @@ def freeze(
         decoder_attention_mask: 1 at its real tokens.
         prepend_bos: as in TransformerLens.
         padding_side: ``"left"`` or ``"right"`` (the default, whatever the tokenizer says), where prompts differ in
-            length.
+            length. Padded on the left, a model that counts positions from the first column (BART, Marian, Pegasus, a
+            HookedEncoder) computes something else than for each prompt by itself, and that is what is explained.
         model_inputs: what a multimodal model takes besides its tokens, by the names of its forward:
             ``{"pixel_values": ...}``.
         cache: the ActivationCache of an earlier ``run_with_cache`` on the same input; a copy is stored instead of this

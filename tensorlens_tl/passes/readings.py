@@ -13,6 +13,7 @@ from typing import Any
 from tensorlens_tl.hooks import ModelPoints, hook_numbers, lock_of, model_points
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.lifecycle import WeightState, configuration
+from tensorlens_tl.models.parameters import whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,19 +25,21 @@ class Reading:
         weights: what its weights were.
         configuration: what decided its numbers besides them.
         hooks: which user-installed hooks were on it.
+        modes: which modes its modules were in, and whether it showed what heads write.
     """
 
     view: ModelView
     weights: WeightState
     configuration: Mapping[str, str]
     hooks: frozenset[int]
+    modes: tuple[bool, ...]
 
     @classmethod
     def of(cls, model: Any) -> "Reading":
         """The reading of a model now."""
         view = ModelView(model)
         with lock_of(model):
-            return cls(view, WeightState.of(model), configuration(model), hook_numbers(model))
+            return cls(view, WeightState.of(model), configuration(model), hook_numbers(model), _modes(model))
 
     @cached_property
     def points(self) -> ModelPoints:
@@ -48,7 +51,7 @@ class Reading:
         return model_points(self.view)
 
     def holds(self, model: Any) -> bool:
-        """Whether a model is still what was read; what a frozen pass checks when it is asked, and hooks besides."""
+        """Whether a model is still what was read: what a frozen pass checks of it, and its hooks and modes besides."""
         if self.view.model is not model:
             return False
         with lock_of(model):
@@ -56,7 +59,14 @@ class Reading:
                 self.weights.holds(model)
                 and self.configuration is configuration(model)
                 and self.hooks == hook_numbers(model)
+                and self.modes == _modes(model)
             )
+
+
+def _modes(model: Any) -> tuple[bool, ...]:
+    """What decides how a model is read and no number of a run, RWKV's apart, which halves its stream in eval mode."""
+    shows_heads = bool(getattr(model.cfg, "use_attn_result", False))
+    return (shows_heads, *(module.training for module in whole(model)))
 
 
 _shared: ContextVar[list[Reading] | None] = ContextVar("shared", default=None)

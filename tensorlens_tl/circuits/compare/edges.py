@@ -178,7 +178,8 @@ def run_circuits(
         memory: what the run may allocate at once, as ``"512MB"`` or bytes.
 
     Raises:
-        InvalidInputError: no circuit, or one of another model; and what `patch_scores` refuses.
+        InvalidInputError: no circuit, one of another model, or, of an encoder–decoder, one whose target reads in the
+            other stack; and what `patch_scores` refuses.
         UnsupportedModelError, FrozenModelError: as for `edge_scores`.
 
     >>> corrupted = tlens.freeze(model, "Return the name. Return the")
@@ -208,6 +209,12 @@ def run_circuits(
                 f"{len(circuit.destinations)} destinations, {circuit.config}, and "
                 f"{readout.stream.frozen.view.description} has {len(layout.sources)}, {len(layout.destinations)}, "
                 f"{config}."
+            )
+        differing = int((circuit.exists.to(layout.exists.device) ^ layout.exists).sum())
+        if differing:
+            raise InvalidInputError(
+                f"circuits: number {number} is of a target that reads elsewhere: {differing} edges are there for one "
+                "of the two targets alone. Choose it by edge_scores of this target and query."
             )
     if not circuits:
         raise InvalidInputError("circuits: none given.")

@@ -254,9 +254,10 @@ class _LiveNodes:
         for share in shares[1:]:
             for point, gradient in self._gradients(share).items():
                 mean[point] = mean[point] + gradient
-        products = {
-            point: (self.clean[point] - self.other[point]) * (mean[point] / len(shares)) for point in self.points
-        }
+        products: dict[str, Tensor] = {}
+        for point in self.points:
+            difference = self.clean[point] - self.other[point]
+            products[point] = difference * (mean[point] / len(shares)).to(difference)
         pos = self.frozen.tokens.shape[1]
         scores: list[Tensor] = []
         for (points, parts), nodes in groupby(self.nodes, key=lambda node: (node.points, node.parts)):

@@ -85,8 +85,9 @@ def qk_attribution(
         A `ScoreAttribution`; of a difference a `ScoreChange`, whose parts sum to the change of the models' own number.
 
     Raises:
-        InvalidInputError: no such layer, head, position, `by` or `of`, a key that the query cannot attend to, or, of an
-            encoder–decoder, a position on the other side.
+        InvalidInputError: no such layer, head, position, `by` or `of`; a key that comes after the query, or, where the
+            model shows its scores, one that a mask closes to it, such as a local window's; of an encoder–decoder, a
+            position on the other side.
         UnsupportedModelError: the layer's scores cannot be read.
 
     Source: ours; of a pass, the bilinear form of Elhage et al. (2021).

@@ -15,7 +15,7 @@ from tensorlens_tl.algebra import AffineMap, RowPositions, Segment
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.scores.place import ScorePlace
 from tensorlens_tl.circuits.stream import Stream
-from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.passes import FrozenPass, PassLike, PassOrDifference, attention_scores, check_pass
 from tensorlens_tl.passes.attention_scores import CrossStreams, ScoreReading
@@ -147,7 +147,8 @@ def score_of(frozen: FrozenPass, reading: ScoreReading, place: ScorePlace) -> Fl
     T5's relative positions are part of it.
 
     Raises:
-        UnsupportedModelError: the model shows another.
+        InvalidInputError: the model shows that a mask closes the key to the query.
+        UnsupportedModelError: the model shows another score.
     """
     x = read_stream(frozen, place.layer, cross=place.cross)[None]
     query, key = (read(x)[0] for read in head_reads(frozen, reading, place))
@@ -163,6 +164,7 @@ def _check(frozen: FrozenPass, reading: ScoreReading, place: ScorePlace, score: 
     A pattern proves a reading up to what is added to a whole row of scores, which softmax does not see.
 
     Raises:
+        InvalidInputError: a mask closes the key to the query.
         UnsupportedModelError: they differ.
     """
     name = _pattern_point(frozen, place).replace("hook_pattern", "hook_attn_scores")
@@ -188,8 +190,17 @@ def _check(frozen: FrozenPass, reading: ScoreReading, place: ScorePlace, score: 
     allowed = row > torch.finfo(row.dtype).min / 2  # a mask leaves -inf or the dtype's lowest number
     size = row.abs().masked_fill(~allowed, 0).amax(-1).clamp_min(torch.finfo(row.dtype).tiny)
     errors = (score[:, None] - row).abs().masked_fill(~allowed, 0) / size[:, None]
-    # a masked key has no score in the model
-    error = float(errors.gather(1, key.to(row.device)[:, None]).max())
+    key = key.to(row.device)[:, None]
+    masked = ~allowed.gather(1, key)
+    if bool(masked.any()):
+        number = int(masked.nonzero()[0, 0])
+        raise InvalidInputError(
+            f"{place.words(frozen.str_tokens)[number]}, ",
+            PromptNumber(number),
+            f": a mask of this {frozen.view.description} closes the key to the query, such as that of a local window, "
+            "so that it has no score. Pass a key that this layer attends to.",
+        )
+    error = float(errors.gather(1, key).max())
     if not error <= frozen.tolerance:
         raise UnsupportedModelError(
             f"{name} of this {frozen.view.description}: queries and keys as read from the weights give another score "

@@ -116,7 +116,11 @@ class BlockView:
 
     def placed(self, name: str, value: Any) -> Any:
         """What a property has read, on the device of the results."""
-        return on_device(value, self.model.device) if self.moved else value
+        if not self.moved:
+            return value
+        if isinstance(value, ExpertsWeights):
+            return value.on(self.model.device)
+        return on_device(value, self.model.device)
 
     def unmoved(self) -> "BlockView":
         """The same block, whose weights are read on the device that they are on."""

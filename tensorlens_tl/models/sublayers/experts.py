@@ -8,7 +8,7 @@ routing at hook points that take effect, and so does each of its experts, one mo
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tensorlens_tl.algebra import Linear
+from tensorlens_tl.algebra import Linear, on_device
 from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.models.activations import Activation
 from tensorlens_tl.models.parameters import (
@@ -127,6 +127,14 @@ class ExpertsWeights:
         if self.shared is not None:
             hidden += self.shared.hidden
         return hidden
+
+    def on(self, device: torch.device) -> "ExpertsWeights":
+        """The same with all weights on a device, those of an expert once they are read."""
+        return replace(on_device(self, device), expert=partial(_on_device, self.expert, device))
+
+
+def _on_device(expert: Callable[[int], MLPWeights], device: torch.device, number: int) -> MLPWeights:
+    return on_device(expert(number), device)
 
 
 @dataclass(frozen=True)
