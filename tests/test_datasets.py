@@ -967,14 +967,14 @@ import tensorlens_tl as tlens
 from tensorlens_tl.datasets import folder
 folder.BATCHES_PER_SHARD = 1
 model = tlens.load_demo_model()
-rows = [row[: 8 + number % 17].tolist() for number, row in enumerate(tlens.demo.held_out_prompts(model, 2000, 24))]
+rows = [row[: 8 + number % 17].tolist() for number, row in enumerate(tlens.demo.held_out_prompts(model, 800, 24))]
 tlens.attribute_dataset(model, rows, sys.argv[1], target=5, tokens_per_batch=512, progress=False)
 """
 
 
 @pytest.mark.whole
 def test_killed_at_three_random_moments(tmp_path):
-    """2,000 rows of held-out text, `kill -9` three times, then resumed: the bytes of an uninterrupted run."""
+    """800 rows of held-out text, `kill -9` three times, then resumed: the bytes of an uninterrupted run."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     start = lambda out: subprocess.Popen([sys.executable, "-c", HELD_OUT, str(out)])  # noqa: E731
     assert start(whole).wait(timeout=600) == 0
@@ -1054,7 +1054,7 @@ def cluster():
     ray = pytest.importorskip("ray")
     here = Path(__file__).parent
     path = {"PYTHONPATH": os.pathsep.join((str(here), str(here.parent)))}  # actors import this file
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": path})
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": path})
     yield ray
     ray.shutdown()
 
