@@ -51,7 +51,7 @@ def test_items_alike_pass():
 
 
 @jaxtyped_for_arrays(typechecker=checked)
-def without(count: int, name: "str" = "") -> list[int]:
+def without(count: int, name: str = "") -> list[int | str]:
     return [count, name] if name else [count]
 
 
