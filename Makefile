@@ -13,29 +13,31 @@ test: .venv/.ready
 test-tl4: .venv-tl4/.ready
 	.venv-tl4/bin/python -m pytest
 
-# what the default run leaves out: most models, random ones, the training scripts, most tests in a browser; of the cases
-# that both lines have, each runs one half, and with HALVES= (before a release) all
+# what the default run leaves out: most models, random ones, the training scripts, most tests in a browser. Of the cases
+# that both lines have, each runs one half. A commit runs every second case, which ones is decided by the last digit of
+# its hash; with TURN= it runs all of them, on one line at least, and with TURN= HALVES= (before a release) on both
 HALVES = yes
+TURN = $(shell git rev-parse HEAD 2>/dev/null | tail -c 2 | tr 0123456789abcdef 0101010101010101)
 test-whole: .venv/.ready .venv-tl4/.ready
-	.venv/bin/python -m pytest -m whole $(HALVES:%=--half=1)
-	.venv-tl4/bin/python -m pytest -m whole $(HALVES:%=--half=2)
+	.venv/bin/python -m pytest -m whole $(HALVES:%=--half=1) $(TURN:%=--turn=%)
+	.venv-tl4/bin/python -m pytest -m whole $(HALVES:%=--half=2) $(TURN:%=--turn=%)
 
-# the default run once more, every signature's types and shapes checked as it is called: three times as slow, so up to 6
+# the default run once more, every signature's types and shapes checked as it is called: twice as slow, so up to 4
 # cases of each test, evenly spread; without what runs in processes of its own, where nothing is checked, what repeats
 # calls, and what passes wrong things on purpose
 UNCHECKED = notebooks supply_chain changed_models inputs messages devices
 test-shapes: .venv/.ready
-	.venv/bin/python -m pytest --cases=6 --jaxtyping-packages=tensorlens_tl,every_item.checked $(UNCHECKED:%=--ignore=tests/test_%.py)
+	.venv/bin/python -m pytest --cases=4 --jaxtyping-packages=tensorlens_tl,every_item.checked $(UNCHECKED:%=--ignore=tests/test_%.py)
 
 # 180 random models; hooks, caches and loops: 300 of each
 fuzz: .venv/.ready
 	.venv/bin/python -m pytest tests/test_fuzz.py -m "whole or not whole" --hypothesis-profile=nightly
 
-# numbers on other processors than this one, and with another number of threads
+# numbers on other processors than this one, up to 6 cases of each test; and with another number of threads
 NUMERIC = .venv/bin/python -m pytest -m "numeric and not whole"
 test-cpus: .venv/.ready
-	ATEN_CPU_CAPABILITY=default $(NUMERIC)
-	ATEN_CPU_CAPABILITY=avx2 $(NUMERIC)
+	ATEN_CPU_CAPABILITY=default $(NUMERIC) --cases=6
+	ATEN_CPU_CAPABILITY=avx2 $(NUMERIC) --cases=6
 	TENSORLENS_TEST_THREADS=2 $(NUMERIC) -n 1 -k "golden or bridge/gpt2 or bridge/opt"
 
 # on every other Python that this machine has

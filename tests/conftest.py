@@ -1,5 +1,6 @@
 import os
 import random
+import re
 from copy import deepcopy
 from zlib import crc32
 
@@ -58,7 +59,7 @@ UNREAD = ("jetmoe",)
 """Families whose heads' scores are not read, and their two runs not compared; `test_attention_experts` is of these."""
 
 
-OF_ONE_LINE = ("hooked/", "encoder/", "encoder-decoder/", "bridge/roberta", "bridge/t5", "bridge/wav2vec2")
+OF_ONE_LINE = re.compile("hooked/|encoder/|encoder-decoder/|bridge/roberta|bridge/t5(?!gemma)|bridge/wav2vec2")
 """Models that one line of TransformerLens alone has or runs."""
 
 
@@ -67,6 +68,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--half", type=int, choices=(1, 2), help="of the marked cases that both lines of TransformerLens have, one half"
     )
+    parser.addoption("--turn", type=int, choices=(0, 1), help="of the marked cases one half, the same on both lines")
 
 
 def rest_whole(names, *quick):
@@ -95,6 +97,9 @@ def pytest_collection_modifyitems(config, items):
     half = config.getoption("half")
     if half is not None:
         surplus |= {item for item in items if _is_whole(item) and _of_other_half(item, half)}
+    turn = config.getoption("turn")
+    if turn is not None:
+        surplus |= {item for item in items if _is_whole(item) and _of_other_turn(item, turn)}
     items[:] = [item for item in items if item not in surplus]
     config.hook.pytest_deselected(items=list(surplus))
 
@@ -137,9 +142,14 @@ def _beyond(tests, count):
 
 def _of_other_half(item, half):
     """Whether a case is left to the other line of TransformerLens, which has it as well: by its name's checksum."""
-    if any(name in item.nodeid for name in OF_ONE_LINE):
+    if OF_ONE_LINE.search(item.nodeid):
         return False
     return crc32(item.nodeid.encode()) % 2 != half - 1
+
+
+def _of_other_turn(item, turn):
+    """Whether a case is left to other commits; another bit of the same checksum, so that turns divide both halves."""
+    return crc32(item.nodeid.encode()) // 2 % 2 != turn
 
 
 def _is_mixed(item):

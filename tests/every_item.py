@@ -1,18 +1,23 @@
 """beartype that looks at every item of a container of arrays.
 
 beartype itself looks at one item, drawn at random: a wrong annotation then passes on some days and fails on others.
+
+jaxtyping binds the arguments of every call, so that axes have one size in a signature. That takes most of the time of a
+checked run, and most functions have no array in their signature: of these beartype alone checks the same.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import wraps
-from inspect import Parameter, signature
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, wraps
+from inspect import Parameter, isfunction, signature
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, ForwardRef, Union, get_args, get_origin
 
+import jaxtyping
 from beartype import beartype
 from beartype.door import is_bearable
 from jaxtyping import AbstractArray
 
+jaxtyped = jaxtyping.jaxtyped
 NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
@@ -34,6 +39,31 @@ def checked(function):
         return returned
 
     return check
+
+
+def jaxtyped_for_arrays(function: Any = None, **options: Any) -> Any:
+    """jaxtyping's decorator, but for functions whose signature has no array: these get the checker alone."""
+    if function is None:
+        return partial(jaxtyped_for_arrays, **options)
+    if isfunction(function) and options.get("typechecker") and not _may_have_arrays(function):
+        return options["typechecker"](function)
+    return jaxtyped(function, **options)
+
+
+jaxtyping.jaxtyped = jaxtyped_for_arrays  # what the import hook writes above every function is looked up here
+
+
+def _may_have_arrays(function: Callable) -> bool:
+    return any(_is_or_has_array(hint) for hint in function.__annotations__.values())
+
+
+def _is_or_has_array(hint: Any) -> bool:
+    """Also of annotations that are text: jaxtyping reads them where their names are known, beartype insists."""
+    if isinstance(hint, ForwardRef | str):
+        return True
+    if isinstance(hint, list):  # the arguments of a Callable
+        return any(_is_or_has_array(part) for part in hint)
+    return _is_array(hint) or any(_is_or_has_array(part) for part in get_args(hint))
 
 
 def _check(name: str, value: Any, hint: Any) -> None:

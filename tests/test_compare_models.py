@@ -313,7 +313,8 @@ def test_many_prompts_in_small_batches_are_each_what_it_is_alone(name, by):
     asked = {"target": TARGETS, "minus": [12, 13, 14, 15, 16, 17], "by": by, "padding_side": "right"}
     many = tlens.compare_models(base, tuned, MANY, **asked, memory=1)
     assert close(many.scores.sum(-1) + many.remainder, many.total, tolerance(name))
-    for row, prompt in enumerate(MANY):
+    for row in (0, 3, 4):  # of every length but one
+        prompt = MANY[row]
         each = {"target": TARGETS[row], "minus": asked["minus"][row]}
         expected = live(tuned, [prompt], **each) - live(base, [prompt], **each)
         assert close(many.total[row : row + 1], expected, 1e-9)

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -798,7 +799,8 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(gpt2, tmp_path, many_shards
     ) as raised:
         run(gpt2, tmp_path / "run")
     assert raised.value.__suppress_context__
-    ours = [entry for entry in raised.traceback if "jaxtyping" not in str(entry.path)]  # which may check signatures
+    checkers = re.compile("jaxtyping|<@beartype")  # which may check signatures
+    ours = [entry for entry in raised.traceback if not checkers.search(str(entry.path))]
     assert len(ours) < 6  # not the frames of what was computed
     done = len(tlens.load_results(tmp_path / "run"))
     assert 0 < done < 6
@@ -967,14 +969,14 @@ import tensorlens_tl as tlens
 from tensorlens_tl.datasets import folder
 folder.BATCHES_PER_SHARD = 1
 model = tlens.load_demo_model()
-rows = [row[: 8 + number % 17].tolist() for number, row in enumerate(tlens.demo.held_out_prompts(model, 2000, 24))]
+rows = [row[: 8 + number % 17].tolist() for number, row in enumerate(tlens.demo.held_out_prompts(model, 800, 24))]
 tlens.attribute_dataset(model, rows, sys.argv[1], target=5, tokens_per_batch=512, progress=False)
 """
 
 
 @pytest.mark.whole
 def test_killed_at_three_random_moments(tmp_path):
-    """2,000 rows of held-out text, `kill -9` three times, then resumed: the bytes of an uninterrupted run."""
+    """800 rows of held-out text, `kill -9` three times, then resumed: the bytes of an uninterrupted run."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     start = lambda out: subprocess.Popen([sys.executable, "-c", HELD_OUT, str(out)])  # noqa: E731
     assert start(whole).wait(timeout=600) == 0
@@ -1054,7 +1056,7 @@ def cluster():
     ray = pytest.importorskip("ray")
     here = Path(__file__).parent
     path = {"PYTHONPATH": os.pathsep.join((str(here), str(here.parent)))}  # actors import this file
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": path})
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": path})
     yield ray
     ray.shutdown()
 

@@ -148,7 +148,8 @@ def test_same_numbers_as_on_one_device(passes, question):
 @pytest.mark.few(7)
 def test_every_method_is_the_same_or_refused(passes, name):
     here, there = passes
-    options = {"target": 3} if "target" in tlens.get_method(name).options else {}
+    known = tlens.get_method(name).options
+    options = {option: value for option, value in {"target": 3, "steps": 3}.items() if option in known}
     try:
         expected = tlens.attribute(here, method=name, **options)
     except UnsupportedModelError:

@@ -1,10 +1,12 @@
 """The checker of `make test-shapes` refuses an item that differs, wherever it stands: beartype looks at one of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
-from every_item import checked
+from beartype.roar import BeartypeCallHintViolation
+from every_item import checked, jaxtyped_for_arrays
 from jaxtyping import Float, TypeCheckError, jaxtyped
 from torch import Tensor
 
@@ -43,3 +45,54 @@ def test_one_item_that_differs_is_refused(arguments):
 def test_items_alike_pass():
     assert len(of_alike([LONG, None, LONG], {"long": ("long", LONG)}, LONG)) == 2
     of_any_length([LONG, SHORT])
+
+
+# ------------------------------------------------------------------ functions with arrays, and those without
+
+
+@jaxtyped_for_arrays(typechecker=checked)
+def without(count: int, name: str = "") -> list[int | str]:
+    return [count, name] if name else [count]
+
+
+def test_a_function_without_arrays_is_checked_all_the_same():
+    assert without(1) == [1]
+    with pytest.raises(BeartypeCallHintViolation):
+        without("1")
+    with pytest.raises(BeartypeCallHintViolation):
+        without(1, name=2)
+
+
+def in_a_union(x: int | Float[Tensor, "pos"], y: Float[Tensor, "pos"] | None) -> None: ...
+def in_text(x: "Float[Tensor, 'pos']", y: Float[Tensor, "pos"] | None) -> None: ...
+def in_a_container(x: list[Float[Tensor, "pos"]], y: "Float[Tensor, 'pos']") -> None: ...
+def in_a_callable(x: Callable[[int], Float[Tensor, "pos"]], y: object) -> None: ...
+def only_returned(x: object, y: object) -> Float[Tensor, "2"]:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (in_a_union, LONG[0]),
+        (in_text, LONG[0]),
+        (in_a_container, [LONG[0]]),
+        (in_a_callable, 1),
+        (only_returned, LONG[0]),
+    ],
+)
+def test_axes_have_one_size_wherever_arrays_stand(function, x):
+    with pytest.raises(TypeCheckError):
+        jaxtyped_for_arrays(function, typechecker=checked)(x, SHORT[0])
+
+
+def test_fields_of_a_dataclass_are_checked():
+    @jaxtyped_for_arrays(typechecker=checked)
+    @dataclass
+    class Pair:
+        x: Float[Tensor, "pos"]
+        y: Float[Tensor, "pos"]
+
+    Pair(LONG[0], LONG[1])
+    with pytest.raises(TypeCheckError):
+        Pair(LONG[0], SHORT[0])

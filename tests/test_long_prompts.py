@@ -248,40 +248,34 @@ def test_a_pull_from_one_query_makes_one_row(monkeypatch):
 
 
 GROWTH = """
-import json, sys, torch
+import json, torch
 import tensorlens_tl as tlens
 from tensorlens_tl.testing import Allocations
 from tensorlens_tl.testing.building import build_bridge
-length, patterns = int(sys.argv[1]), sys.argv[2]
-torch.manual_seed(0)
-model = build_bridge("gpt2", n_layer=6, n_head=2, n_embd=16, n_positions=length).to(torch.float32)
-tokens = torch.randint(3, 48, (1, length))
-with Allocations() as freezing:
-    frozen = tlens.freeze(model, tokens, patterns=patterns)
-kept = freezing.now
-with Allocations() as asking:
-    frozen.operator().target(5)
-with Allocations() as forward, torch.no_grad():
-    model(tokens)
-print(json.dumps([freezing.peak, kept, asking.peak, forward.peak]))
+def measured(length, patterns):
+    torch.manual_seed(0)
+    model = build_bridge("gpt2", n_layer=6, n_head=2, n_embd=16, n_positions=length).to(torch.float32)
+    tokens = torch.randint(3, 48, (1, length))
+    with Allocations() as freezing:
+        frozen = tlens.freeze(model, tokens, patterns=patterns)
+    kept = freezing.now
+    with Allocations() as asking:
+        frozen.operator().target(5)
+    with Allocations() as forward, torch.no_grad():
+        model(tokens)
+    return [freezing.peak, kept, asking.peak, forward.peak]
+print(json.dumps([measured(512, "recompute"), measured(2048, "recompute"), measured(2048, "keep")]))
 """
 
 
 @pytest.mark.whole
 def test_memory_is_linear_but_for_one_pattern():
     """Six layers: kept patterns grow with the square, recomputed ones leave what the model itself allocates."""
-
-    def measured(length, patterns):
-        made = subprocess.run(
-            [sys.executable, "-c", GROWTH, str(length), patterns], capture_output=True, text=True, check=True
-        )
-        return json.loads(made.stdout.splitlines()[-1])
-
-    short, long = measured(512, "recompute"), measured(2048, "recompute")
+    made = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True)
+    short, long, squared = json.loads(made.stdout.splitlines()[-1])
     one = 2 * 4 * 2048**2
     assert long[1] < 4.5 * short[1]  # what is kept: linear
     assert long[1] < one  # of all six layers together
     assert long[2] < 4.5 * short[2] + recomputed.CHUNK_BYTES * 5  # a question
     assert long[0] < long[3] + 2 * one + long[1] + recomputed.CHUNK_BYTES * 5  # freezing: what the model makes itself
-    squared = measured(2048, "keep")
     assert squared[1] > 6 * one  # the same measure sees patterns that are kept

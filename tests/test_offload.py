@@ -106,7 +106,8 @@ def test_same_numbers_as_in_memory(passes, question):
 @pytest.mark.few(20)
 def test_every_method_is_the_same_or_refused(passes, name):
     here, away = passes
-    options = {"target": 3} if "target" in tlens.get_method(name).options else {}
+    known = tlens.get_method(name).options
+    options = {option: value for option, value in {"target": 3, "steps": 3}.items() if option in known}
     try:
         in_memory = tlens.attribute(here, method=name, **options)
     except UnsupportedModelError:

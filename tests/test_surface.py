@@ -32,7 +32,10 @@ def pair():
 
 
 def options(method):
-    return {"target": " the"} if method in ABOUT_A_PREDICTION - {"tensorlens"} else {}
+    if method not in ABOUT_A_PREDICTION - {"tensorlens"}:
+        return {}
+    known = tlens.get_method(method).options
+    return {option: value for option, value in {"target": " the", "steps": 3}.items() if option in known}
 
 
 # ------------------------------------------------------------------ queries
