@@ -111,7 +111,7 @@ def subjects(folder: Path) -> Iterator[Subject]:
     yield freezing()
     yield first_question()
     yield generated(96, 128, 4)
-    yield generated(768, 1024, 0)  # long enough to be timed once in each process
+    yield generated(768, 1024, 1)
     for size in TOKENS_PER_BATCH:
         yield data_set(folder, size)
 
