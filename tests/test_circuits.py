@@ -365,7 +365,7 @@ def test_a_pruned_graph_says_what_it_left_out(model_named):
 # ------------------------------------------------------------------ attention scores
 
 
-ONE_STACK = {f"{layer}": ({"layer": layer, "query": -1, "key": 3}, (-1, 3)) for layer in (0, 1)}
+ONE_STACK = {f"{layer}": ({"layer": layer, "query": -1, "key": 4}, (-1, 4)) for layer in (0, 1)}
 PLACES = pytest.mark.parametrize(
     ("name", "place"),
     [
