@@ -74,8 +74,8 @@ def of_long_prompts(results: Tables) -> str:
     every = at(128, "all queries ÷ tokens")
     recomputed = [at_length(n, "target", "recompute") / at_length(n, "target") for n in (1024, 2048)]
     return (
-        "In units of one forward pass of the same prompt, freezing with its whole proof and one target do not get more "
-        "expensive as prompts grow. At GPT-2 small's shape, on two threads, freezing takes "
+        "In units of one forward pass of the same prompt, at GPT-2 small's shape and on two threads, freezing with its "
+        "whole proof takes "
         f"{at(64, 'freeze'):.1f} forwards at 64 tokens, {at(256, 'freeze'):.1f} at 256 and "
         f"{at_length(2048, 'freeze'):.1f} at 2,048; a target takes {at(64, 'target'):.2f}, {at(256, 'target'):.2f} and "
         f"{at_length(2048, 'target'):.2f}. Asking all queries is quadratic in the prompt: "

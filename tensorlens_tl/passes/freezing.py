@@ -23,11 +23,12 @@ from tensorlens_tl.hooks import (
     SomeLogits,
     StreamPoint,
     check_finite,
-    foreign_hooks,
     from_cache,
+    hook_numbers,
     hooked_stream_points,
     keep_in,
     observe,
+    other_hooks,
     passing,
     refuse_attached,
     unheld_run,
@@ -273,7 +274,6 @@ def _freeze(
     else:
         names = [name for name in points.captured if name not in points.calls]
         run.activations = from_cache(cache, names, len(prompt.tokens), _lengths(view, prompt, points))
-    foreign = foreign_hooks(view.model)
     capture = Capture(
         view,
         points,
@@ -282,8 +282,8 @@ def _freeze(
         WeightState.of(view.model),
         held_scores=run.held_scores,
         configuration=HeldConfiguration(configuration(view.model)),
-        other_hooks=tuple(dict.fromkeys(hook.point for hook in foreign)),
-        hook_numbers=frozenset(hook.number for hook in foreign),
+        other_hooks=tuple(other_hooks(view.model)),
+        hook_numbers=hook_numbers(view.model),
     )
     capture.note_fresh()
     check_width(capture)

@@ -64,7 +64,10 @@ class Reading:
 
 
 def _modes(model: Any) -> tuple[bool, ...]:
-    """What decides how a model is read and no number of a run, RWKV's apart, which halves its stream in eval mode."""
+    """What else changes how a model is read: whether it shows what heads write, and the modes of its modules.
+
+    RWKV halves its stream in eval mode.
+    """
     shows_heads = bool(getattr(model.cfg, "use_attn_result", False))
     return (shows_heads, *(module.training for module in whole(model)))
 
