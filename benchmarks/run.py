@@ -27,6 +27,7 @@ from explorer import explorer
 from hops import flashtrace, generated, routes
 from live import live_changes
 from norms import bounded, jacobians, norm_slice, probes, profile
+from offloaded import offloaded
 from page import Lines, heading, measured, row, table, write
 from passes import batches, batches_of_prompts, costs, experts, growth, long_prompts
 from peers import peers
@@ -62,6 +63,7 @@ SECTIONS = (
     experts,
     growth,
     long_prompts,
+    offloaded,
     norm_slice,
     jacobians,
     probes,

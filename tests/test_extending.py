@@ -238,6 +238,23 @@ def test_a_registration_says_what_a_signature_cannot(model_named, clean_registry
     assert isinstance(seen[-1], list)
 
 
+@pytest.mark.parametrize(
+    ("reads_maps", "options", "proved"),
+    [(True, {}, 2), (False, {}, 1), (False, {"verify": True}, 2), (True, {"verify": False}, 1)],
+)
+def test_blocks_are_proved_for_a_method_that_reads_their_maps(model_named, clean_registry, reads_maps, options, proved):
+    """Both blocks of this model are of one kind, of which at least the first is proved."""
+
+    @tlens.register_method("of-the-pass", reads_maps=reads_maps)
+    def of_the_pass(frozen):
+        blocks = {"blocks.0", "blocks.1"} & set(frozen.errors)
+        scores = frozen.resid_pre(0).new_full((1, 1, 6), len(blocks))
+        return tlens.Attribution.of(frozen, scores, method="of-the-pass", query=-1)
+
+    result = tlens.attribute(model_named("bridge/gpt2"), some_tokens(1, 6), method="of-the-pass", **options)
+    assert set(result.scores.flatten().tolist()) == {proved}
+
+
 @pytest.mark.parametrize("command", ["attribute", "report", "evaluate"])
 def test_the_command_line_gives_the_prediction_too(command, tmp_path, clean_registry):
     from tensorlens_tl.commands import main

@@ -23,7 +23,7 @@ from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
 
 
-@register_method("input-x-gradient", needs=("predictions",))
+@register_method("input-x-gradient", needs=("predictions",), reads_maps=False)
 @checked_arguments
 def input_x_gradient(
     frozen: FrozenPass,
@@ -70,7 +70,7 @@ def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
     return 3 * int(options["steps"])
 
 
-@register_method("integrated-gradients", needs=("predictions",), runs=_runs)
+@register_method("integrated-gradients", needs=("predictions",), reads_maps=False, runs=_runs)
 @checked_arguments
 def integrated_gradients(
     frozen: FrozenPass,

@@ -52,7 +52,7 @@ def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
     return frozen.tokens.shape[1]
 
 
-@register_method("leave-one-out", needs=("predictions",), perturbs=True, runs=_runs)
+@register_method("leave-one-out", needs=("predictions",), perturbs=True, reads_maps=False, runs=_runs)
 @checked_arguments
 def leave_one_out(
     frozen: FrozenPass,

@@ -151,9 +151,10 @@ def _logit_positions(options: Mapping[str, Any]) -> Query | None:
 def _frozen_and_answered(
     method: Method, model: ModelLike, input: Any, for_freeze: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Attribution:
-    """A method's answer on a pass that is frozen for it."""
+    """A method's answer on a pass that is frozen for it; what it reads of the pass is proved."""
+    proof = {"verify": method.reads_maps} | dict(for_freeze)
     with one_check(model):
-        frozen = freeze(model, input, **for_freeze, query=_logit_positions(options))
+        frozen = freeze(model, input, **proof, query=_logit_positions(options))
         return _answered(method, frozen, options)
 
 

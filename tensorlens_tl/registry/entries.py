@@ -39,6 +39,7 @@ class Method:
         alias_of: the method that it stands for, and the options that are fixed, where it is an alias.
         explains_differences: whether it takes the difference of two passes as well.
         perturbs: whether it takes something away and runs the live model again.
+        reads_maps: see `register_method`.
         runs: see `register_method`; `cost` reads it.
         same_numbers: see `register_method`; `equal_to` reads it.
 
@@ -55,6 +56,7 @@ class Method:
     alias_of: tuple[str, Mapping[str, Any]] | None = None
     explains_differences: bool = False
     perturbs: bool = False
+    reads_maps: bool = True
     runs: Runs = None
     same_numbers: str = ""
 

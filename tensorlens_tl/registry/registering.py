@@ -40,6 +40,7 @@ def register_method(
     explains_prediction: ExplainsPrediction = None,
     explains_differences: bool = False,
     perturbs: bool = False,
+    reads_maps: bool = True,
     runs: Annotated[Runs, "a function of a pass and the options, or None"] = None,
     same_numbers: str = "",
 ) -> Callable[[MethodFunction], MethodFunction]:
@@ -59,6 +60,9 @@ def register_method(
         explains_differences: whether it takes a `Difference` of two passes in place of a pass.
         perturbs: whether it takes something away and runs the live model again, as leave-one-out does. Reports show
             such methods together.
+        reads_maps: whether its scores come from what the pass holds fixed. False is for a method that only runs or
+            differentiates the live model: `attribute` of a model then proves the first block of each kind alone, unless
+            `verify` says otherwise.
         runs: a function of the pass and the options, defaults included, that returns how many forward passes the
             method costs, where these are many. Reports leave out what costs too much. None is a few at most.
         same_numbers: of a method that by default gives the numbers of another one: of which, and when. Lists of methods
@@ -96,6 +100,7 @@ def register_method(
             needs or (),
             explains_differences=explains_differences,
             perturbs=perturbs,
+            reads_maps=reads_maps,
             runs=runs,
             same_numbers=same_numbers,
         )
