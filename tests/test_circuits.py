@@ -771,6 +771,26 @@ def test_totals_are_before_the_soft_cap_and_say_so(model_named):
     assert len(repr(circuits.qk_attribution(one, 1, 0))) < 200
 
 
+def test_a_label_says_whether_a_number_is_before_the_soft_cap(model_named):
+    """Sums explain the uncapped logit; what runs the live model alone has the logit that the model returns."""
+    model = model_named("hooked/soft-caps" if HOOKED else "bridge/gemma2")
+    frozen = tlens.freeze(model, some_tokens(batch=1))
+    capped = frozen.last_logits[:, 5] - frozen.last_logits[:, 7]
+    for method in ("tensorlens", "relp", "attnlrp", "alti-logit", "integrated-gradients", "leave-one-out"):
+        attribution = tlens.attribute(frozen, 5, method=method, minus=7)
+        is_live = method in ("integrated-gradients", "leave-one-out")
+        assert attribution.target == ("logit of" if is_live else "uncapped logit of") + " '5' − '7'"
+        if attribution.total is not None:
+            assert torch.allclose(attribution.total[:, 0], capped, atol=1e-4) == is_live
+    results = (circuits.logit_attribution(frozen, 5), circuits.total_effects(frozen, 5, live=True))
+    assert {each.target for each in results} == {"uncapped logit of '5'"}
+    texts = {"continuation": [[5, 6]]}
+    ours = tlens.attribute_generation(model, some_tokens(batch=1), **texts)
+    live = tlens.attribute_generation(model, some_tokens(batch=1), method="input-x-gradient", **texts)
+    assert ours.target == "uncapped logit of each generated token"
+    assert live.target == "logit of each generated token"
+
+
 def test_an_even_pattern_is_not_guessed_at():
     """What reproduces the pattern best is taken; where two ways do equally well, neither."""
     model = tiny_model("bridge/gptj")

@@ -149,10 +149,7 @@ class CompressionEffect:
         nowhere = keys.new_full((*settled.shape, keys.shape[-1]), torch.nan)  # they belong to no source token
         by_key = torch.cat([keys, nowhere], dim=2)
         about = readout.fields()
-        label = f"change of {readout.label}"
-        if about["soft_cap"] is not None:
-            label += " before the soft cap"
-        about |= {"total": end - readout.total, "target": label}
+        about |= {"total": end - readout.total, "target": f"change of {readout.label}"}
         return Terms(
             names=[*names, *SETTLED],
             scores=scores.transpose(0, 1),

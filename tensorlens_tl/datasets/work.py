@@ -16,7 +16,7 @@ from tensorlens_tl.datasets.packing import table_of
 from tensorlens_tl.errors import TensorLensError
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes.operator import logit_label
-from tensorlens_tl.results import SEVERAL_TARGETS, TOKENS_OF_QUERIES
+from tensorlens_tl.results import SEVERAL_TARGETS, TOKENS_OF_QUERIES, number_of
 from tensorlens_tl.results.storage import tagged
 
 if TYPE_CHECKING:
@@ -112,12 +112,14 @@ def _cut(rows: Sequence[int], length: int) -> list[Sequence[int]]:
 
 def _describe(record: Record, view: ModelView, options: Mapping[str, Any], row_options: Mapping[str, Any]) -> None:
     """Complete a row's record by its options, and by the words for its target, which are not those of its batch."""
-    is_logit = (record.get("target") or "").startswith(("logit of", SEVERAL_TARGETS))
+    label = record.get("target") or ""
+    number = "logit of " if label == SEVERAL_TARGETS else number_of(label)
+    is_logit = number in ("logit of ", "uncapped logit of ")
     stored = json.loads(record.pop("options", "{}"))
     tokens = {tuple(texts) for texts in stored.get(TOKENS_OF_QUERIES, [[]])[0]}
     is_named = is_logit and len(tokens) == 1
     if is_named:
-        record["target"] = "logit of " + " − ".join(map(repr, tokens.pop()))
+        record["target"] = number + " − ".join(map(repr, tokens.pop()))
         stored = {}
     if stored or row_options:
         record["options"] = json.dumps(stored | tagged(row_options))
@@ -128,4 +130,5 @@ def _describe(record: Record, view: ModelView, options: Mapping[str, Any], row_o
         return
     if is_logit:
         options = {**options, **row_options}
-        record["target"] = logit_label(view, options.get("target"), options.get("minus"))
+        is_capped = not number.startswith("uncapped")
+        record["target"] = logit_label(view, options.get("target"), options.get("minus"), capped=is_capped)

@@ -209,7 +209,7 @@ def explained_in_words(view: ModelView, target: TokenLike, minus: TokenLike) -> 
         return ""
     if target is None:
         target = FIRST_CHOICE
-    return logit_label(view, target, minus)
+    return logit_label(view, target, minus, capped=True)
 
 
 def replaceable(runs: PerturbedRuns) -> Bool[Tensor, "prompt pos"]:

@@ -18,7 +18,7 @@ from tensorlens_tl.generation.writing import Continuation, Count, Text, texts_of
 from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import Difference, PassOrDifference, difference, freeze, one_check
 from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find
-from tensorlens_tl.passes.operator import EACH_NEXT, RANKED, Collapse
+from tensorlens_tl.passes.operator import EACH_NEXT, RANKED, Collapse, logit_word
 from tensorlens_tl.results import EACH_GENERATED, EACH_MINUS, EACH_SPAN, Attribution, span_text
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class FrozenGeneration:
         before, logit, _ = target.partition("logit of ")
         if not logit:
             return target.replace(EACH_NEXT, EACH_GENERATED)
-        label = self.label(queries, span, minus, 0)
+        label = self.label(queries, span, minus, capped="uncapped" not in before)
         return label if label.startswith(before) else before + label
 
     def difference(self, other: "FrozenGeneration") -> "FrozenGeneration":
@@ -224,7 +224,13 @@ class FrozenGeneration:
         return [[row[0], row[count - 1] + 1] for row, count in zip(self.positions.tolist(), counts, strict=True)]
 
     def label(
-        self, queries: Int[Tensor, "batch query"], span: Span = None, minus: TokenLike = None, hops: Hops = 0
+        self,
+        queries: Int[Tensor, "batch query"],
+        span: Span = None,
+        minus: TokenLike = None,
+        hops: Hops = 0,
+        *,
+        capped: bool = False,
     ) -> str:
         """What scores of generated tokens are of, in words.
 
@@ -232,8 +238,10 @@ class FrozenGeneration:
             queries: the positions that predict the tokens; see `queries`.
             span: None where each of them is explained by itself; else they are together.
             minus, hops: as for `attribute_generation`.
+            capped: see `tensorlens_tl.passes.operator.logit_word`.
         """
         unit, against = _unit(minus)
+        unit = unit.replace("logit", logit_word(self.frozen.view, capped))
         if span is None:
             label = f"{unit}{against} of {EACH_GENERATED}"
         elif self._is_one:

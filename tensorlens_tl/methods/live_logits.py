@@ -47,7 +47,7 @@ class LiveLogits:
         self.real = torch.take_along_dim(frozen.mask, self.positions, dim=1)
         with frozen.view.loaded("unembedding"):  # where it is offloaded, it is read once
             self.ids, self.others = target_ids(frozen, self.positions, target, minus)
-            self.label = logit_label(frozen.view, target, minus)
+            self.label = logit_label(frozen.view, target, minus, capped=True)
 
     def read(self, logits: Float[Tensor, "*any batch query d_vocab"]) -> Float[Tensor, "*any batch query"]:
         """The target's number at each query, from the model's logits or any function of them."""

@@ -31,6 +31,7 @@ from tensorlens_tl.results.targets import (
     MEAN_QUERY as MEAN_QUERY,
     SEVERAL_TARGETS as SEVERAL_TARGETS,
     TOKENS_OF_QUERIES as TOKENS_OF_QUERIES,
+    number_of as number_of,
     span_text as span_text,
 )
 from tensorlens_tl.results.terms import Paths, Terms

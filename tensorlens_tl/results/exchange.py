@@ -32,6 +32,7 @@ import numpy as np
 from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.drawing.marks import visible
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.targets import number_of
 
 Graph = Any
 """A `ContributionGraph` or a `Circuit`, whose modules import this one."""
@@ -275,7 +276,7 @@ def _logit(graph: Graph, pos: int, bias: float) -> dict[str, Any]:
     number = graph.token_id
     if number is None:
         number = graph.d_vocab
-    token = graph.target.removeprefix("logit of ")
+    token = graph.target.removeprefix(number_of(graph.target))
     with suppress(ValueError, SyntaxError):  # a single token stands there as Python writes it
         token = str(ast.literal_eval(token))
     return node_of("target", "logit", layer, pos, number, graph.total, "", bias) | {

@@ -175,12 +175,25 @@ def token_label(view: ModelView, token: int) -> str:
     return view.tokenizer.decode([token])
 
 
-def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None) -> str:
+def logit_word(view: ModelView, capped: bool = False) -> str:
+    """What a logit is called: ``"uncapped logit"`` where the model puts a soft cap on it afterwards.
+
+    Args:
+        view: the model, `frozen.view` of a pass.
+        capped: whether the number is the one after the cap, as the model returns it.
+    """
+    if view.soft_cap is None or capped:
+        return "logit"
+    return "uncapped logit"
+
+
+def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None, *, capped: bool = False) -> str:
     """What a token target explains, in words: ids are named by their text, and so is a list of one.
 
     Args:
         view: the model, `frozen.view` of a pass.
         target, minus: tokens, as in `FrozenOperator.target`.
+        capped: see `logit_word`.
 
     >>> from tensorlens_tl.passes.operator import logit_label
     >>> logit_label(frozen.view, model.to_single_token(" file"))
@@ -200,7 +213,8 @@ def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None) -> 
             token = token_label(view, token)
         return repr(token)
 
-    return "logit of " + " − ".join(named(plain(token)) for token in (target, minus) if token is not None)
+    tokens = " − ".join(named(plain(token)) for token in (target, minus) if token is not None)
+    return f"{logit_word(view, capped)} of {tokens}"
 
 
 @dataclass(frozen=True)
