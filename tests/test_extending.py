@@ -238,6 +238,22 @@ def test_a_registration_says_what_a_signature_cannot(model_named, clean_registry
     assert isinstance(seen[-1], list)
 
 
+def test_a_sum_that_misses_its_total_is_seen(model_named):
+    """Of any method: the gap is compared with what the proof of the pass allows."""
+
+    def doubled(strict):
+        frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens(1, 6), strict=strict)
+        sums = frozen.operator().target(5)
+        numbers = {"bias": sums.bias, "total": sums.total, "additive": True}
+        assert float(tlens.Attribution.of(frozen, sums.scores, method="sum", query=-1, **numbers).gap.max()) < 1e-9
+        return tlens.Attribution.of(frozen, 2 * sums.scores, method="doubled", query=-1, **numbers)
+
+    with pytest.warns(tlens.GapWarning, match="its parts miss the model's own number"):
+        assert float(doubled(strict=False).gap.max()) > 0.01
+    with pytest.raises(tlens.NumericalError, match="its parts miss the model's own number"):
+        doubled(strict=True)
+
+
 @pytest.mark.parametrize(
     ("reads_maps", "options", "proved"),
     [(True, {}, 2), (False, {}, 1), (False, {"verify": True}, 2), (True, {"verify": False}, 1)],

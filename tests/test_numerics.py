@@ -7,6 +7,7 @@ import torch
 from conftest import hooks_left, some_tokens
 
 import tensorlens_tl as tlens
+from tensorlens_tl import circuits
 from tensorlens_tl.models.parameters import tried_norm
 from tensorlens_tl.testing import check_model, model_names, tiny_model
 from tensorlens_tl.testing.building import build_bridge
@@ -200,3 +201,34 @@ def test_narrow_norms_are_read_whatever_their_numbers(dtype):
             for parameter in norm.parameters():
                 parameter.data.normal_(std=1.5)
             assert tried_norm(norm.to(dtype), SimpleNamespace(eps=1e-6), width=4).centre == centre
+
+
+ONE_CLASS = pytest.mark.skipif("hooked/ln" not in model_names(), reason="its patterns have 0 in the place of NaN")
+
+HIDDEN = {
+    "qk_attribution": lambda run, other: circuits.qk_attribution(run, 1, 0, key=3),
+    "composition_scores": lambda run, other: circuits.composition_scores(run.model, "Q"),
+    "gradients of nodes": lambda run, other: circuits.patch_scores(run, other, 5, method="gradient"),
+    "difference": lambda run, other: tlens.difference(run, other).operator().target(5),
+    "attnlrp": lambda run, other: tlens.attribute(run, 5, method="attnlrp"),
+}
+
+
+@ONE_CLASS
+@pytest.mark.parametrize("question", HIDDEN)
+def test_a_weight_that_is_nan_is_named_where_the_pattern_hides_it(question):
+    """What the model computes is finite, and so is the frozen pass; what reads the weight itself is not."""
+    model = tiny_model("hooked/ln")
+    model.blocks[1].attn.W_Q.data[0, 0, 0] = float("nan")
+    run, other = (tlens.freeze(model, torch.arange(first, first + 6)[None]) for first in (3, 4))
+    assert torch.isfinite(tlens.attribute(run, 5).scores).all()
+    with pytest.raises(tlens.NumericalError, match=r"NaN\. Look for weights that are not finite"):
+        HIDDEN[question](run, other)
+
+
+@ONE_CLASS
+def test_logits_that_are_nan_are_called_so():
+    model = tiny_model("hooked/ln")
+    model.W_U.data[:, 3] = float("nan")
+    with pytest.raises(tlens.NumericalError, match="target: the logits"):
+        tlens.attribute(tlens.freeze(model, torch.arange(3, 9)[None]), 5)

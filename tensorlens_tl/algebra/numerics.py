@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, NumericalError
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -42,6 +42,22 @@ def product(a: Float[Tensor, "*any m k"], b: Float[Tensor, "*other k n"]) -> Flo
     """a·b in the wider dtype of the two (a weight with an adapter in it is wider than a half-precision model's)."""
     wide = torch.promote_types(a.dtype, b.dtype)
     return a.to(wide) @ b.to(wide)
+
+
+def refuse_nan(what: str, *numbers: Tensor | float) -> None:
+    """Raise `NumericalError` where a number is NaN.
+
+    Args:
+        what: what the numbers are, in words.
+        numbers: tensors of any shape.
+    """
+    if not any(bool(torch.as_tensor(each).isnan().any()) for each in numbers):
+        return
+    raise NumericalError(
+        f"{what}: NaN. Look for weights that are not finite, "
+        "[name for name, weight in model.named_parameters() if not weight.isfinite().all()]; where all are, use "
+        "float32 or float64."
+    )
 
 
 def relative_error(

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.numerics import refuse_nan, upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks.points import AttentionPoints
 from tensorlens_tl.hooks.running import FwdHook, in_this_thread
@@ -126,6 +126,7 @@ class RuleHooks:
         for name, activation, gradient in zip(names, seen, gradients, strict=True):
             if gradient is None:
                 raise UnsupportedModelError(_unreached(name, description))
+            refuse_nan(f"the gradient at {name}", gradient)
             products.append(upcast(gradient) * activation.detach())
         for number, (name, product) in enumerate(zip(names, products, strict=True)):
             whole = products[number - number % 3]  # of the z that it is a factor of

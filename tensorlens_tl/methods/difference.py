@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.numerics import relative_gap, upcast
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import Direction, Query, TokenLike
@@ -85,13 +85,15 @@ def difference(
     def mean(name: str) -> Tensor:
         return torch.stack([getattr(change, name) for change in changes]).mean(0)
 
+    scores, bias, total = map(mean, ("scores", "bias", "total"))
     return Attribution.of(
         frozen,
-        mean("scores"),
+        scores,
         method="difference",
         query=query,
-        bias=mean("bias"),
-        total=mean("total"),
+        bias=bias,
+        total=total,
+        gap=relative_gap(scores, bias, total),  # each difference's own was looked at beside its rounding
         additive=True,
         target=label,
         options={name: value for name, value in options.items() if value is not None},

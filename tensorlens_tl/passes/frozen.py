@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain
+from tensorlens_tl.algebra.numerics import refuse_nan
 from tensorlens_tl.errors import FrozenModelError, GapWarning, InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, ModelPoints, is_attached, lock_of, refuse_attached, states_and_logits
 from tensorlens_tl.models import HeadChoice, HookedModel, LayerRange, Layout, MlpChoice, ModelView, Query, check_rule
@@ -250,9 +251,11 @@ class FrozenPass(Linearisation):
         Warns (`GapWarning`) where that, less the `noise`, is above `allowed_gap`.
 
         Raises:
-            NumericalError: instead of the warning, if the pass was frozen with ``strict=True``.
+            NumericalError: instead of the warning, if the pass was frozen with ``strict=True``; or a gap that is
+                NaN.
         """
         gap = float((torch.as_tensor(result.gap) - noise).max())
+        refuse_nan(f"the gap of these {type(result).__name__}", gap)
         if gap <= self.allowed_gap:
             return result
         message = (
@@ -501,10 +504,12 @@ class FrozenPass(Linearisation):
         Raises:
             UnsupportedModelError: the model predicts no tokens, or its logits at one of the positions are not
                 ``cap(W_U·x + b_U)``, measured.
+            NumericalError: some of them are NaN.
         """
         if self.view.unembedding is None:
             raise UnsupportedModelError(f"target: {self.view.description} predicts no tokens; use direction=.")
         error = self._unembedding_error(positions)
+        refuse_nan("target: the logits, as the unembedding gives them", error or 0.0)
         if error is None or not error <= self.tolerance:
             raise UnsupportedModelError(
                 f"target: the logits of {self.view.description} are not cap(W_U·x + b_U) as read from its weights "

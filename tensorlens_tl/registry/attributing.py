@@ -152,7 +152,7 @@ def _frozen_and_answered(
     method: Method, model: ModelLike, input: Any, for_freeze: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Attribution:
     """A method's answer on a pass that is frozen for it; what it reads of the pass is proved."""
-    proof = {"verify": method.reads_maps} | dict(for_freeze)
+    proof: dict[str, Any] = {"verify": method.reads_maps, **for_freeze}
     with one_check(model):
         frozen = freeze(model, input, **proof, query=_logit_positions(options))
         return _answered(method, frozen, options)

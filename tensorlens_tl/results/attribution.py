@@ -78,7 +78,8 @@ class Attribution(Shown):
     ) -> "Attribution":
         """An Attribution of a frozen pass: tokens, mask, query positions and provenance are filled in.
 
-        Where a bias and a total are given, the gap is measured.
+        Where a bias and a total are given and no gap, it is measured; of an additive result it is also compared with
+        what the proof of the pass allows, as `FrozenPass.checked` does.
 
         Args:
             frozen: the pass, or the difference of two, that the scores were made from.
@@ -86,6 +87,10 @@ class Attribution(Shown):
             method: the method's name.
             query: the queries that the second axis holds, as the method was asked for them.
             fields: any other field of Attribution.
+
+        Raises:
+            NumericalError: the sum of an additive result misses its total, and the pass was frozen with
+                ``strict=True``; else that is a `GapWarning`. Or the gap is NaN.
 
         >>> scores = torch.rand(1, 7, 7)
         >>> tlens.Attribution.of(frozen, scores, method="random").scores.shape
@@ -101,9 +106,12 @@ class Attribution(Shown):
             "provenance": frozen.provenance(),
         }
         values = of_pass | fields
-        if values.get("bias") is not None and values.get("total") is not None and values.get("gap") is None:
-            values["gap"] = relative_gap(scores, values["bias"], values["total"])
-        return cls(scores=scores, method=method, **values)
+        is_sum = values.get("bias") is not None and values.get("total") is not None
+        if not is_sum or values.get("gap") is not None:
+            return cls(scores=scores, method=method, **values)
+        values["gap"] = relative_gap(scores, values["bias"], values["total"])
+        attribution = cls(scores=scores, method=method, **values)
+        return frozen.checked(attribution) if attribution.additive else attribution
 
     def __post_init__(self) -> None:
         try:

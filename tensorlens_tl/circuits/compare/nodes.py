@@ -38,7 +38,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.numerics import refuse_nan, upcast
 from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.compare.edges import Changes, added_by_hooks, edge_layout, pull_with_patterns
@@ -297,6 +297,7 @@ class _LiveNodes:
             run(frozen.model, frozen.inputs, hooks)
             number = self.live.number(read).sum()
             gradients = torch.autograd.grad(number, [added[point] for point in self.points])
+        refuse_nan("gradients of the live model", *gradients)
         pairs = zip(self.points, gradients, strict=True)
         return {point: self._side_by_side(point, gradient) for point, gradient in pairs}
 

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice
-from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.numerics import refuse_nan, upcast
 from tensorlens_tl.circuits.arguments import Offset, WeightsLike
 from tensorlens_tl.circuits.weights.layer_weights import LayerWeights, as_pass, readable_view, refuse_whitened
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -58,6 +58,7 @@ def composition_scores(
         InvalidInputError: no such kind or baseline; a rotary model without an offset for Q or K; a model without
             cross-attention, or keys and values of it that would read it.
         UnsupportedModelError: layers with different numbers of heads.
+        NumericalError: scores that are NaN.
 
     >>> tlens.circuits.composition_scores(model, "V").shape  # layer head later_layer later_head
     torch.Size([4, 4, 4, 4])
@@ -91,6 +92,7 @@ def composition_scores(
         if baseline == "random":
             ratios = ratios - earlier.O.shape[-1] ** -0.5
         result[layer][:, readers] = ratios
+    refuse_nan("composition_scores", result)
     return result
 
 

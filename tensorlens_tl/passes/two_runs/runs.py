@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain
-from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.numerics import refuse_nan, upcast
 from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints
 from tensorlens_tl.models import BlockView, HeadChoice, LayerRange, Layout, MlpChoice, ModelView, require_scores
@@ -250,9 +250,10 @@ class Difference(Linearisation):
         `allowed_gap`: a difference that is itself rounding is no error of the map. Its gap still says that it is.
 
         Raises:
-            NumericalError: instead of the warning, if a run was frozen with ``strict=True``.
+            NumericalError: instead of the warning, if a run was frozen with ``strict=True``; or a gap that is NaN.
         """
         gap = float((torch.as_tensor(result.gap) - noise).max())
+        refuse_nan(f"the gap of these {type(result).__name__}", gap)
         if gap <= self.allowed_gap:
             return result
         message = (
@@ -415,6 +416,7 @@ def _errors(difference: Difference) -> dict[str, float]:
         ours = Chain(tuple(after))(difference.resid_pre(difference.n_layers))
         errors["head"] = _error(difference, ours, *states)
     for name, error in errors.items():
+        refuse_nan(f"difference: what the map of {name} gives", error)
         if not error <= difference.tolerance:
             raise UnsupportedModelError(
                 f"difference: the map of {name} of this {difference.view.description} does not give the difference of "
