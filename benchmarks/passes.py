@@ -17,7 +17,7 @@ def costs() -> Lines:
     """## Freezing and target maps, in forwards
 
     "All queries" is divided by the number of tokens: in forwards per token. The target's logits are compared
-    when the pass is frozen; at another position, once, by one more run ("logits" is that run).
+    with those of the freezing run; at another position, once, by one more run ("logits" is that run).
     """
     yield table(
         "shape",
@@ -162,8 +162,8 @@ def experts() -> Lines:
 def growth() -> Lines:
     """## How cost grows with the prompt, GPT-2 small
 
-    A target map is linear in tokens but for the attention products, all queries quadratic (half of it is spared: nothing
-    lives after the query). Times are divided by those of 32 tokens.
+    A target map is linear in tokens but for the attention products, all queries quadratic (half of the work is
+    spared, as what comes after the query gives nothing). Times are divided by those of 32 tokens.
     """
     torch.set_num_threads(THREADS[-1])
     shape = gpt2_small()

@@ -1,8 +1,8 @@
 """Measure, and write `RESULTS.md`: every figure is a ratio within one run.
 
 Candidates are interleaved and minima taken, because the machines are noisy. A run whose plain forward falls below 40 % of
-the matrix-product rate measured beside it is repeated once, then discarded, and said so. "Forward" means the blocks only,
-of the plain model without hooks.
+the matrix-product rate measured beside it is repeated once; where it is slow again, the row is discarded and says so.
+"Forward" means the blocks only, of the plain model without hooks.
 
     make bench                                # all sections, about an hour on two cores
     python benchmarks/run.py costs probes     # some of them; the others stay as they are

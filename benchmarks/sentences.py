@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from page import RESULTS
+from page import RESULTS, row, table
 
 HOWTO = Path(__file__).parent.parent / "docs" / "howto"
-START, END = "<!-- costs, written by benchmarks/sentences.py -->", "<!-- end of the costs -->"
+END = "<!-- end of the costs -->"
 
 Row = dict[str, str]
 Tables = dict[str, list[Row]]
@@ -41,22 +41,26 @@ def number(rows: list[Row], column: str, **wanted: Any) -> float:
 def of_data_sets(results: Tables) -> str:
     """How fast rows of a data set go, and in how much memory."""
     rows = results["Rows of a data set: how many a second, and how much memory"]
+    sizes = {8192: "", 2048: ", 2048 tokens a batch", 512: ", 512 tokens a batch"}
 
     def of(what: str, column: str = "rows/s") -> float:
         return number(rows, column, model="bundled", what=what)
 
-    ours = of("`attribute_dataset`")
-    plain = of("plain forward, batched")
+    ours = {size: of(f"`attribute_dataset`{words}") for size, words in sizes.items()}
+    plain = {size: of(f"plain forward, batched{words}") for size, words in sizes.items()}
     loop = of("loop over `attribute`")
-    shares = {size: of(f"`attribute_dataset`, {size} tokens a batch", "÷ plain forward's") for size in (2048, 512)}
+    best = max(plain, key=plain.__getitem__)
+    memory = {size: of(f"`attribute_dataset`{sizes[size]}", "memory, MB") for size in (8192, 2048)}
     return (
         f"On two cores, {of('`attribute_dataset`', 'rows'):,.0f} rows of 16 to 79 tokens on the bundled model went "
-        f"through `attribute_dataset` at {ours:.0f} rows a second, including the proof of every pass: "
-        f"{ours / plain:.2f} of the rate of the plain model's batched forward ({plain:.0f}), and {ours / loop:.1f} "
-        f"times that of a loop over `attribute` ({loop:.0f}). In smaller batches the share of a plain forward in "
-        f"batches of that size is {shares[2048]:.2f} (`tokens_per_batch=2048`) and {shares[512]:.2f} (512). Memory is "
-        "that of one batch and one shard, besides the token ids of all rows: "
-        f"{of('`attribute_dataset`', 'memory, MB'):.0f} MB here."
+        f"through `attribute_dataset` at {ours[8192]:.0f} rows a second, including the proof of every pass: "
+        f"{ours[8192] / loop:.1f} times the rate of a loop over `attribute` ({loop:.0f}). The plain model's batched "
+        f"forward is fastest with {best:,} tokens a batch ({plain[best]:.0f} rows a second), of which this is "
+        f"{ours[8192] / plain[best]:.2f}; with 8,192 (the default), 2,048 and 512 tokens a batch ours is "
+        f"{ours[8192] / plain[8192]:.2f}, {ours[2048] / plain[2048]:.2f} and {ours[512] / plain[512]:.2f} of a plain "
+        "forward in batches of the same size. Memory is that of one batch and one shard, besides the token ids of all "
+        f"rows: {memory[8192]:.0f} MB here, and {memory[2048]:.0f} MB at {ours[2048]:.0f} rows a second with "
+        "`tokens_per_batch=2048`."
     )
 
 
@@ -87,25 +91,59 @@ def of_long_prompts(results: Tables) -> str:
     )
 
 
-SENTENCES: dict[Path, Callable[[Tables], str]] = {
-    HOWTO / "3_large_models_and_long_prompts.md": of_long_prompts,
-    HOWTO / "17_data_sets.md": of_data_sets,
+def table_of_long_prompts(results: Tables) -> str:
+    """What long prompts keep and allocate."""
+    columns = ("shape", "tokens", "patterns", "kept", "forward", "freezing", "target")
+    titles = ("shape", "tokens", "patterns", "kept by the pass", "plain forward", "freezing", "target")
+    rows = [[row[column] for column in columns] for row in results["Long prompts"]]
+    return "\n".join([table(*titles), *(row(*map(_with_commas, cells)) for cells in rows)])
+
+
+def _with_commas(cell: str) -> str:
+    return f"{int(cell):,}" if cell.isdigit() else cell
+
+
+def of_offloaded(results: Tables) -> str:
+    """What a model on disk costs beside the same in memory."""
+    rows = results["A model on disk beside the same in memory"]
+
+    def times(what: str) -> str:
+        here, away = (number(rows, column, what=what) for column in ("s in memory", "s on disk"))
+        return f"{away:.1f} s ({here:.1f} in memory)"
+
+    shares = [float(each["÷ weights"]) for each in rows]
+    return (
+        "A Llama-like model with 3.4 GB of weights (16 layers, 32 tokens), on two cores and with its file in the system's "
+        f"cache: freezing takes {times('freeze')}, a target of one query {times('target, one query')}, of all queries "
+        f"{times('target, all queries')}, `input-x-gradient` {times('`input-x-gradient`')} and `attnlrp` "
+        f"{times('`attnlrp`')}. Each adds {100 * min(shares):.0f} to {100 * max(shares):.0f} % of the weights' size to "
+        "what is in memory."
+    )
+
+
+SENTENCES: dict[tuple[Path, str], Callable[[Tables], str]] = {
+    (HOWTO / "3_large_models_and_long_prompts.md", "costs"): of_long_prompts,
+    (HOWTO / "3_large_models_and_long_prompts.md", "memory"): table_of_long_prompts,
+    (HOWTO / "17_data_sets.md", "costs"): of_data_sets,
+    (HOWTO / "25_models_larger_than_memory.md", "costs"): of_offloaded,
 }
-"""Each page's paragraph of costs."""
+"""What is written into each page, by its subject there."""
 
 
-def written(page: Path) -> str:
-    """A page with its paragraph of costs written again."""
-    text = page.read_text(encoding="utf-8")
-    before, _, rest = text.partition(START)
+def written(page: Path, subject: str, text: str) -> str:
+    """A page's text with what is said of one subject written again."""
+    start = f"<!-- {subject}, written by benchmarks/sentences.py -->"
+    before, marker, rest = text.partition(start)
+    if not marker:
+        raise LookupError(f"{page.name} has no line {start}")
     after = rest.partition(END)[2]
-    paragraph = SENTENCES[page](tables(RESULTS.read_text(encoding="utf-8")))
-    return f"{before}{START}\n\n{paragraph}\n\n{END}{after}"
+    words = SENTENCES[page, subject](tables(RESULTS.read_text(encoding="utf-8")))
+    return f"{before}{start}\n\n{words}\n\n{END}{after}"
 
 
 def main() -> None:
-    for page in SENTENCES:
-        page.write_text(written(page), encoding="utf-8")
+    for page, subject in SENTENCES:
+        page.write_text(written(page, subject, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

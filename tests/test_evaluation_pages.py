@@ -85,6 +85,7 @@ def test_frozen_scores_hold_where_the_source_changes_and_fail_where_the_question
         assert circuits("CPR", "`frozen`")[column] < 1.05 * circuits("CPR", "random scores")[column]
         assert circuits("CMD", "`frozen`")[column] > circuits("CMD", "random scores")[column]
     assert [circuits("CPR", "`gradient`")[column] for column in QUESTION] == [0.919, 0.259]
+    assert circuits("CMD", "`gradient`")[QUESTION[1]] == 0.0749
 
 
 def test_patterns_by_gradient_are_behind_difference_and_ahead_by_rank():

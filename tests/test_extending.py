@@ -130,6 +130,8 @@ def test_a_new_layer_map(model_named, clean_registry):
         tlens.register_layer_map("first head", holds_residual=True)(lambda frozen: first)
     with pytest.raises(tlens.RegistryError, match="a name is needed"):
         tlens.register_layer_map(first_head, holds_residual=True)
+    with pytest.raises(tlens.RegistryError, match="a name is needed"):
+        tlens.register_method("")
 
 
 @pytest.mark.parametrize("gives", [torch.ones(2, 2, 6), "maps"])

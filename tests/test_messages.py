@@ -155,6 +155,13 @@ def sae(width=128, features=8, device=None, **more):
     return SimpleNamespace(W_enc=weights, W_dec=weights.T, **more)
 
 
+def single_result(setting):
+    """The file of one result."""
+    path = setting.folder / "single.safetensors"
+    tlens.attribute(setting.frozen, " value").save(path)
+    return path
+
+
 MISTAKES = {
     # ------------------------------------------------------------------ models
     "a model by name": (lambda c: tlens.freeze("gpt2", TEXT), "str", "cfg", "load one by its name first"),
@@ -164,6 +171,21 @@ MISTAKES = {
         "GPT2LMHeadModel",
         "cfg",
         "TransformerBridge.boot_transformers",
+    ),
+    "a target without text": (lambda c: tlens.attribute(c.frozen, ""), "''", "target", "the text of one token"),
+    "a file as a run": (
+        lambda c: tlens.load_results(single_result(c)),
+        "single.safetensors",
+        "folder",
+        "Attribution.load",
+    ),
+    "a layer without cross-attention": (
+        lambda c: circuits.qk_attribution(
+            tlens.freeze(c.reversal, [[3, 4]], decoder_input_ids=[[1, 5]]), 0, 0, cross=True
+        ),
+        "layer=0",
+        "cross-attention",
+        "only layer",
     ),
     "a pass as a model": (
         lambda c: tlens.compare_models(c.frozen, c.frozen, TEXT, " a"),

@@ -203,6 +203,19 @@ def test_narrow_norms_are_read_whatever_their_numbers(dtype):
             assert tried_norm(norm.to(dtype), SimpleNamespace(eps=1e-6), width=4).centre == centre
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 0.003), (torch.bfloat16, 0.02)], ids=str)
+def test_how_exact_scores_are_in_half_precision(dtype, most):
+    """docs/howto/3 says so: of the largest score, beside the same weights in float32."""
+    prompts = tlens.demo.held_out_prompts(tlens.load_demo_model(kind="bridge"), 8, 32)
+    scores = []
+    for wide in (dtype, torch.float32):
+        model = tlens.load_demo_model(kind="bridge").to(dtype).to(wide)
+        scores.append(tlens.attribute(model, prompts[:, :-1], prompts[:, -1].tolist()).scores.double())
+    half, exact = scores
+    errors = (half - exact).abs().amax(-1) / exact.abs().amax(-1)
+    assert 1e-5 < float(errors.max()) < most
+
+
 ONE_CLASS = pytest.mark.skipif("hooked/ln" not in model_names(), reason="its patterns have 0 in the place of NaN")
 
 HIDDEN = {

@@ -305,6 +305,10 @@ def test_changed_files_are_seen(tmp_path):
         file.write_bytes(file.read_bytes() + bytes(8))
     with pytest.raises(FrozenModelError):
         frozen.check_fresh()
+    for file in tmp_path.glob("*.dat"):
+        file.unlink()
+    with pytest.raises(UnsupportedModelError, match="which is gone"):
+        tlens.freeze(model, tiny_input(model)[0])
 
 
 def test_some_blocks_in_memory_and_others_on_disk(tmp_path, monkeypatch):

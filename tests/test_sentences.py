@@ -31,10 +31,18 @@ Explained.
 """
 
 
-@pytest.mark.parametrize("page", sentences.SENTENCES, ids=lambda page: page.stem)
-def test_a_page_says_what_was_measured(page):
+@pytest.mark.parametrize(
+    ("page", "subject"), sentences.SENTENCES, ids=[f"{p.stem}-{s}" for p, s in sentences.SENTENCES]
+)
+def test_a_page_says_what_was_measured(page, subject):
     """`python benchmarks/sentences.py` writes all of them again."""
-    assert page.read_text(encoding="utf-8") == sentences.written(page)
+    text = page.read_text(encoding="utf-8")
+    assert text == sentences.written(page, subject, text)
+
+
+def test_a_page_without_the_place_is_an_error():
+    with pytest.raises(LookupError, match="has no line"):
+        sentences.written(sentences.HOWTO / "17_data_sets.md", "costs", "nothing")
 
 
 def test_a_cell_is_that_of_the_one_row_that_is_meant():

@@ -165,6 +165,11 @@ class Folder:
             FileFormatError: there is none, or it is damaged, changed, or from a newer version.
         """
         path = self.path / MANIFEST
+        if self.path.is_file():
+            raise FileFormatError(
+                f"{self.path} is a file; pass the folder that attribute_dataset(model, rows, folder) wrote. A single "
+                "result is read by its class, as tlens.Attribution.load(path)."
+            )
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT:

@@ -49,7 +49,7 @@ def check_method(
             raise InvalidInputError(f"generated text: {name}= is the generated tokens' own; span= chooses among them.")
     if hops != 0:
         raise InvalidInputError(
-            f"hops={hops!r}: hops follow what tokens give to each other's logits, which method={METHOD!r} says. Leave "
+            f"hops={hops!r}: hops need method={METHOD!r}, which says what tokens give to each other's logits. Leave "
             f"hops out with method={method!r}."
         )
 

@@ -43,6 +43,15 @@ class Structure:
                 "virtual_head and composition_scores take it."
             )
 
+    def crossing_layers(self) -> str:
+        """Which layers have cross-attention, in words."""
+        crossing = [layer for layer, block in enumerate(self.blocks) if block.cross_attention is not None]
+        if not crossing:
+            return "no layer has"
+        if len(crossing) == 1:
+            return f"only layer {crossing[0]} has"
+        return f"layers {crossing[0]} to {crossing[-1]} have"
+
     def refuse_loop(self, what: str) -> None:
         """Refuse blocks that run in a loop, where something reads them as a chain."""
         if self.loop is not None:

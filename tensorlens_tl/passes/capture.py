@@ -154,8 +154,8 @@ class Capture:
         if not same_weights:
             raise FrozenModelError(
                 "the model's weights were changed, moved or cast, or its adapters switched, after this pass was "
-                "frozen, so the two no longer belong together. Freeze again (or leave the `with plan.applied():` that "
-                "changed them)."
+                "frozen, so the two no longer belong together. Freeze again, or leave the `with plan.applied():` that "
+                "changed them. To compare two states of one model, such as with and without an adapter, load it twice."
             )
         self._check_configuration(now)
         if any(block.halved != block.is_halving for block in self.view.blocks):
@@ -360,11 +360,8 @@ class Capture:
         """
         layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
         points = self.points.blocks[layer].cross
-        first = self.view.encoder_layers
         if points is None:
-            layers = "no layer has"
-            if self.view.is_encoder_decoder:
-                layers = f"layers {first} to {self.n_layers - 1} have"
+            layers = self.view.structure.crossing_layers()
             raise InvalidInputError(f"layer={layer} has no cross-attention; of this model {layers}.")
         return self.activation(points.pattern)
 

@@ -228,7 +228,7 @@ def register_layer_map(
 
 
 def _check_name(name: Any, example: str) -> None:
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not name:
         raise RegistryError(f"a name is needed: write @{example}.")
 
 

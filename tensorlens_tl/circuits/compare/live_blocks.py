@@ -442,6 +442,6 @@ def refusal(view: ModelView, why: str) -> UnsupportedModelError:
     """What is raised where a live run from the weights is not defined, or not read."""
     return UnsupportedModelError(
         f"live edges of this {view.description}: {why}. They, and method='frozen+qk' of patch_scores, need pre-LN "
-        "blocks, sequential or parallel, with readable attention scores; edge_scores with method='frozen' or 'difference' (where a model has one), and "
-        "patch_scores with all but 'frozen+qk', work without."
+        "blocks, sequential or parallel, with readable attention scores; edge_scores with method='frozen' or "
+        "'difference' (where a model has one), and patch_scores with all but 'frozen+qk', work without."
     )

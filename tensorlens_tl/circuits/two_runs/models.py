@@ -52,7 +52,7 @@ def compare_models(
     memory: Memory = None,
     **freezing: Any,
 ) -> ModelChange:
-    """Where a fine-tuning acted on a logit: signed terms that sum to its change.
+    """Where a fine-tuning acted on a logit: signed terms that sum to its change, tuned − base.
 
     Both models run on the same prompts, many of them in batches of similar length, as many at once as fit the bound of
     `memory`. `by` says what a term is:

@@ -139,6 +139,7 @@ def refuse_devices(model: nn.Module) -> None:
                 brought.update(module.modules())
     if len(resident) == 1 and not empty and not brought:
         return  # what most models are
+    sources(model)  # refuses files that are gone
     if brought and getattr(model, "compatibility_mode", False):
         raise UnsupportedModelError(
             "the model's weights are offloaded after enable_compatibility_mode changed them: TransformerLens runs some "

@@ -80,10 +80,7 @@ def check_crossing(view: ModelView, layer: int) -> None:
     """Raise `InvalidInputError` for a layer without cross-attention."""
     if view.blocks[layer].cross_attention is not None:
         return
-    layers = "no layer has"
-    if view.is_encoder_decoder:
-        layers = f"layers {view.encoder_layers} to {view.n_layers - 1} have"
-    raise InvalidInputError(f"layer={layer} has no cross-attention; of this model {layers}.")
+    raise InvalidInputError(f"layer={layer} has no cross-attention; of this model {view.structure.crossing_layers()}.")
 
 
 def chosen_mlps(layers: object, chosen: range) -> set[int]:

@@ -140,6 +140,8 @@ def _id_of_text(view: ModelView, text: str, name: str) -> int:
         others = " or ".join(["a token id", *map(repr, RANKED_IDS.get(name, {}))])
         raise InvalidInputError(f"{name}={text!r}: this model has no tokenizer; pass {others}.")
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise InvalidInputError(f"{name}={text!r} is empty; pass the text of one token, or its id.")
     if len(ids) != 1:
         pieces = [tokenizer.decode([piece]) for piece in ids]
         message = (
