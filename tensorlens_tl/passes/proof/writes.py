@@ -155,7 +155,7 @@ class _Comparison:
         if self._is_shown(points.z):
             yield self._heads(points.z, noted["heads"], self.block.attention.heads)
             if self._is_shown(points.head_writes):
-                yield self._heads(points.head_writes, self._head_writes(), self.block.attention.heads)
+                yield self._head_writes(points.head_writes)
         if self._is_shown(points.attention_write):
             factor = self.block.attention_factor
             yield self._write(points.attention_write, noted["attention"], self.layout.attn, factor)
@@ -197,11 +197,16 @@ class _Comparison:
         difference = self._by_token(ours).unflatten(-1, (heads, -1)) - expected
         return _furthest(point, "head", self._at_real(difference.norm(dim=-1)), self._at_real(expected.norm(dim=-1)))
 
-    def _head_writes(self) -> Float[Tensor, "batch pos width"]:
+    def _head_writes(self, point: str) -> WriteError:
+        """What each head writes; TransformerLens shows it before the block's factor (3.9, Falcon-H1) or after it."""
         weights = self.block.attention
         by_head = rearrange(weights.W_O, "(h e) d -> h e d", h=weights.heads)
         gathered = rearrange(self.noted["heads"], "b p (h e) -> b p h e", h=weights.heads)
-        return torch.einsum("bphe,hed->bphd", gathered, by_head).flatten(2)
+        writes = torch.einsum("bphe,hed->bphd", gathered, by_head).flatten(2)
+        errors = [self._heads(point, writes, weights.heads)]
+        if self.block.attention_factor != 1:
+            errors.append(self._heads(point, writes / self.block.attention_factor, weights.heads))
+        return min(errors, key=lambda error: error.error)
 
     def _neurons(self, post: str) -> WriteError:
         """An MLP's hidden vector: what the weights give, by the activation ratio of the captured pre-activation.
