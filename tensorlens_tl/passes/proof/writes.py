@@ -235,14 +235,22 @@ class _Comparison:
         if ours.shape != self.seen[point].shape:
             return WriteError(point, float("inf"))
         expected = self._by_token(self.seen[point])
-        added = self.maps.capture.additions.shown_at(point)
-        if added is not None:
+        for added in self._shown_additions(point, factor):
             expected = expected - self._by_token(added)
         rounding = self.rounding * self._stream_size
         writes = [self._by_token(write) for write in self._as_shown(ours, place, factor)]
         errors = [self._beyond(write - expected, rounding, expected) for write in writes]
         best = min(errors, key=lambda error: float(error.nan_to_num(torch.inf).sum()))
         return WriteError(point, _largest(best))
+
+    def _shown_additions(self, point: str, factor: float) -> Iterator[Float[Tensor, "batch pos d"]]:
+        """What hooks added to a write: at its own point, and at its module's where the block's factor comes after."""
+        place = "attention" if point == self.points.attention_write else "mlp"
+        for other, vectors in self.maps.capture.additions.of(self.layer).items():
+            if other.name == point:
+                yield vectors
+            elif other.inside and other.place == place:
+                yield vectors * factor
 
     def _added(self, output: Tensor) -> WriteError:
         """The error of the block's output, relative to what the block adds to the stream.
