@@ -90,7 +90,7 @@ def _subtracts_mean(norm: nn.Module, gain: Tensor | None, cfg: Any) -> bool:
     vars(aside).update(vars(norm))
     modules: dict[str, nn.Module | None] = {name: nn.Identity() for name in norm._modules}
     if is_parametrized(norm):
-        modules["parametrizations"] = norm.parametrizations
+        modules["parametrizations"] = norm._modules["parametrizations"]
     vars(aside)["_modules"] = modules
     width = cfg.d_model if gain is None else len(gain)
     x = torch.randn(1, 2, width, generator=torch.Generator().manual_seed(0))

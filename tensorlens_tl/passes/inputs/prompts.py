@@ -185,9 +185,9 @@ def prepare(
 def _as_taken(view: ModelView, mask: Bool[Tensor, "batch pos"]) -> Tensor:
     """A mask as the model's forward takes it.
 
-    A HookedEncoderDecoder multiplies it by the smallest number of its config's dtype. The product of an integer and that
-    number is one of float32, where float64's is -inf: real tokens would get NaN, and the model makes zeros of such
-    patterns. Its embedding may have been cast to another dtype.
+    A HookedEncoderDecoder multiplies it by the smallest number of its config's dtype, which its embedding may not have.
+    The product of an integer and that number is one of float32, where float64's is -inf: real tokens would get NaN, and
+    the model makes zeros of such patterns.
     """
     if view.is_hooked_encoder_decoder:
         return mask.to(view.cfg.dtype)
