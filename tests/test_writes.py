@@ -129,6 +129,16 @@ def test_what_heads_write_beside_a_constant(family):
         tlens.freeze(model, some_tokens())
 
 
+@pytest.mark.parametrize("family", ["lfm2", "qwen3-next"])
+def test_what_heads_write_where_some_layers_have_none(family):
+    """A layer with a mixer in place of attention has no such hook point."""
+    model = tiny_model(f"bridge/{family}")
+    model.set_use_attn_result(True)
+    frozen = tlens.freeze(model, some_tokens())
+    assert frozen.points.blocks[0].head_writes is None
+    assert frozen.points.blocks[1].head_writes == "blocks.1.attn.hook_result"
+
+
 @pytest.mark.parametrize("options", [{}, {"verify": "sample"}, {"patterns": "recompute"}, {"store": "cpu"}], ids=str)
 def test_nothing_of_it_is_kept(options):
     frozen = tlens.freeze(tiny_model("bridge/gpt2"), some_tokens(), **options)
