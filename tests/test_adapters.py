@@ -345,6 +345,28 @@ def test_a_layer_of_another_class_is_compared():
         read_linear(patched, "v", refuse)
 
 
+class Larger(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight):
+        return 1.1 * weight + 0.01
+
+
+@pytest.mark.parametrize("name", [name for name in ("hooked/rms", "hooked/ln", "bridge/gpt2") if name in model_names()])
+def test_a_norm_with_a_parametrised_gain(name):
+    """torch refuses to copy such a module."""
+    model = tiny_model(name)
+    for block in model.blocks:
+        norm = block.ln1 if name.startswith("hooked/") else block.ln1.original_component
+        gain = "w" if name.startswith("hooked/") else "weight"
+        nn.utils.parametrize.register_parametrization(norm, gain, Larger(), unsafe=True)
+    tokens = some_tokens()
+    frozen = tlens.freeze(model, tokens)
+    with torch.no_grad():
+        live = model(tokens)[:, -1:, 5]
+    assert close(tlens.attribute(frozen, 5).total, live)
+
+
 def test_a_layer_is_compared_once_for_its_weights():
     calls = []
     layer = nn.Linear(4, 3)

@@ -145,6 +145,17 @@ def test_what_an_expert_is_worth_to_the_live_model(name):
     assert hooks_left(model) == 0
 
 
+def test_a_shared_expert_is_worth_the_same_in_compatibility_mode():
+    """There a Bridge computes it without calling the module of Hugging Face."""
+    model, tokens = tiny_model("bridge/llama4"), some_tokens(2, 6)
+    plain = circuits.total_effects(tlens.freeze(model, tokens), 5, 7, live=True)
+    model.enable_compatibility_mode(disable_warnings=True)
+    effects = circuits.total_effects(tlens.freeze(model, tokens), 5, 7, live=True)
+    assert "L1.shared" in effects.names
+    assert close(effects["L1.shared"], plain["L1.shared"], tolerance("llama4"))
+    assert hooks_left(model) == 0
+
+
 def test_experts_that_tie_are_told():
     """Two experts with the same router weights: which of them is chosen is arbitrary, and said so."""
     model = tiny_model("bridge/mixtral")

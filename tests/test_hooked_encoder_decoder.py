@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import Choices, close, hooks_left
+from conftest import Choices, close, hooks_left, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl.models import BlockView
@@ -113,6 +113,17 @@ def test_padding_of_either_side_changes_nothing(model_named):
         tlens.freeze(
             model, [[3, 4], [5, 6]], decoder_input_ids=[[1, 4], [0, 1]], decoder_attention_mask=left
         ).operator()
+
+
+def test_an_embedding_in_another_dtype():
+    """The mask is multiplied by the smallest number of the config's dtype, which is none of float32."""
+    model = tiny_model("encoder-decoder/gated")
+    model.embed.float()
+    tokens, written = some_tokens(), some_tokens(2, 4, seed=1)
+    frozen = tlens.freeze(model, tokens, decoder_input_ids=written)
+    with torch.no_grad():
+        live = model(tokens, written)[:, -1:, 5]
+    assert close(tlens.attribute(frozen, 5).total, live)
 
 
 def test_a_gain_that_cross_attention_does_not_read_through_is_caught_by_the_proof(monkeypatch):

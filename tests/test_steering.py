@@ -96,6 +96,25 @@ def test_what_is_held_as_a_whole_adds_it_once(name, model_named):
         assert close(seen[steered.points.output], steered.output, 1e-5)
 
 
+@pytest.mark.parametrize("point", ["hook_attn_out", "attn.hook_out", "hook_mlp_out", "mlp.hook_out"])
+def test_before_and_after_a_constant_of_the_block(point, model_named):
+    """Granite multiplies what sublayers write, and shows it before that and after it at hook points of their own."""
+    model = model_named("bridge/granite-moe")
+    with model.hooks(fwd_hooks=adding((f"blocks.0.{point}", drawn(6, model.cfg.d_model)))):
+        live = live_logit(model)
+        steered = tlens.freeze(model, some_tokens())
+        with steered.attached() as held:
+            seen, _ = capture(held, steered.inputs, [steered.points.output])
+    assert [stream.name for stream in steered.capture.additions.constant] == [f"blocks.0.{point}"]
+    assert close(seen[steered.points.output], steered.output, 1e-5)
+    terms = circuits.logit_attribution(steered, TARGET)
+    assert close(terms.total, live, 1e-6)
+    assert close(terms.scores.sum(-1), live, 1e-6)
+    change = tlens.difference(steered, tlens.freeze(model, some_tokens()))
+    assert close(tlens.attribute(change, TARGET).total, live - live_logit(model), 1e-6)
+    assert f"blocks.0.{point}" in circuits.logit_attribution(change, TARGET).names
+
+
 @pytest.mark.parametrize("name", rest_whole(NAMES, *HANDFUL))
 def test_the_difference_to_a_plain_run_is_the_effect_of_the_vector(name, model_named):
     model = model_named(name)

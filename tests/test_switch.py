@@ -188,6 +188,35 @@ def test_patterns_and_routes_are_those_of_the_literal_pass(model, frozen):
     assert (frozen.maps.routing(1).weight == 0).any(), "nothing is over capacity"
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_counts_in_the_capacity_of_experts(model, side):
+    """On the left it takes the places of real tokens; on the right it comes after them."""
+    short = [SOURCES[0], SOURCES[1][:4]]
+    padding = [0, 0]
+    rows = [short[0], padding + short[1] if side == "left" else short[1] + padding]
+    mask = [[1] * 6, [0, 0, 1, 1, 1, 1] if side == "left" else [1, 1, 1, 1, 0, 0]]
+    options = {"attention_mask": mask, "decoder_input_ids": WRITTEN}
+    if side == "left":
+        with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.1 .* padding before a token that was left out"):
+            tlens.freeze(model, rows, **options)
+        return
+    total = tlens.attribute(tlens.freeze(model, rows, **options), 7).total
+    for row, (source, written) in enumerate(zip(short, WRITTEN, strict=True)):
+        alone = tlens.freeze(model, [source], decoder_input_ids=[written])
+        assert close(total[row], tlens.attribute(alone, 7).total[0])
+
+
+def test_noise_of_the_router_in_train_mode(model):
+    model.train()
+    model.original_model.train()
+    try:
+        with pytest.raises(tlens.InvalidInputError, match=r"random numbers \(jitter noise of 0\.01\).*model\.eval"):
+            tlens.freeze(model, SOURCES, decoder_input_ids=WRITTEN)
+    finally:
+        model.eval()
+        model.original_model.eval()
+
+
 def test_a_logit_is_the_sum_of_its_tokens_and_its_parts(model, frozen):
     own = model(**frozen.inputs).detach()[:, -1, 7]
     result = tlens.attribute(frozen, 7)

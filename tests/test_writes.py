@@ -112,6 +112,33 @@ def test_head_by_head_where_the_model_shows_it(model_name):
         tlens.freeze(model, some_tokens())
 
 
+@pytest.mark.parametrize("family", ["granite-moe", "falcon-h1"])
+def test_what_heads_write_beside_a_constant(family):
+    """The block multiplies what attention writes; some versions show heads before that, some after it."""
+    model = tiny_model(f"bridge/{family}")
+    model.set_use_attn_result(True)
+    frozen = tlens.freeze(model, some_tokens())
+    assert frozen.errors["blocks.0.writes"] < 1e-4
+
+    def turned(result, *, hook):
+        result = result.clone()
+        result[:, -1, 2] *= 1 + 1e-3
+        return result
+
+    with refused(model, "blocks.1.attn.hook_result", turned, r"hook_result.*head 2"):
+        tlens.freeze(model, some_tokens())
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3-next"])
+def test_what_heads_write_where_some_layers_have_none(family):
+    """A layer with a mixer in place of attention has no such hook point."""
+    model = tiny_model(f"bridge/{family}")
+    model.set_use_attn_result(True)
+    frozen = tlens.freeze(model, some_tokens())
+    assert frozen.points.blocks[0].head_writes is None
+    assert frozen.points.blocks[1].head_writes == "blocks.1.attn.hook_result"
+
+
 @pytest.mark.parametrize("options", [{}, {"verify": "sample"}, {"patterns": "recompute"}, {"store": "cpu"}], ids=str)
 def test_nothing_of_it_is_kept(options):
     frozen = tlens.freeze(tiny_model("bridge/gpt2"), some_tokens(), **options)

@@ -15,9 +15,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens_tl.hooks.inspection import other_hooks
-from tensorlens_tl.hooks.points import ModelPoints
+from tensorlens_tl.hooks.points import BlockPoints, ModelPoints
 from tensorlens_tl.hooks.running import hook_points
-from tensorlens_tl.models import ModelView
+from tensorlens_tl.models import BlockView, ModelView
 
 StreamPlace = Literal["attention", "middle", "mlp", "late", "end"]
 """Where in a block something joins the stream: with what attention writes, after that has joined it, with what the MLP
@@ -64,17 +64,34 @@ def _stream_points(view: ModelView, points: ModelPoints, known: dict[str, Any]) 
     """Every point of the stream that a model has."""
     stream: list[StreamPoint] = []
     for layer, (block, of_block) in enumerate(zip(view.blocks, points.blocks, strict=True)):
-        writes: dict[StreamPlace, str | None] = {"attention": of_block.attention_write, "mlp": of_block.mlp_write}
         norms = {id(known.get(f"{block.name}.{norm}.hook_out")) for norm in block.norms}
-        for place, name in writes.items():
-            if name is not None:
-                inside = view.is_bridge and id(known[name]) not in norms
-                stream.append(StreamPoint(name, layer, place, inside))
+        for place, (name, module, factor) in _writes(block, of_block).items():
+            if name is None:
+                continue
+            scaled = factor != 1 and known[name] is not known.get(module)
+            if scaled and module in known:
+                stream.append(StreamPoint(module, layer, place, inside=True))
+            inside = view.is_bridge and not scaled and id(known[name]) not in norms
+            stream.append(StreamPoint(name, layer, place, inside))
         sums: dict[str, StreamPlace] = {f"{block.name}.{name}": place for name, place in _sums(view).items()}
         if layer + 1 < len(view.blocks):
             sums[f"{view.blocks[layer + 1].name}.hook_resid_pre"] = "end"
         stream += [StreamPoint(name, layer, place) for name, place in sums.items()]
     return [point for point in stream if point.name in known]
+
+
+def _writes(block: BlockView, points: BlockPoints) -> dict[StreamPlace, tuple[str | None, str, float]]:
+    """By place, the point of what a sublayer writes, that of its module's output, and the block's factor between them.
+
+    Where the two are one hook point, or the factor is 1, they show the same; Granite's blocks have a hook point of
+    their own after the factor.
+    """
+    attention = f"{block.name}.{block.parts.mixer_name}.hook_out"
+    mlp = f"{block.name}.{block.parts.mlp_name}.hook_out"
+    return {
+        "attention": (points.attention_write, attention, block.attention_factor),
+        "mlp": (points.mlp_write, mlp, block.branch_factor),
+    }
 
 
 def _sums(view: ModelView) -> dict[str, StreamPlace]:

@@ -298,7 +298,7 @@ def _block_points(view: ModelView, block: BlockView, known: Collection[str]) -> 
             writes.append(f"{block.name}.{block.parts.mlp_name}.hook_out")
         points["mlp_write"] = _first_known(known, *writes)
     if getattr(view.cfg, "use_attn_result", False):
-        points["head_writes"] = f"{attn}.hook_result"
+        points["head_writes"] = _first_known(known, f"{attn}.hook_result")  # a mixer in place of attention has none
     return BlockPoints(**points)
 
 

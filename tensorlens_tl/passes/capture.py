@@ -66,10 +66,6 @@ class Additions:
         """The constants of one block, in the order of the pass."""
         return {point: vectors for point, vectors in self.constant.items() if point.layer == layer}
 
-    def shown_at(self, name: str) -> Tensor | None:
-        """What is added at one hook point; None where nothing is."""
-        return next((vectors for point, vectors in self.constant.items() if point.name == name), None)
-
     def at(self, index: Any) -> "Additions":
         """At some positions: an index of batch and position."""
         return replace(self, constant={point: vectors[index] for point, vectors in self.constant.items()})

@@ -133,6 +133,23 @@ def check_width(capture: Capture) -> None:
         )
 
 
+def _check_capacity(capture: Capture, layer: int) -> None:
+    """Refuse padding that fills an expert before a real token that was left out."""
+    weights = capture.view.blocks[layer].mlp
+    point = capture.points.blocks[layer].weight
+    if point is None or not isinstance(weights, ExpertsWeights) or not weights.routing.has_capacity:
+        return
+    real = capture.prompt.mask[:, slice(*capture.side(layer))]
+    is_sent = (capture.activation(point) != 0).any(-1).to(real.device)
+    after_padding = (is_sent & ~real).cumsum(1) > 0
+    if bool((real & ~is_sent & after_padding).any()):
+        raise UnsupportedModelError(
+            f"blocks.{layer} of this {capture.view.description}: an expert takes so many tokens of a prompt and no "
+            "more, and padding before a token that was left out counts as well: padding changes what the model gives. "
+            "Pad on the right, or freeze the prompts one by one."
+        )
+
+
 def check_padding(capture: Capture) -> None:
     """Refuse padding that the model does not handle: weight on padded tokens, or NaN that padding brought."""
     prompt = capture.prompt
@@ -150,6 +167,7 @@ def check_padding(capture: Capture) -> None:
         for name, keys in spans.items():
             if name in capture.activations:  # a pattern that is recomputed was checked while the model ran
                 check_pattern(name, capture.activation(name), prompt.mask[:, queries], prompt.mask[:, keys])
+        _check_capacity(capture, layer)
     first = points.blocks[0].pattern
     if first is None or capture.sides is not None:
         return

@@ -205,3 +205,9 @@ def refuse_dropout(model: nn.Module) -> None:
                 f"the model is in train mode and {name or type(module).__name__} drops activations with probability "
                 f"{max(rates)}; two passes would differ. Call model.eval() first."
             )
+        noise = [value for key, value in vars(module).items() if "jitter" in key and isinstance(value, float)]
+        if any(size > 0 for size in noise):
+            raise InvalidInputError(
+                f"the model is in train mode and {name or type(module).__name__} multiplies what it reads by random "
+                f"numbers (jitter noise of {max(noise)}); two passes would differ. Call model.eval() first."
+            )

@@ -1,6 +1,5 @@
 """How is a norm of any library read: by its class where that is known, and by what it does to random vectors?"""
 
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from tensorlens_tl.algebra.numerics import centred, plus, times, upcast
 from tensorlens_tl.errors import UnsupportedModelError
@@ -86,8 +86,12 @@ def _subtracts_mean(norm: nn.Module, gain: Tensor | None, cfg: Any) -> bool:
 
     Its hook points stand aside, so that nobody's hooks are called.
     """
-    aside = copy(norm)
-    vars(aside)["_modules"] = {name: nn.Identity() for name in norm._modules}
+    aside = object.__new__(type(norm))  # a module with a parametrization refuses to be copied
+    vars(aside).update(vars(norm))
+    modules: dict[str, nn.Module | None] = {name: nn.Identity() for name in norm._modules}
+    if is_parametrized(norm):
+        modules["parametrizations"] = norm._modules["parametrizations"]
+    vars(aside)["_modules"] = modules
     width = cfg.d_model if gain is None else len(gain)
     x = torch.randn(1, 2, width, generator=torch.Generator().manual_seed(0))
     if gain is not None:

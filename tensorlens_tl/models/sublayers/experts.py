@@ -71,6 +71,11 @@ class Routing:
     router: nn.Module | None = None
     read: Callable[[Any], Any] | None = None
 
+    @property
+    def has_capacity(self) -> bool:
+        """Whether an expert takes so many tokens of a prompt and no more, in their order (Switch Transformers)."""
+        return self.read is _within_capacity
+
     def of_choices(
         self, weight: Float[Tensor, "batch pos number"], index: Int[Tensor, "batch pos choice"]
     ) -> Float[Tensor, "batch pos choice"]:
@@ -189,7 +194,8 @@ def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
     experts = innermost(layer.experts)
     if any(isinstance(innermost(getattr(layer, name, None)), nn.Linear) for name in LATENT):
         raise refuse("its experts read a latent of the vectors (moe_latent_size), which is not read.")
-    shared = _first_module(layer, "shared_experts", "shared_expert", "shared_mlp")
+    called = _first_child(layer, "shared_experts", "shared_expert", "shared_mlp")
+    shared = innermost(called)
     gate = _first_module(layer, "shared_expert_gate")
     count, expert = _experts(experts, cfg, refuse)
     routing = _routing(layer, experts, refuse)
@@ -199,7 +205,7 @@ def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
         routing=routing,
         shared=maybe(partial(read_module, cfg=cfg, refuse=refuse), shared),
         shared_gate=maybe(partial(_shared_gate, refuse=refuse), gate),
-        shared_module=shared,
+        shared_module=called,
         choices=_choices(layer, routing, count),
     )
 
@@ -278,10 +284,18 @@ def _glu_constants(module: Any) -> tuple[float, float] | None:
     return float(constants["GPT_OSS_ALPHA"]), float(constants["GPT_OSS_LIMIT"])
 
 
+def _first_child(layer: Any, *names: str) -> nn.Module | None:
+    """The first module that a layer has under one of these names, as the layer calls it.
+
+    A Bridge's component may compute without calling what it wraps (compatibility mode).
+    """
+    parts = (getattr(layer, name, None) for name in names)
+    return next((part for part in parts if isinstance(innermost(part), nn.Module)), None)
+
+
 def _first_module(layer: Any, *names: str) -> nn.Module | None:
-    """The first module that a layer has under one of these names."""
-    parts = (innermost(getattr(layer, name, None)) for name in names)
-    return next((part for part in parts if isinstance(part, nn.Module)), None)
+    """The innermost of that."""
+    return innermost(_first_child(layer, *names))
 
 
 def _shared_gate(linear: nn.Module, refuse: Refuse) -> Gate:
@@ -306,7 +320,7 @@ def _routing(layer: Any, experts: nn.Module, refuse: Refuse) -> Routing:
 
 def _choices(layer: Any, routing: Routing, count: int) -> int:
     """How many experts a token is sent to; of all, where the model does not say."""
-    if routing.read is _within_capacity:
+    if routing.has_capacity:
         return 1
     numbers = (getattr(module, "top_k", None) for module in (layer, routing.router))
     return next((number for number in numbers if isinstance(number, int)), count)

@@ -185,11 +185,12 @@ def prepare(
 def _as_taken(view: ModelView, mask: Bool[Tensor, "batch pos"]) -> Tensor:
     """A mask as the model's forward takes it.
 
-    A HookedEncoderDecoder multiplies it by the smallest number of its dtype. The product of an integer and that number
-    is one of float32, where float64's is -inf: real tokens would get NaN, and the model makes zeros of such patterns.
+    A HookedEncoderDecoder multiplies it by the smallest number of its config's dtype, which its embedding may not have.
+    The product of an integer and that number is one of float32, where float64's is -inf: real tokens would get NaN, and
+    the model makes zeros of such patterns.
     """
     if view.is_hooked_encoder_decoder:
-        return mask.to(next(view.model.parameters()).dtype)
+        return mask.to(view.cfg.dtype)
     return mask.long()
 
 

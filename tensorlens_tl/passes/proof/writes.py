@@ -155,7 +155,7 @@ class _Comparison:
         if self._is_shown(points.z):
             yield self._heads(points.z, noted["heads"], self.block.attention.heads)
             if self._is_shown(points.head_writes):
-                yield self._heads(points.head_writes, self._head_writes(), self.block.attention.heads)
+                yield self._head_writes(points.head_writes)
         if self._is_shown(points.attention_write):
             factor = self.block.attention_factor
             yield self._write(points.attention_write, noted["attention"], self.layout.attn, factor)
@@ -197,11 +197,16 @@ class _Comparison:
         difference = self._by_token(ours).unflatten(-1, (heads, -1)) - expected
         return _furthest(point, "head", self._at_real(difference.norm(dim=-1)), self._at_real(expected.norm(dim=-1)))
 
-    def _head_writes(self) -> Float[Tensor, "batch pos width"]:
+    def _head_writes(self, point: str) -> WriteError:
+        """What each head writes; TransformerLens shows it before the block's factor (3.9, Falcon-H1) or after it."""
         weights = self.block.attention
         by_head = rearrange(weights.W_O, "(h e) d -> h e d", h=weights.heads)
         gathered = rearrange(self.noted["heads"], "b p (h e) -> b p h e", h=weights.heads)
-        return torch.einsum("bphe,hed->bphd", gathered, by_head).flatten(2)
+        writes = torch.einsum("bphe,hed->bphd", gathered, by_head).flatten(2)
+        errors = [self._heads(point, writes, weights.heads)]
+        if self.block.attention_factor != 1:
+            errors.append(self._heads(point, writes / self.block.attention_factor, weights.heads))
+        return min(errors, key=lambda error: error.error)
 
     def _neurons(self, post: str) -> WriteError:
         """An MLP's hidden vector: what the weights give, by the activation ratio of the captured pre-activation.
@@ -230,14 +235,22 @@ class _Comparison:
         if ours.shape != self.seen[point].shape:
             return WriteError(point, float("inf"))
         expected = self._by_token(self.seen[point])
-        added = self.maps.capture.additions.shown_at(point)
-        if added is not None:
+        for added in self._shown_additions(point, factor):
             expected = expected - self._by_token(added)
         rounding = self.rounding * self._stream_size
         writes = [self._by_token(write) for write in self._as_shown(ours, place, factor)]
         errors = [self._beyond(write - expected, rounding, expected) for write in writes]
         best = min(errors, key=lambda error: float(error.nan_to_num(torch.inf).sum()))
         return WriteError(point, _largest(best))
+
+    def _shown_additions(self, point: str, factor: float) -> Iterator[Float[Tensor, "batch pos d"]]:
+        """What hooks added to a write: at its own point, and at its module's where the block's factor comes after."""
+        place = "attention" if point == self.points.attention_write else "mlp"
+        for other, vectors in self.maps.capture.additions.of(self.layer).items():
+            if other.name == point:
+                yield vectors
+            elif other.inside and other.place == place:
+                yield vectors * factor
 
     def _added(self, output: Tensor) -> WriteError:
         """The error of the block's output, relative to what the block adds to the stream.
