@@ -560,7 +560,8 @@ def test_two_texts_differ_by_what_differs_in_them(name, model_named):
     tokens = text.attribute()
     assert close(tokens.total, change, limit)
     assert close(sums(tokens), change, limit)
-    assert tokens.target == "change of the logit of each generated token"
+    logit = "logit" if first.frozen.view.soft_cap is None else "uncapped logit"
+    assert tokens.target == f"change of the {logit} of each generated token"
     span = text.attribute(span="all")  # one question
     assert span.scores.shape[1] == 1
     assert close(sums(span)[:, 0], change.sum(1), limit)

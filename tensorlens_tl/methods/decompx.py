@@ -56,7 +56,7 @@ def decompx(
     aggregate: Aggregate | None = None,
     target: TokenLike = None,
     minus: TokenLike = None,
-    query: Query | None = None,
+    query: Query = "all",
     memory: Memory = None,
 ) -> Attribution:
     """Source vectors through the whole model, biases spread over them stage by stage (Modarressi 2023).
@@ -69,8 +69,8 @@ def decompx(
         aggregate: `"norm"` of the vectors, `"target"` (their share of a logit; additive), or `"vector"` (axes batch,
             query, key, d_model). None is `"target"` where one is given, else `"norm"`.
         target, minus: the token of ``aggregate="target"``, and one to subtract.
-        query: positions; see `tensorlens_tl.passes.inputs.query_positions`. None is the last real token where a target
-            is explained, else every one.
+        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`. With a target pass
+            -1 for an encoder–decoder, whose encoder predicts nothing.
         memory: what may be allocated at once, the vectors included, as ``"512MB"`` or bytes. There is a vector for
             every source token at every position (in causal models up to the last query), twice with parallel blocks.
 
@@ -96,8 +96,6 @@ def decompx(
         raise InvalidInputError(
             "target: aggregate='target' needs one (target=' Paris'), and no other aggregate takes one."
         )
-    if query is None:
-        query = "all" if target is None else -1
     options = {"bias": bias, "activation": activation, "aggregate": aggregate, "query": query}
     fields: dict[str, Any] = {}
     positions = query_positions(frozen.prompt, query)
