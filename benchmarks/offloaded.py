@@ -19,6 +19,7 @@ import torch
 from checkouts import json_of
 from page import Lines, row, table
 from shapes import bridge
+from timing import interleaved
 
 import tensorlens_tl as tlens
 
@@ -111,17 +112,14 @@ def on_disk(folder: Path) -> Any:
     return module
 
 
-def measured(job: Callable[[], Any], rounds: int) -> dict[str, float]:
-    """The least seconds of some runs, and the most memory that one of them added."""
-    seconds: list[float] = []
-    added: list[int] = []
-    for _ in range(rounds):
-        with Peak() as peak:
-            start = time.perf_counter()
-            job()
-            seconds.append(time.perf_counter() - start)
-        added.append(peak.bytes)
-    return {"seconds": min(seconds), "bytes": max(added)}
+def cold(job: Callable[[], Any], folder: Path) -> float:
+    """Seconds of a job whose files are not in the system's cache when it begins."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    start = time.perf_counter()
+    job()
+    return time.perf_counter() - start
 
 
 def reads(frozen: Any) -> list[int]:
@@ -155,8 +153,10 @@ def process(place: str, folder: Path, rounds: int) -> dict[str, Any]:
         frozen = tlens.freeze(model, TOKENS)
         jobs: dict[str, Callable[[], Any]] = {"freeze": lambda: tlens.freeze(model, TOKENS)}
         jobs |= {name: partial(question, frozen) for name, question in QUESTIONS.items()}
-        costs = {name: measured(job, rounds) for name, job in jobs.items() if rounds}
-        result: dict[str, Any] = {"weights": weights, "costs": costs, "reads": reads(frozen)}
+        result: dict[str, Any] = {"weights": weights, "reads": reads(frozen)}
+        if rounds:
+            result["seconds"] = interleaved(jobs, rounds)
+            result["cold"] = {name: min(cold(job, folder) for _ in range(rounds)) for name, job in jobs.items()}
         tensors = {name: tensor.contiguous() for name, tensor in answers(frozen).items()}
     result["resident"] = peak.bytes
     result["captured"] = sum(each.numel() * each.element_size() for each in frozen.capture.activations.values())
@@ -176,21 +176,21 @@ def offloaded() -> Lines:
     """## A model on disk beside the same in memory
 
     A Llama-like model of 16 layers with 3.4 GB of weights, 32 tokens; whole on disk but for its unembedding, or in
-    memory, each in a process of its own. The file is in the system's cache. Memory is what a job adds to its process at
-    most (where files are mapped, theirs not counted); that of freezing includes what the pass captures.
+    memory, each in a process of its own. "Cold" is with the file not in the system's cache at first. Memory is what all
+    of this adds to the process at most, the captured activations included and the pages of the file not.
     """
-    if not Path("/proc/self/status").is_file():
-        yield "Not measured: memory is read from /proc."
+    if not Path("/proc/self/status").is_file() or not hasattr(os, "posix_fadvise"):
+        yield "Not measured: memory is read from /proc, and files are dropped from the cache as Linux does it."
         return
     with TemporaryDirectory() as folder:
         here, away = (
             json_of([sys.executable, __file__, place, folder, str(ROUNDS)], dict(os.environ)) for place in PLACES
         )
-    yield table("what", "s in memory", "s on disk", "÷ in memory", "memory on disk, MB", "÷ weights")
-    for name, there in away["costs"].items():
-        seconds = here["costs"][name]["seconds"]
-        share = there["bytes"] / away["weights"]
-        yield row(name, seconds, there["seconds"], there["seconds"] / seconds, f"{there['bytes'] / 1e6:.0f}", share)
+    yield table("what", "in memory", "on disk", "on disk, cold", "on disk ÷ in memory")
+    for name, seconds in here["seconds"].items():
+        there = away["seconds"][name]
+        yield row(f"{name}, s", seconds, there, away["cold"][name], there / seconds)
+    yield row("memory on disk ÷ weights", "", away["resident"] / away["weights"], "", "")
 
 
 if __name__ == "__main__":

@@ -108,16 +108,16 @@ def of_offloaded(results: Tables) -> str:
     rows = results["A model on disk beside the same in memory"]
 
     def times(what: str) -> str:
-        here, away = (number(rows, column, what=what) for column in ("s in memory", "s on disk"))
-        return f"{away:.1f} s ({here:.1f} in memory)"
+        columns = ("in memory", "on disk", "on disk, cold")
+        here, away, cold = (number(rows, column, what=f"{what}, s") for column in columns)
+        return f"{away:.1f} s ({here:.1f} in memory; {cold:.1f} where the file must come from the disk)"
 
-    shares = [float(each["÷ weights"]) for each in rows]
+    share = number(rows, "on disk", what="memory on disk ÷ weights")
     return (
-        "A Llama-like model with 3.4 GB of weights (16 layers, 32 tokens), on two cores and with its file in the system's "
-        f"cache: freezing takes {times('freeze')}, a target of one query {times('target, one query')}, of all queries "
-        f"{times('target, all queries')}, `input-x-gradient` {times('`input-x-gradient`')} and `attnlrp` "
-        f"{times('`attnlrp`')}. Each adds {100 * min(shares):.0f} to {100 * max(shares):.0f} % of the weights' size to "
-        "what is in memory."
+        "A Llama-like model with 3.4 GB of weights (16 layers, 32 tokens), its file in the system's cache: freezing takes "
+        f"{times('freeze')}. A target of one query takes {times('target, one query')}, one of all queries "
+        f"{times('target, all queries')}, and `input-x-gradient` {times('`input-x-gradient`')}. All of it adds at most "
+        f"{100 * share:.0f} % of the weights' size to what is in memory."
     )
 
 

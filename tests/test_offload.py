@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import accelerate
 import pytest
 import torch
 from conftest import hooks_left
+from safetensors.torch import save_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -19,9 +21,9 @@ from tensorlens_tl import circuits
 from tensorlens_tl.errors import FrozenModelError, UnsupportedModelError
 from tensorlens_tl.hooks import graph_of
 from tensorlens_tl.models.lifecycle import refuse_devices
-from tensorlens_tl.models.parameters import loaded, offload_hooks, saved_by_name, whole
+from tensorlens_tl.models.parameters import loaded, offload_hooks, read_ahead, saved_by_name, whole
 from tensorlens_tl.testing import model_names, tiny_input, tiny_model
-from tensorlens_tl.testing.building import HookedTransformer
+from tensorlens_tl.testing.building import HookedTransformer, build_bridge
 from tensorlens_tl.testing.requirements import precision
 
 QUERIES = [0, 2, 5]
@@ -309,6 +311,51 @@ def test_changed_files_are_seen(tmp_path):
         file.unlink()
     with pytest.raises(UnsupportedModelError, match="which is gone"):
         tlens.freeze(model, tiny_input(model)[0])
+
+
+@pytest.fixture
+def hints(monkeypatch):
+    """The bytes that the system is asked to read ahead, by file."""
+    asked = []
+
+    def note(file, start, length, advice):
+        assert advice == os.POSIX_FADV_WILLNEED
+        path = os.readlink(f"/proc/self/fd/{file}")
+        content = Path(path).read_bytes()
+        asked.append((Path(path).name, content[start : start + length] if length else content))
+
+    monkeypatch.setattr(os, "posix_fadvise", note)
+    return asked
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no such hint")
+@pytest.mark.parametrize("in_one_file", [True, False])
+def test_a_file_is_read_ahead_where_the_weights_lie(in_one_file, hints, tmp_path):
+    layers = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    weights = {name: weight.detach().clone() for name, weight in layers.named_parameters()}
+    if in_one_file:
+        file = str(tmp_path / "weights.safetensors")
+        save_file(weights, file)
+        index = {name: {"safetensors_file": file, "weight_name": name, "dtype": "float32"} for name in weights}
+        where = {"offload_dir": str(tmp_path), "offload_index": index}
+        accelerate.dispatch_model(layers, {"": "disk"}, main_device="cpu", **where, force_hooks=True)
+    else:
+        offload(layers, "disk", tmp_path)
+    read_ahead([layers[1]])
+    expected = {weights["1.weight"].numpy().tobytes(), weights["1.bias"].numpy().tobytes()}
+    assert {content for _, content in hints} == expected
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no such hint")
+def test_blocks_beside_the_one_that_is_read_are_read_ahead(hints, tmp_path):
+    model = build_bridge("llama", num_hidden_layers=4)
+    offload(model.original_model, "disk", tmp_path)
+    frozen = tlens.freeze(model, torch.arange(3, 9)[None])
+    for layer, others in ((1, {"0", "2"}), (3, {"2"})):
+        hints.clear()
+        with frozen.view.blocks[layer].loaded():
+            frozen.view.blocks[layer].attention  # noqa: B018 — read with the weights in memory
+        assert {name.split("layers.")[1][0] for name, _ in hints} == others
 
 
 def test_some_blocks_in_memory_and_others_on_disk(tmp_path, monkeypatch):

@@ -93,12 +93,14 @@ class BlockView:
         self.number = number
         self.call = call
         self.name = f"{stack}.{number}" if call is None else f"{stack}.{number}@{call.number}"
-        self.module: Any = getattr(model.model, stack)[number]
+        blocks = getattr(model.model, stack)
+        self.module: Any = blocks[number]
         self.parts = BlockParts(self.module)
         self.offloaded = offloaded(self.module)
         self.device = execution_device(self.module)
         self.moved = self.device != model.device
-        self.residence = Residence(model.model, self.module)
+        near = [blocks[other] for other in (number - 1, number + 1) if 0 <= other < len(blocks)]
+        self.residence = Residence(model.model, self.module, near=near)
 
     def loaded(self, *names: str) -> AbstractContextManager[None]:
         """Inside, the weights stay loaded, and `names`, which are read of them; all are dropped after, if `brought`."""

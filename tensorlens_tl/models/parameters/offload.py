@@ -5,11 +5,13 @@ hook reads them before the module runs and drops them after. `loaded` does the s
 Nothing here imports accelerate: a hook is known by what it holds.
 """
 
+import json
+import os
 import threading
 from collections import ChainMap
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -134,12 +136,14 @@ class Residence:
     """How long what is read of parts of a model stays, if their weights are brought in: as long as they are loaded.
 
     Attributes:
+        near: what is likely to be read next: its files are read ahead.
         loads: how often weights were brought in from where they are offloaded.
     """
 
-    def __init__(self, model: Any, *parts: Any):
+    def __init__(self, model: Any, *parts: Any, near: Sequence[nn.Module] = ()):
         self.model = model
         self.parts = parts
+        self.near = near
         self.loads = 0
         self._names: set[str] = set()
         self._depth = 0
@@ -149,6 +153,8 @@ class Residence:
         """Inside, the weights stay loaded; at the end of the outermost, all names read inside leave `values`."""
         with lock_of(self.model), loaded(*self.parts) as fresh:
             self.loads += fresh
+            if fresh:
+                read_ahead(self.near)
             self._depth += 1
             self._names.update(names)
             try:
@@ -162,13 +168,39 @@ class Residence:
     def renewed(self, values: dict[str, Any]) -> "Residence":
         """One for a copy of what reads the weights, whose `values` are left without what is loaded just now."""
         self._leave(values)
-        other = Residence(self.model, *self.parts)
+        other = Residence(self.model, *self.parts, near=self.near)
         other.loads = self.loads
         return other
 
     def _leave(self, values: dict[str, Any]) -> None:
         for name in self._names:
             values.pop(name, None)
+
+
+def read_ahead(parts: Iterable[nn.Module]) -> None:
+    """Have the system read the files of some parts' weights into its cache, while this process goes on.
+
+    A hint that changes no number. Does nothing for weights in memory, and on a system that takes no such hint.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for part in parts:
+        for path, name, changed, _ in sources(part)[1]:
+            start, length = 0, 0  # all of the file
+            if path.endswith(".safetensors"):
+                start, length = _places(path, changed)[name]
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_WILLNEED)
+
+
+@lru_cache(maxsize=64)
+def _places(path: str, changed: int) -> dict[str, tuple[int, int]]:
+    """Where each tensor of a safetensors file begins, and how many bytes it takes; read again once the file changes."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    ends = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: (8 + size + start, end - start) for name, (start, end) in ends.items()}
 
 
 def sources(model: nn.Module) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
@@ -250,7 +282,7 @@ def _source(weights: Any, name: str) -> tuple[Tensor | None, tuple[Any, ...] | N
         raise UnsupportedModelError(
             f"{name} was offloaded to {path}, which is gone. Offload the model again, to a folder that stays."
         ) from None
-    return None, (str(path), name, status.st_mtime_ns, status.st_size)
+    return None, (str(path), entry.get("weight_name", name), status.st_mtime_ns, status.st_size)
 
 
 def execution_device(part: nn.Module) -> torch.device:
