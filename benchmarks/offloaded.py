@@ -178,7 +178,7 @@ def offloaded() -> Lines:
     A Llama-like model of 16 layers with 3.4 GB of weights, 32 tokens; whole on disk but for its unembedding, or in
     memory, each in a process of its own. "Cold" is with the file not in the system's cache at first. Memory is what all
     of this adds to the process at most, the captured activations included and the pages of the file not. Processes run
-    with `MALLOC_MMAP_THRESHOLD_=1000000`: glibc would keep about as much again of what was freed.
+    with `MALLOC_MMAP_THRESHOLD_=1000000`, as glibc would keep some of what was freed.
     """
     if not Path("/proc/self/status").is_file() or not hasattr(os, "posix_fadvise"):
         yield "Not measured: memory is read from /proc, and files are dropped from the cache as Linux does it."

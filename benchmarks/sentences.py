@@ -118,7 +118,7 @@ def of_offloaded(results: Tables) -> str:
         f"{times('freeze')}. A target of one query takes {times('target, one query')}, one of all queries "
         f"{times('target, all queries')}, and `input-x-gradient` {times('`input-x-gradient`')}. All of it adds at most "
         f"{100 * share:.0f} % of the weights' size to what is in memory, with `MALLOC_MMAP_THRESHOLD_=1000000` in the "
-        "environment (glibc would keep about as much again of what was freed)."
+        "environment (glibc would keep some of what was freed)."
     )
 
 

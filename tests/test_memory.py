@@ -3,12 +3,13 @@
 import gc
 import weakref
 
+import accelerate
 import pytest
 import torch
 
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra.memory import in_bytes
-from tensorlens_tl.testing import Allocations
+from tensorlens_tl.testing import Allocations, tiny_model
 from tensorlens_tl.testing.building import build_bridge
 
 CALLS = {
@@ -118,3 +119,36 @@ def test_what_a_pass_holds_goes_with_it(name):
         assert [part() for part in gone] == [None] * len(gone)
     finally:
         gc.enable()
+
+
+def alive():
+    """How many tensors there are."""
+    gc.collect()
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+@pytest.mark.parametrize("method", [*tlens.list_methods(), "relp live"])
+@pytest.mark.few(8)
+def test_a_question_leaves_no_tensor_behind(method, place, tmp_path):
+    """A graph that holds itself is never freed: its activations would add up from question to question."""
+    model = tiny_model("bridge/llama")
+    if place == "disk":
+        accelerate.disk_offload(model.original_model, str(tmp_path), execution_device=torch.device("cpu"))
+    frozen = tlens.freeze(model, torch.arange(3, 9)[None])
+    name, _, live = method.partition(" ")
+    options = {"target": 5} if "target" in tlens.get_method(name).options else {}
+    if live:
+        options["attention"] = "live"
+
+    def ask():
+        tlens.attribute(frozen, method=name, **options)
+
+    try:
+        ask()
+    except tlens.UnsupportedModelError:
+        pytest.skip(f"{method} refuses this model")
+    ask()
+    before = alive()
+    ask()
+    assert alive() <= before

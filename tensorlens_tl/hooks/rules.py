@@ -86,6 +86,10 @@ class RuleHooks:
             gradient = _tempered(pattern, gradient, self.rule.temperature)
         return gradient * self.rule.scores
 
+    def forget(self) -> None:
+        """Let go of the run: its tensors, which hold these hooks, would otherwise never be freed."""
+        self._seen.clear()
+
     def check(self, description: str, tolerance: float) -> None:
         """After the run: every pattern, value and z was seen, and a temperature has a meaning for every pattern.
 

@@ -74,6 +74,7 @@ def rule_scores(
         held = holding_hooks(frozen.maps, patterns=False, activation=rule.activation)
         stack.enter_context(_norms_loaded(frozen, scales))  # no earlier: the model's own run drops them
         live = RuleHooks(rule, sites, scales)
+        stack.callback(live.forget)
         leaf = x.detach().clone().requires_grad_(True)
         parts = leaf.split(list(frozen.sides or (leaf.shape[1],)), dim=1)
         entry: list[FwdHook] = [

@@ -79,15 +79,18 @@ def _without_gradients(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def _packed(saved: Tensor, weights: Weights) -> Tensor | Place:
-    """A saved tensor, or where its numbers are, if it is a weight that was brought in."""
+    """A saved tensor, or where its numbers are, if it is a weight that was brought in.
+
+    Detached, as an output that its own node holds in Python would never be freed.
+    """
     if saved.ndim < 2 or saved.layout is not torch.strided:
-        return saved
+        return saved.detach()
     storage = saved.untyped_storage()
     for module, name in weights.get(storage.nbytes(), ()):
         weight = module.get_parameter(name)
         if not weight.is_meta and weight.dtype is saved.dtype and weight.data_ptr() == storage.data_ptr():
             return Place(module, name, saved.size(), saved.stride(), int(saved.storage_offset()))
-    return saved
+    return saved.detach()
 
 
 def _unpacked(saved: Tensor | Place) -> Tensor:
