@@ -96,19 +96,24 @@ def test_norms_that_compute_in_float32_allow_what_float32_does(name, allowed):
     assert tlens.freeze(tiny_model(name), some_tokens()).tolerance == allowed
 
 
+def scaled_by(factor):
+    """A hook that scales what one head writes at the last token."""
+
+    def hook_result(result, *, hook):
+        result = result.clone()
+        result[:, -1, 2] *= factor
+        return result
+
+    return hook_result
+
+
 @pytest.mark.parametrize("model_name", [name for name in model_names() if name.startswith("hooked/ln")][:1])
 def test_head_by_head_where_the_model_shows_it(model_name):
     """`hook_result` fires only where the model was told to compute it."""
     model = tiny_model(model_name)
     model.set_use_attn_result(True)
     assert "blocks.0.writes" in tlens.freeze(model, some_tokens()).errors
-
-    def turned(result, *, hook):
-        result = result.clone()
-        result[:, -1, 2] *= 1 + 1e-4
-        return result
-
-    with refused(model, "blocks.1.attn.hook_result", turned, r"hook_result.*head 2"):
+    with refused(model, "blocks.1.attn.hook_result", scaled_by(1 + 1e-4), r"hook_result.*head 2"):
         tlens.freeze(model, some_tokens())
 
 
@@ -119,13 +124,7 @@ def test_what_heads_write_beside_a_constant(family):
     model.set_use_attn_result(True)
     frozen = tlens.freeze(model, some_tokens())
     assert frozen.errors["blocks.0.writes"] < 1e-4
-
-    def turned(result, *, hook):
-        result = result.clone()
-        result[:, -1, 2] *= 1 + 1e-3
-        return result
-
-    with refused(model, "blocks.1.attn.hook_result", turned, r"hook_result.*head 2"):
+    with refused(model, "blocks.1.attn.hook_result", scaled_by(1 + 1e-3), r"hook_result.*head 2"):
         tlens.freeze(model, some_tokens())
 
 
