@@ -19,7 +19,7 @@ from tensorlens_tl.testing.building import HookedTransformer
 DOCS = Path(__file__).parent.parent / "docs"
 API = sorted((DOCS / "api").glob("*.md"))
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts and "tutorial" not in path.parts)
-HOW_TO = sorted((DOCS / "howto").glob("*.md"))
+HOW_TO = [DOCS / "install.md", *sorted((DOCS / "howto").glob("*.md"))]
 SECTIONS = ["Definition", "Source", "Cost", "When to trust it", "Deviations from the original"]
 PACKAGES = [found.name for found in pkgutil.iter_modules(tlens.__path__, "tensorlens_tl.") if found.ispkg]
 DIRECTIVE = re.compile(r"^\.\. auto(\w+):: ([\w.]+)\n((?: {3}:.*\n)*)", flags=re.M)
@@ -85,7 +85,8 @@ def test_how_to_pages_run(path, tmp_path, monkeypatch, clean_registry):
     names = {}
     for block in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.S):
         code = compile(block, path.name, "exec")
-        if "boot_transformers(" not in block:  # needs the hub
+        booted = re.findall(r"boot_transformers\((.*?)[,)]", block)
+        if set(booted) <= {'"my-model"'}:  # others need the hub
             exec(code, names)
 
 
