@@ -1,7 +1,9 @@
 """A Llama of 3.4 GB, in memory or with its blocks on disk; each in a process of its own.
 
-python benchmarks/offloaded.py in-memory FOLDER ROUNDS   # saves the weights and the answers
-python benchmarks/offloaded.py on-disk FOLDER ROUNDS     # nothing but the unembedding in memory; compares the answers
+    python benchmarks/offloaded.py in-memory FOLDER ROUNDS   # saves the weights and the answers
+    python benchmarks/offloaded.py on-disk FOLDER ROUNDS     # nothing but the unembedding in memory; compares the answers
+
+With 0 rounds nothing is timed.
 """
 
 import json
@@ -156,6 +158,7 @@ def process(place: str, folder: Path, rounds: int) -> dict[str, Any]:
         result: dict[str, Any] = {"weights": weights, "reads": reads(frozen)}
         if rounds:
             result["seconds"] = interleaved(jobs, rounds)
+        if rounds and place == "on-disk":
             result["cold"] = {name: min(cold(job, folder) for _ in range(rounds)) for name, job in jobs.items()}
         tensors = {name: tensor.contiguous() for name, tensor in answers(frozen).items()}
     result["resident"] = peak.bytes

@@ -771,7 +771,7 @@ def test_totals_are_before_the_soft_cap_and_say_so(model_named):
     assert len(repr(circuits.qk_attribution(one, 1, 0))) < 200
 
 
-def test_a_label_says_whether_a_number_is_before_the_soft_cap(model_named):
+def test_a_label_says_whether_a_number_is_before_the_soft_cap(model_named, tmp_path):
     """Sums explain the uncapped logit; what runs the live model alone has the logit that the model returns."""
     model = model_named("hooked/soft-caps" if HOOKED else "bridge/gemma2")
     frozen = tlens.freeze(model, some_tokens(batch=1))
@@ -784,6 +784,12 @@ def test_a_label_says_whether_a_number_is_before_the_soft_cap(model_named):
             assert torch.allclose(attribution.total[:, 0], capped, atol=1e-4) == is_live
     results = (circuits.logit_attribution(frozen, 5), circuits.total_effects(frozen, 5, live=True))
     assert {each.target for each in results} == {"uncapped logit of '5'"}
+    rows = [[3, 4, 5], [6, 7, 8, 9]]
+    for number, (method, word) in enumerate({"tensorlens": "uncapped logit", "leave-one-out": "logit"}.items()):
+        run = {"method": method, "columns": {"target": "answer"}, "progress": False}
+        tables = [{"text": row, "answer": 5 + place} for place, row in enumerate(rows)]
+        results = tlens.attribute_dataset(model, tables, tmp_path / str(number), **run)
+        assert [results[name].target for name in ("0", "1")] == [f"{word} of '5'", f"{word} of '6'"]
     texts = {"continuation": [[5, 6]]}
     ours = tlens.attribute_generation(model, some_tokens(batch=1), **texts)
     live = tlens.attribute_generation(model, some_tokens(batch=1), method="input-x-gradient", **texts)

@@ -141,14 +141,14 @@ def test_a_question_leaves_no_tensor_behind(method, place, tmp_path):
     if live:
         options["attention"] = "live"
 
-    def ask():
+    def question():
         tlens.attribute(frozen, method=name, **options)
 
     try:
-        ask()
+        question()
     except tlens.UnsupportedModelError:
         pytest.skip(f"{method} refuses this model")
-    ask()
+    question()
     before = alive()
-    ask()
+    question()
     assert alive() <= before

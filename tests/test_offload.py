@@ -316,16 +316,16 @@ def test_changed_files_are_seen(tmp_path):
 @pytest.fixture
 def hints(monkeypatch):
     """The bytes that the system is asked to read ahead, by file."""
-    asked = []
+    stretches = []
 
     def note(file, start, length, advice):
         assert advice == os.POSIX_FADV_WILLNEED
         path = os.readlink(f"/proc/self/fd/{file}")
         content = Path(path).read_bytes()
-        asked.append((Path(path).name, content[start : start + length] if length else content))
+        stretches.append((Path(path).name, content[start : start + length] if length else content))
 
     monkeypatch.setattr(os, "posix_fadvise", note)
-    return asked
+    return stretches
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no such hint")

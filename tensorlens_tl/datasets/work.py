@@ -15,7 +15,7 @@ from tensorlens_tl._arguments import plain
 from tensorlens_tl.datasets.packing import table_of
 from tensorlens_tl.errors import TensorLensError
 from tensorlens_tl.models import ModelLike, ModelView
-from tensorlens_tl.passes.operator import logit_label
+from tensorlens_tl.passes.operator import UNCAPPED, logit_label
 from tensorlens_tl.results import SEVERAL_TARGETS, TOKENS_OF_QUERIES, number_of
 from tensorlens_tl.results.storage import tagged
 
@@ -114,7 +114,7 @@ def _describe(record: Record, view: ModelView, options: Mapping[str, Any], row_o
     """Complete a row's record by its options, and by the words for its target, which are not those of its batch."""
     label = record.get("target") or ""
     number = "logit of " if label == SEVERAL_TARGETS else number_of(label)
-    is_logit = number in ("logit of ", "uncapped logit of ")
+    is_logit = number in ("logit of ", f"{UNCAPPED} of ")
     stored = json.loads(record.pop("options", "{}"))
     tokens = {tuple(texts) for texts in stored.get(TOKENS_OF_QUERIES, [[]])[0]}
     is_named = is_logit and len(tokens) == 1
@@ -130,5 +130,5 @@ def _describe(record: Record, view: ModelView, options: Mapping[str, Any], row_o
         return
     if is_logit:
         options = {**options, **row_options}
-        is_capped = not number.startswith("uncapped")
-        record["target"] = logit_label(view, options.get("target"), options.get("minus"), capped=is_capped)
+        capped = UNCAPPED not in number
+        record["target"] = logit_label(view, options.get("target"), options.get("minus"), capped=capped)

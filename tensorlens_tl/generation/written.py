@@ -18,7 +18,7 @@ from tensorlens_tl.generation.writing import Continuation, Count, Text, texts_of
 from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import Difference, PassOrDifference, difference, freeze, one_check
 from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find
-from tensorlens_tl.passes.operator import EACH_NEXT, RANKED, Collapse, logit_word
+from tensorlens_tl.passes.operator import EACH_NEXT, RANKED, UNCAPPED, Collapse, logit_word
 from tensorlens_tl.results import EACH_GENERATED, EACH_MINUS, EACH_SPAN, Attribution, span_text
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class FrozenGeneration:
         before, logit, _ = target.partition("logit of ")
         if not logit:
             return target.replace(EACH_NEXT, EACH_GENERATED)
-        label = self.label(queries, span, minus, capped="uncapped" not in before)
+        label = self.label(queries, span, minus, capped=UNCAPPED not in before + logit)
         return label if label.startswith(before) else before + label
 
     def difference(self, other: "FrozenGeneration") -> "FrozenGeneration":

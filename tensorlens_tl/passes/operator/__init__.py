@@ -9,6 +9,7 @@ from tensorlens_tl.passes.operator.target import (
     FIRST_CHOICE_ID as FIRST_CHOICE_ID,
     RANKED as RANKED,
     RUNNER_UP_ID as RUNNER_UP_ID,
+    UNCAPPED as UNCAPPED,
     logit_label,
     logit_word,
     next_ids as next_ids,

@@ -177,6 +177,10 @@ def token_label(view: ModelView, token: int) -> str:
     return view.tokenizer.decode([token])
 
 
+UNCAPPED = "uncapped logit"
+"""A logit before the model's soft cap, in words."""
+
+
 def logit_word(view: ModelView, capped: bool = False) -> str:
     """What a logit is called: ``"uncapped logit"`` where the model puts a soft cap on it afterwards.
 
@@ -186,7 +190,7 @@ def logit_word(view: ModelView, capped: bool = False) -> str:
     """
     if view.soft_cap is None or capped:
         return "logit"
-    return "uncapped logit"
+    return UNCAPPED
 
 
 def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None, *, capped: bool = False) -> str:
