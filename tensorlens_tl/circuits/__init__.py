@@ -8,6 +8,7 @@
 | does it copy | `copying_scores`, `ov_eigenvalues` |
 | which heads read from which | `composition_scores`, `virtual_head` |
 | what wrote this logit directly | `logit_attribution` |
+| what would the model predict if it stopped before a layer | `logit_lens` |
 | what is lost without a head, whatever lies between | `total_effects` |
 | what does one head move, and what becomes of it | `head_map` |
 | through which nodes did it come | `paths`, `top_paths`, `contribution_graph` |
@@ -33,7 +34,15 @@ from tensorlens_tl.circuits.dictionary_features import (
     feature_labels,
     features,
 )
-from tensorlens_tl.circuits.effects import HeadMap, head_map, logit_attribution, paths, top_paths, total_effects
+from tensorlens_tl.circuits.effects import (
+    HeadMap,
+    head_map,
+    logit_attribution,
+    logit_lens,
+    paths,
+    top_paths,
+    total_effects,
+)
 from tensorlens_tl.circuits.graph import contribution_graph
 from tensorlens_tl.circuits.scores import (
     duplicate_token_scores,
@@ -118,6 +127,7 @@ __all__ = [
     "head_map",
     "induction_scores",
     "logit_attribution",
+    "logit_lens",
     "norm_bound",
     "ov",
     "ov_eigenvalues",

@@ -41,7 +41,7 @@ def tensorlens(
     layers: LayerRange = None,
     heads: HeadChoice = None,
     mlp: MlpChoice = True,
-    final_norm: bool = True,
+    final_norm: bool | None = None,
     activation: Rule = "ratio",
     bias: Bias = "apart",
     probes: SupportsIndex | None = None,
@@ -92,7 +92,7 @@ def tensorlens(
             label = "a direction" if direction is not None else logit_label(frozen.view, target, minus)
     options = {
         "collapse": chosen, "query": query, **explained, "layers": layers, "heads": heads, "mlp": mlp,
-        "final_norm": None if final_norm else False, "activation": activation, "bias": bias, **estimate,
+        "final_norm": final_norm, "activation": activation, "bias": bias, **estimate,
     }  # fmt: skip
     if probes or tol:
         options |= {"rows": rows, "seed": seed}

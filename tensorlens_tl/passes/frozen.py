@@ -281,7 +281,7 @@ class FrozenPass(Linearisation):
         layers: LayerRange = None,
         heads: HeadChoice = None,
         mlp: MlpChoice = True,
-        final_norm: bool = True,
+        final_norm: bool | None = None,
         activation: str = "ratio",
     ) -> FrozenOperator:
         """The frozen pass as one affine map, from ``blocks.0`` input to the final norm's output (or the last block's).
@@ -291,7 +291,7 @@ class FrozenPass(Linearisation):
             heads: layer → heads of self-attention to keep. Unnamed layers keep all. A dropped head drops its b_V share;
                 b_O stays.
             mlp: False leaves every MLP out, a collection of layers keeps only theirs.
-            final_norm: False ends at the last block's output.
+            final_norm: False ends at the last block's output; True is refused where the layers end before it.
             activation: `"ratio"`, `"ig"`, `"split"` or `"tangent"` (see `tensorlens_tl.models.activations`).
 
         >>> op = frozen.operator()

@@ -34,7 +34,7 @@ def logit_attribution(
     query: Query = -1,
     direction: Direction = None,
     layers: LayerRange = None,
-    final_norm: bool = True,
+    final_norm: bool | None = None,
     activation: str = "ratio",
     memory: Memory = None,
 ) -> Terms:
@@ -54,6 +54,7 @@ def logit_attribution(
         layers: consecutive layers: a direction then reads the stream where they end (a probe, a feature in the
             middle of the model), and what comes before them is one term.
         final_norm: False ends before the norm that follows the last layer: for a direction of ``hook_resid_post``.
+            True is refused where the layers end earlier; `logit_lens` applies that norm to the stream there.
         activation: the rule; it matters where a prediction head's activation lies on the way (masked models): direct
             effects pass every MLP by.
         memory: what several queries may allocate at once, as ``"512MB"`` or bytes.

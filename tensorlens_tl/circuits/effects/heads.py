@@ -132,7 +132,7 @@ def head_map(
     *,
     cross: bool = False,
     layers: LayerRange = None,
-    final_norm: bool = True,
+    final_norm: bool | None = None,
     activation: str = "ratio",
 ) -> HeadMap:
     """One head of a frozen pass, by itself.
@@ -153,7 +153,7 @@ def head_map(
     """
     check_pass(frozen)
     layer, head = chosen_head(frozen.view, layer, head, cross=cross)
-    to_tokens = final_norm and frozen.view.unembedding is not None
+    to_tokens = final_norm is not False and frozen.view.unembedding is not None
     stream = Stream.of(frozen, activation, layers=layers, final_norm=final_norm, to_tokens=to_tokens)
     number, sublayer = stream.at(layer, cross=cross)
     read = sublayer.read_of(head)

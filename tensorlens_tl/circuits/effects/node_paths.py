@@ -61,7 +61,7 @@ def paths(
     query: Query = -1,
     direction: Direction = None,
     layers: LayerRange = None,
-    final_norm: bool = True,
+    final_norm: bool | None = None,
     activation: str = "ratio",
 ) -> Paths:
     """Every path through at most `max_order` heads and MLPs, and the sum of the longer ones.
@@ -139,7 +139,7 @@ def top_paths(
     query: Query = -1,
     direction: Direction = None,
     layers: LayerRange = None,
-    final_norm: bool = True,
+    final_norm: bool | None = None,
     activation: str = "ratio",
 ) -> Paths:
     """The k largest paths that a beam search finds, of any length, for one prompt.

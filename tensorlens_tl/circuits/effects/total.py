@@ -35,7 +35,7 @@ def total_effects(
     query: Query = -1,
     direction: Direction = None,
     layers: LayerRange = None,
-    final_norm: bool = True,
+    final_norm: bool | None = None,
     activation: str = "ratio",
     live: bool = False,
     nodes: Sequence[str] | None = None,

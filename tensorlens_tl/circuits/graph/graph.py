@@ -73,7 +73,7 @@ def contribution_graph(
     query: Query = -1,
     direction: Direction = None,
     layers: LayerRange = None,
-    final_norm: bool = True,
+    final_norm: bool | None = None,
     activation: str = "ratio",
 ) -> ContributionGraph:
     """The contribution graph of one logit of one prompt.

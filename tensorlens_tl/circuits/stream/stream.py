@@ -36,7 +36,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, Query, TokenLike, check_rule
 from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, check_explained
 from tensorlens_tl.passes.inputs import one_query, query_positions
-from tensorlens_tl.passes.operator import chosen_layers, end_of, resolve_target
+from tensorlens_tl.passes.operator import chosen_layers, end_of, resolve_target, through_final_norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class Stream:
         activation: str = "ratio",
         *,
         layers: LayerRange = None,
-        final_norm: bool = True,
+        final_norm: bool | None = None,
         to_tokens: bool = True,
     ) -> "Stream":
         """The stream up to what is unembedded, or (``to_tokens=False``) to the operator's output.
@@ -106,17 +106,18 @@ class Stream:
         frozen.view.require_single_streams("the stream of a circuit")
         rule = check_rule(activation)
         chosen = chosen_layers(frozen.n_layers, layers)
+        normed = through_final_norm(frozen, chosen.stop, final_norm)
         frozen.check_fresh()
         steps = [step for layer in chosen for step in block_steps(frozen, layer, rule)]
         if chosen.stop == frozen.n_layers:
             ends = dict[str, AffineMap | None]()
-            if final_norm:
+            if normed:
                 ends["ln_final.b"] = frozen.maps.final_map()
             if to_tokens:
                 ends["prediction head b"] = frozen.prediction_head(rule)
             last = frozen.maps.capture.side(frozen.n_layers - 1)
             steps += [Step(-1, (), end, name, last) for name, end in ends.items() if end is not None]
-        stream = cls(frozen, chosen, final_norm, tuple(steps))
+        stream = cls(frozen, chosen, normed, tuple(steps))
         x = frozen.resid_pre(chosen.start)
         for step in steps:
             hidden = tuple(sublayer.read(x) for sublayer in step.sublayers)
@@ -299,7 +300,7 @@ def stream_target(
     query: Query,
     activation: str,
     layers: LayerRange = None,
-    final_norm: bool = True,
+    final_norm: bool | None = None,
     *,
     one: bool = True,
 ) -> StreamTarget:
@@ -320,18 +321,21 @@ def stream_target(
     """
     check_explained(frozen)
     chosen = chosen_layers(frozen.n_layers, layers)
-    normed = final_norm or frozen.view.final_norm is None
-    if direction is None and target is not None and not (chosen.stop == frozen.n_layers and normed):
+    normed = through_final_norm(frozen, chosen.stop, final_norm)
+    if frozen.view.final_norm is None:  # what the last block gives is what is unembedded
+        normed = chosen.stop == frozen.n_layers
+    if direction is None and target is not None and not normed:
         raise InvalidInputError(
             f"target: what is asked about ends at {end_of(frozen, chosen.stop, normed)}, before the unembedding; use "
-            "direction=, or all layers with their final norm."
+            "direction=, or all layers with their final norm. tlens.circuits.logit_lens unembeds the stream before every "
+            "layer."
         )
     positions = {True: one_query, False: query_positions}[one](frozen.prompt, query)
     resolved = resolve_target(frozen, target, minus, direction, positions)
     stream = Stream.of(frozen, activation, layers=layers, final_norm=final_norm, to_tokens=resolved.of_tokens)
     if resolved.of_tokens:
         read_at = frozen.points.unembed_in
-    elif chosen.stop < frozen.n_layers or not final_norm or frozen.view.final_norm is None:
+    elif not normed or frozen.view.final_norm is None:
         read_at = frozen.maps.capture.output_name(chosen.stop - 1)
     else:
         read_at = frozen.points.output

@@ -3,7 +3,13 @@
 from tensorlens_tl.passes.operator.collapse import Collapse
 from tensorlens_tl.passes.operator.operator import FrozenOperator
 from tensorlens_tl.passes.operator.pixels import PatchEmbedding, PixelScores, patch_embedding, pixel_scores
-from tensorlens_tl.passes.operator.selection import check_crossing, chosen_head, chosen_layers, end_of
+from tensorlens_tl.passes.operator.selection import (
+    check_crossing,
+    chosen_head,
+    chosen_layers,
+    end_of,
+    through_final_norm,
+)
 from tensorlens_tl.passes.operator.target import (
     EACH_NEXT as EACH_NEXT,
     FIRST_CHOICE_ID as FIRST_CHOICE_ID,
@@ -35,6 +41,7 @@ __all__ = [
     "pixel_scores",
     "resolve_target",
     "target_ids",
+    "through_final_norm",
     "token_ids",
     "token_label",
     "unembedding_rows",

@@ -49,6 +49,26 @@ def end_of(frozen: Linearisation, last: int, final_norm: bool) -> str:
     return "the last block's output"
 
 
+def through_final_norm(frozen: Linearisation, last: int, final_norm: bool | None) -> bool:
+    """Whether the norm after the last layer is taken along: where the layers reach it.
+
+    Args:
+        frozen: the pass.
+        last: the first layer after those that are meant.
+        final_norm: None for yes.
+
+    Raises:
+        InvalidInputError: the norm is requested, and the layers end before it.
+    """
+    if final_norm and last < frozen.n_layers:
+        raise InvalidInputError(
+            f"final_norm=True: these layers end at {end_of(frozen, last, True)}, before the final norm. Leave it out "
+            "for a direction of the stream there; tlens.circuits.logit_lens(frozen, ...) applies the final norm to the "
+            "stream before every layer."
+        )
+    return last == frozen.n_layers and final_norm is not False
+
+
 def chosen_heads(frozen: Linearisation, layer: int, chosen: range, ids: object) -> list[int]:
     """The heads of one layer to keep."""
     if layer not in chosen:

@@ -20,7 +20,15 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query, Rule, check_rule
 from tensorlens_tl.passes.inputs import is_all, one_query, query_positions
 from tensorlens_tl.passes.linearisation import Linearisation
-from tensorlens_tl.passes.operator.selection import Keys, chosen_heads, chosen_keys, chosen_layers, chosen_mlps, end_of
+from tensorlens_tl.passes.operator.selection import (
+    Keys,
+    chosen_heads,
+    chosen_keys,
+    chosen_layers,
+    chosen_mlps,
+    end_of,
+    through_final_norm,
+)
 
 OperatorType = TypeVar("OperatorType", bound="FrozenTensor")
 
@@ -54,7 +62,7 @@ class FrozenTensor:
         layers: Any = None,
         heads: Any = None,
         mlp: Any = True,
-        final_norm: bool = True,
+        final_norm: bool | None = None,
         activation: str = "ratio",
     ) -> OperatorType:
         """See `FrozenPass.operator`."""
@@ -72,11 +80,12 @@ class FrozenTensor:
             with_mlp = chosen_mlps(mlp, chosen)
         stages = frozen.stages(chosen, activation=rule, heads=head_choice, mlp=with_mlp)
         reaches_last = chosen.stop == frozen.n_layers
+        normed = through_final_norm(frozen, chosen.stop, final_norm)
         final = frozen.final_map()
-        if final is not None and final_norm and reaches_last:
+        if final is not None and normed:
             stages.append(final)
         whole = not head_choice and all(layer in with_mlp or not frozen.view.blocks[layer].has_mlp for layer in chosen)
-        reaches_end = reaches_last and (final_norm or frozen.view.final_norm is None)
+        reaches_end = reaches_last and (normed or frozen.view.final_norm is None)
         return cls(frozen, Chain(tuple(stages)), chosen.start, chosen.stop, whole, reaches_end, rule)
 
     def __repr__(self) -> str:

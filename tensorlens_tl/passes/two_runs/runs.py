@@ -174,7 +174,7 @@ class Difference(Linearisation):
         layers: LayerRange = None,
         heads: HeadChoice = None,
         mlp: MlpChoice = True,
-        final_norm: bool = True,
+        final_norm: bool | None = None,
         activation: str = "ratio",
     ) -> FrozenOperator:
         """The difference as one linear map, from ``blocks.0`` input to the final norm's output (or the last block's).
