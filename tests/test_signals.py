@@ -417,6 +417,61 @@ def test_methods_take_multimodal_passes(seen):
     assert evaluate.stability(seen.model, seen.tokens, ["tensorlens target"], model_inputs=_images(seen)).values.any()
 
 
+def _seeing(family):
+    """A pass of a prompt with an image of four pieces."""
+    model = tiny_model(f"bridge/{family}")
+    tokens = torch.tensor([[5, 46, 47, 47, 47, 47, 45, 7, 8]])
+    types = {"token_type_ids": (tokens == 47).long()} if family == "gemma3-sees" else {}
+    return tlens.freeze(model, tokens, model_inputs={"pixel_values": _image(1)}, **types)
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3-sees"])
+def test_what_replaces_a_piece_of_an_image_reaches_the_first_block(family):
+    """The stream before the first block is replaced by hand: these models add no positions to their embeddings."""
+    frozen = _seeing(family)
+    model = frozen.model
+    own = model(**frozen.inputs).detach()[0, -1, 11]
+    embedding = frozen.capture.activation(frozen.points.blocks[0].resid_pre)[0]
+    words = model.run_with_cache(torch.arange(48)[None], names_filter="embed.hook_out")[1]["embed.hook_out"][0]
+    assert close(embedding[-1], words[8])
+    for replacement, vector in (("zero", torch.zeros_like(words[0])), ("mean", words.mean(0)), (9, words[9])):
+        losses = []
+        for position in range(len(embedding)):
+            changed = embedding.clone()
+            changed[position] = vector
+            with model.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", lambda live, *, hook, new=changed: new[None])]):
+                losses.append(own - model(**frozen.inputs).detach()[0, -1, 11])
+        found = tlens.attribute(frozen, 11, method="leave-one-out", replacement=replacement)
+        assert close(found.scores[0, 0], torch.stack(losses), 1e-6)  # the norms compute in float32
+        assert bool((found.scores[0, 0, 2:6].abs() > 1e-3).all())
+    mean = tlens.methods.difference(frozen, target=11, baseline="mean")
+    base = words.mean(0).expand_as(embedding)
+    with model.hooks(fwd_hooks=[("blocks.0.hook_resid_pre", lambda live, *, hook: base[None])]):
+        change = own - model(**frozen.inputs).detach()[0, -1, 11]
+    assert close(mean.scores.sum() + mean.bias.sum(), change, 1e-6)
+    assert bool((mean.scores[0, 0, 2:6].abs() > 1e-4).all())
+    with pytest.raises(tlens.InvalidInputError, match="stands for a piece of an image itself"):
+        tlens.attribute(frozen, 11, method="leave-one-out", replacement=47)
+
+
+@pytest.mark.parametrize("place", ["embed.hook_out", "blocks.0.hook_resid_pre"])
+def test_a_replacement_that_goes_nowhere_is_refused(place):
+    """Another hook writes over what is put at the embedding; a token would be read all the same."""
+    model = tlens.load_demo_model(kind="bridge")
+    with model.hooks(fwd_hooks=[(place, lambda live, *, hook: torch.ones_like(live))]):
+        frozen = tlens.freeze(model, "If the sky is clear, the")
+        if place == "embed.hook_out":  # ours come after it
+            assert tlens.attribute(frozen, " the", method="leave-one-out", replacement="zero").scores.any()
+            return
+        for question in (
+            lambda: tlens.attribute(frozen, " the", method="leave-one-out", replacement="zero"),
+            lambda: tlens.methods.difference(frozen, target=" the", baseline="mean"),
+            lambda: evaluate.perturbation(model, "If the sky is clear, the", ["random"], fractions=(0, 0.5)),
+        ):
+            with pytest.raises(tlens.UnsupportedModelError, match="does not reach the first block"):
+                question()
+
+
 @pytest.mark.whole
 def test_features_that_go_in_between_blocks_are_refused_by_name(seen):
     vision = seen.model.original_model.config.vision_config

@@ -15,7 +15,7 @@ from tensorlens_tl.models import FIRST_CHOICE, NEXT, RUNNER_UP, ModelView, Token
 from tensorlens_tl.passes import TOLERANCE
 from tensorlens_tl.passes.inputs import Prompt, query_positions
 from tensorlens_tl.passes.operator import FIRST_CHOICE_ID, RUNNER_UP_ID, next_ids, token_ids
-from tensorlens_tl.passes.replacement import Replacement, inputs_of
+from tensorlens_tl.passes.replacement import Placement, Replacement, inputs_of
 
 PREDICTED = ("aopc", "aopc_abs", "logit")
 """Metrics of a prediction."""
@@ -59,6 +59,7 @@ class PerturbedRuns:
         self.positions = None if self.query == "all" else query_positions(prompt, query)
         self.predicts = bool(set(PREDICTED) & set(metrics))
         self.alone = bool(foreign_hooks(view.model))
+        self._placement = Placement.of(view, prompt, replacement, singly=self.alone)
         self.rows = self._rows_at_once(view, memory)
         self.tolerance = TOLERANCE.get(next(view.model.parameters()).dtype, 1e-4)
         self._whole: list[Tensor] = []  # hidden states of whole prompts, and logits where they are read, once known
@@ -196,7 +197,7 @@ class PerturbedRuns:
     def _run(self, rows: Tensor, replaced: Tensor) -> list[Tensor]:
         """What `_measure` gives, of one batch."""
         rows = rows.to(self.prompt.tokens.device)
-        inputs, hooks = self.replacement.put(inputs_of(self.prompt, rows), replaced.to(rows.device))
+        inputs, hooks = self._placement.put(inputs_of(self.prompt, rows), replaced.to(rows.device), rows)
         at = None if self.positions is None else self.positions[rows]
         if at is not None and self.predicts:
             some = SomeLogits(self.model, self.unembed_at, at)

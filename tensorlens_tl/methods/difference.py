@@ -24,7 +24,7 @@ from tensorlens_tl.models import Direction, Query, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, check_pass, difference as difference_of, freeze_changed
 from tensorlens_tl.passes.inputs import prepare, query_positions
 from tensorlens_tl.passes.operator import Collapse, logit_label
-from tensorlens_tl.passes.replacement import REPLACEMENTS, Replacement, embedding_points, vocabulary_mean
+from tensorlens_tl.passes.replacement import REPLACEMENTS, Placement, Replacement, embedding_points, vocabulary_mean
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
 
@@ -221,7 +221,7 @@ def _with_embeddings(frozen: FrozenPass, vectors: Tensor) -> FrozenPass:
 
 
 def _replaced(frozen: FrozenPass, replacement: Replacement, where: Bool[Tensor, "batch pos"]) -> FrozenPass:
-    inputs, hooks = replacement.put(dict(frozen.inputs), where)
+    inputs, hooks = Placement.of(frozen.view, frozen.prompt, replacement).put(dict(frozen.inputs), where)
     return freeze_changed(frozen, inputs, hooks)
 
 

@@ -30,7 +30,7 @@ from tensorlens_tl.methods.prefix import SharedPrefix
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.live import Copies, repeated
-from tensorlens_tl.passes.replacement import REPLACEMENTS, Replacement, vocabulary_mean
+from tensorlens_tl.passes.replacement import REPLACEMENTS, Placement, Replacement, vocabulary_mean
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
 
@@ -86,7 +86,8 @@ def leave_one_out(
     Raises:
         InvalidInputError: no target, several tokens, a query out of range, an unknown `of` or replacement, or
             ``"delete"`` where a model reads more than tokens.
-        UnsupportedModelError: the model predicts no tokens; of an encoder–decoder, ``"delete"``.
+        UnsupportedModelError: the model predicts no tokens; of an encoder–decoder, ``"delete"``; or what is put in a
+            token's place does not reach the first block.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
 
     >>> result = tlens.methods.leave_one_out(frozen, target=" value", of="probability", replacement="delete")
@@ -233,7 +234,7 @@ class _Replaced(_Runs):
 
     def __init__(self, frozen: FrozenPass, live_logits: LiveLogits, of: Compared, replacement: Replacement) -> None:
         super().__init__(frozen, live_logits, of)
-        self.replacement = replacement
+        self.placement = Placement.of(frozen.view, frozen.prompt, replacement)
         self.prefix = None
         if SharedPrefix.applies(frozen) and not live_logits.live.alone:
             self.prefix = SharedPrefix(frozen)
@@ -279,7 +280,7 @@ class _Replaced(_Runs):
         inputs = repeated(frozen.inputs, copies)
         if start and self.prefix is not None:
             inputs = self.prefix.before({"input": inputs["input"][:, start:]}, copies)
-        inputs, hooks = self.replacement.put(inputs, replaced.flatten(0, 1)[:, start:])
+        inputs, hooks = self.placement.put(inputs, replaced.flatten(0, 1)[:, start:])
         at = (self.live_logits.in_logits - start).clamp_min(0)
         return self._run(inputs, hooks, at.expand(copies, *at.shape))
 

@@ -1,4 +1,9 @@
-"""What stands in a token's place when it is taken away: another token, or a vector where its embedding was."""
+"""What stands in a token's place when it is taken away: another token, or a vector where its embedding was.
+
+A model may overwrite what it embeds: features of an image stand where its tokens were, and a vector that was put at the
+embedding is lost. A `Placement` knows such places and puts there, in the first block's input, what a token with that
+embedding would have become; and every run proves that what was asked for has arrived there.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -8,10 +13,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, model_points
 from tensorlens_tl.models import ModelView
-from tensorlens_tl.passes.inputs import Prompt, token_inputs
+from tensorlens_tl.passes.inputs import Prompt, image_tokens, token_inputs
 from tensorlens_tl.passes.operator import token_ids
 
 REPLACEMENTS = ("mask", "pad", "mean", "zero")
@@ -138,6 +144,172 @@ class Replacement:
             return torch.where(replaced[..., None], vector.to(embedded), embedded)
 
         return [(self.at, in_this_thread(put))]
+
+
+WITHOUT_CONTENT = ("position_ids", "token_type_ids")
+"""Arguments besides tokens that put nothing into the stream but what belongs to a place."""
+
+ARRIVED = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""How far what arrives at the first block may be from what was asked for, by dtype; 2e-2 in half precision."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """A replacement in the prompts of one model: where it has to be put so that it reaches the first block.
+
+    Attributes:
+        replacement: what is put in the place of tokens.
+        arrivals: by the hook point of each stack's first input, what stands there where everything is replaced; empty
+            where the model reads the replacement as a token, or it is put there itself.
+        overwritten: where the model's input is no token's embedding, as at the pieces of an image.
+    """
+
+    replacement: Replacement
+    arrivals: dict[str, Float[Tensor, "batch side d"]]
+    overwritten: Bool[Tensor, "batch pos"]
+
+    @classmethod
+    def of(cls, view: ModelView, prompt: Prompt, replacement: Replacement, *, singly: bool = False) -> "Placement":
+        """The placement of a replacement in some prompts; runs the model up to its first block.
+
+        Args:
+            view: the model.
+            prompt: the prompts.
+            replacement: what is put in the place of tokens.
+            singly: whether prompts will be run one by one.
+
+        Raises:
+            InvalidInputError: a token that stands for a piece of an image itself.
+            UnsupportedModelError: a vector that is put at the embedding does not reach the first block.
+        """
+        blocks = model_points(view).blocks
+        streams = [blocks[0].resid_pre]
+        if view.is_encoder_decoder:
+            streams.append(blocks[view.encoder_layers].resid_pre)
+        nowhere = torch.zeros_like(prompt.mask)
+        has_content = bool(set(prompt.extra) - set(WITHOUT_CONTENT))
+        if replacement.at in streams or (replacement.token is not None and not has_content):
+            return cls(replacement, {}, nowhere)
+        if has_content and replacement.token in image_tokens(view):
+            raise InvalidInputError(
+                f"replacement={replacement.name}: this token stands for a piece of an image itself; use another token, "
+                "'mean' or 'zero'."
+            )
+        sides = [side for side in (replacement, replacement.decoder) if side is not None and side.at is not None]
+        points = [str(side.at) for side in sides]
+        present = _at_points(view, inputs_of(prompt, slice(None)), [*points, *streams], singly)
+        plain = {name: value for name, value in prompt.kwargs.items() if name not in prompt.extra}
+        plain |= {name: prompt.kwargs[name] for name in WITHOUT_CONTENT if name in prompt.extra}
+        overwritten = nowhere
+        if has_content:
+            words = _at_points(view, plain, streams, singly)
+            overwritten = torch.cat([(present[name] != words[name]).any(-1) for name in streams], dim=1)
+        expected = _at_points(view, plain, streams, singly, replacement, torch.ones_like(prompt.mask))
+        stays = torch.cat([(expected[name] == present[name]).all(-1) for name in streams], dim=1)
+        if sides:
+            differs = [(present[at] != side.vector).any(-1) for at, side in zip(points, sides, strict=True)]
+            _refuse_lost(view, replacement, stays & torch.cat(differs, dim=1) & prompt.mask)
+        return cls(replacement, expected, overwritten)
+
+    def put(
+        self, inputs: dict[str, Any], replaced: Bool[Tensor, "row pos"], rows: Int[Tensor, "row"] | None = None
+    ) -> tuple[dict[str, Any], list[FwdHook]]:
+        """The inputs of a run with some tokens replaced, and the hooks that replace what stands there and prove it.
+
+        Args:
+            inputs: the keyword arguments of the run.
+            replaced: which positions are replaced; of a run that begins later, the last ones.
+            rows: which of the prompts each row is; None is all of them, copy after copy.
+        """
+        count, width = replaced.shape
+        if rows is None:
+            rows = torch.arange(len(self.overwritten)).repeat(count // len(self.overwritten))
+        rows = rows.to(self.overwritten.device)
+        instead = replaced & self.overwritten[rows][:, -width:]
+        inputs, hooks = self.replacement.put(inputs, replaced & ~instead)
+        start = 0
+        for name, arrival in self.arrivals.items():
+            side = slice(start, start + min(width, arrival.shape[1]))
+            start = side.stop
+            expected = arrival[rows.to(arrival.device)][:, -width:]
+            hooks.append((name, in_this_thread(_Arrives(self.replacement, name, expected, replaced[:, side], instead))))
+        return inputs, hooks
+
+
+@dataclass(frozen=True, eq=False)
+class _Arrives:
+    """A hook at the first block: puts a replacement where the model wrote over it, and proves that it arrived."""
+
+    replacement: Replacement
+    name: str
+    expected: Float[Tensor, "row side d"]
+    replaced: Bool[Tensor, "row side"]
+    instead: Bool[Tensor, "row pos"]
+
+    def __call__(self, stream: Tensor, *, hook: Any) -> Tensor | None:
+        expected = self.expected.to(stream)
+        changed = bool(self.instead.any())
+        if changed:  # models that read images have one stack
+            stream = torch.where(self.instead[..., None].to(stream.device), expected, stream)
+        error = (upcast(stream) - upcast(expected)).abs().amax(-1) - ARRIVED.get(
+            stream.dtype, 2e-2
+        ) * expected.abs().amax(-1)
+        lost = self.replaced.to(stream.device) & ~(error <= 0)
+        if bool(lost.any()):
+            row, position = lost.nonzero()[0].tolist()
+            raise FrozenModelError(
+                f"replacement={self.replacement.name}: what was put in the place of position {position} (row {row} of "
+                f"the run) did not arrive at {self.name}: the model or a hook writes something else there, or hooks "
+                "were taken off during the run. Take hooks at the embedding and at the first block off the model."
+            )
+        return stream if changed else None
+
+
+def _at_points(
+    view: ModelView,
+    inputs: dict[str, Any],
+    names: list[str],
+    singly: bool,
+    replacement: Replacement | None = None,
+    where: Bool[Tensor, "batch pos"] | None = None,
+) -> dict[str, Tensor]:
+    """What some hook points up to the first block show of prompts, with everything replaced or as it is.
+
+    Raises:
+        UnsupportedModelError: the model does not run on tokens alone.
+    """
+    rows = [slice(None)]
+    if singly:
+        rows = [slice(row, row + 1) for row in range(len(inputs["input"]))]
+    parts: list[dict[str, Tensor]] = []
+    for part in rows:
+        some = {name: value[part] if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        hooks: list[FwdHook] = []
+        if replacement is not None and where is not None:
+            some, hooks = replacement.put(some, where[part])
+        try:
+            seen, _ = capture(view.model, some, names, hooks=hooks, last=names[-1], changed=True)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, TensorLensError):
+                raise
+            raise UnsupportedModelError(
+                f"{view.description} does not run on these tokens without what was given beside them "
+                f"({type(error).__name__}: {error}), so that nothing can stand in the place of an image's pieces."
+            ) from error
+        parts.append(seen)
+    return {name: torch.cat([part[name] for part in parts]) for name in names}
+
+
+def _refuse_lost(view: ModelView, replacement: Replacement, lost: Bool[Tensor, "batch pos"]) -> None:
+    """Refuse a vector that stands at the embedding and leaves the first block's input as it was."""
+    if not bool(lost.any()):
+        return
+    row, position = lost.nonzero()[0].tolist()
+    raise UnsupportedModelError(
+        f"replacement={replacement.name}: what is put at {replacement.at} of {view.description}, in the place of "
+        f"position {position} of prompt {row}, does not reach the first block: that hook point only observes, or "
+        "another hook writes over it. Take that hook off, or use a token."
+    )
 
 
 def embedding_points(view: ModelView, prompt: Prompt, what: str) -> list[str]:

@@ -24,6 +24,7 @@ from tensorlens_tl.passes.inputs.batches import (
 from tensorlens_tl.passes.inputs.positions import is_all, one_query, query_positions, span_positions
 from tensorlens_tl.passes.inputs.prompts import Prompt, prepare, token_inputs, token_rows
 from tensorlens_tl.passes.inputs.readable import readable_tokens
+from tensorlens_tl.passes.inputs.signals import image_tokens
 from tensorlens_tl.passes.inputs.spans import find, find_real, without_mark, word_ids, word_starts
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "check_slice",
     "find",
     "find_real",
+    "image_tokens",
     "is_all",
     "like_length",
     "memory_batches",

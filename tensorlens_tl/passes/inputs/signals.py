@@ -211,9 +211,15 @@ def _moved(value: object, dtype: torch.dtype, device: torch.device) -> object:
     return value.to(device)
 
 
+def image_tokens(view: ModelView) -> set[int]:
+    """The ids of tokens that stand for pieces of images."""
+    ids = (getattr(view.config, name, None) for name in IMAGE_TOKENS)
+    return {token for token in ids if token is not None}
+
+
 def named_images(view: ModelView, tokens: Int[Tensor, "batch pos"], texts: list[list[str]]) -> list[list[str]]:
     """Readable tokens, with those that stand for pieces of images numbered in each prompt."""
-    ids = {getattr(view.config, name, None) for name in IMAGE_TOKENS} - {None}
+    ids = image_tokens(view)
     rows = []
     for row, names in zip(tokens.tolist(), texts, strict=True):
         positions = [position for position, token in enumerate(row) if token in ids]
