@@ -72,10 +72,9 @@ MESSAGES = [{"role": "user", "content": "Return the value"}]
 @pytest.mark.parametrize(
     ("input", "message"),
     [
-        (MESSAGES, "input: messages of a chat"),
-        ([MESSAGES, MESSAGES], "apply_chat_template(messages, add_generation_prompt=True"),
-        ([*MESSAGES, {"role": "assistant", "content": "of", "name": "x"}], "input: messages of a chat"),
-        (MESSAGES[0], "input: messages of a chat"),
+        (MESSAGES, "input: messages of a chat, and this model's tokenizer has no chat template"),
+        ([MESSAGES, MESSAGES], "has no chat template"),
+        (MESSAGES[0], "input: one message of a chat"),
         ({"pixel_values": torch.ones(1, 3, 8, 8)}, "a mapping with 'pixel_values' in it and without 'input_ids'"),
         ({}, "a mapping with nothing in it"),
         ({"input_ids": [[3, 4]], "inputs_embeds": torch.ones(1, 2, 8)}, "'inputs_embeds' takes the place of token ids"),

@@ -237,7 +237,12 @@ MISTAKES = {
         "Did you mean 'induction'?",
     ),
     # ------------------------------------------------------------------ inputs
-    "no text": (lambda c: tlens.freeze(c.model, ["a", ""]), "empty", "text number 1", "at least one token"),
+    "no text": (
+        lambda c: tlens.freeze(c.model, ["a", ""], prepend_bos=False),
+        "has no token",
+        "text number 1",
+        "prepend_bos=True",
+    ),
     "nothing": (lambda c: tlens.freeze(c.model, None), "NoneType", "input", "Pass a string"),
     "ids that are no integers": (
         lambda c: tlens.freeze(c.model, torch.ones(1, 3)),
@@ -261,7 +266,7 @@ MISTAKES = {
         lambda c: tlens.freeze(c.model, [{"role": "user", "content": "x"}]),
         "messages of a chat",
         "input",
-        "apply_chat_template",
+        "set model.tokenizer.chat_template",
     ),
     "a list of encodings": (
         lambda c: tlens.freeze(c.model, [c.model.tokenizer(TEXT)]),

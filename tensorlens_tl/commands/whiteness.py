@@ -90,12 +90,15 @@ def _tokens(args: argparse.Namespace, model: Any) -> Any:
     """Prompts of one length: those of the file cut to it, shorter ones left out, or windows of held-out text."""
     import torch
 
+    from tensorlens_tl.models import ModelView
+    from tensorlens_tl.passes.inputs import token_rows
+
     if args.length > model.cfg.n_ctx - 2:
         raise InvalidInputError(f"--length {args.length}: the model reads {model.cfg.n_ctx} tokens.")
     lines = prompts_of(args, model, most=PROMPTS, length=args.length)
     if isinstance(lines, torch.Tensor):
         return lines
-    rows = [model.to_tokens(line)[0] for line in lines]
+    rows = token_rows(ModelView(model), lines)
     special = int(all(row[0] == _bos(model) for row in rows))
     rows = [row[: args.length + special] for row in rows if len(row) >= args.length + special]
     if not rows:

@@ -15,7 +15,7 @@ from tensorlens_tl._arguments import nearest, plain
 from tensorlens_tl.datasets.options import UNKNOWN_ID, Reading
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.models import ModelView
-from tensorlens_tl.passes.inputs import token_rows
+from tensorlens_tl.passes.inputs import chats_in, token_rows
 from tensorlens_tl.registry import PER_PROMPT
 
 FILES = {".jsonl": "lines of JSON", ".csv": "CSV with a header", ".parquet": "Parquet"}
@@ -250,7 +250,9 @@ def _check_present(row: Mapping[str, Any], reading: Reading) -> None:
     missing = [name for name in columns if name not in row]
     if missing:
         hint = nearest(missing[0], map(str, row))
-        if missing[0] == reading.text and (reading.text == Reading.text or not hint):
+        if {"role", "content"} <= set(row):
+            hint = " Messages are one chat, which is one row: pass [messages]."
+        elif missing[0] == reading.text and (reading.text == Reading.text or not hint):
             longest = max(row, key=lambda name: len(str(row[name])), default="prompt")
             hint = f" Say which one holds the prompts, such as text={longest!r}."
         raise InvalidInputError(f"rows: there is no column {missing[0]!r}, only {', '.join(map(repr, row))}.{hint}")
@@ -291,8 +293,8 @@ def _token_ids(view: ModelView, value: Any, column: str, prepend_bos: bool | Non
             raise InvalidInputError(f"{column}: empty")
         _check_unicode(value, column)
     elif not isinstance(value, Sequence) or not value:
-        raise InvalidInputError(f"{column}: {value!r} is neither a text nor token ids")
-    elif any(isinstance(entry, str | Sequence) for entry in value):
+        raise InvalidInputError(f"{column}: {value!r} is neither a text, nor messages of a chat, nor token ids")
+    elif chats_in(value) is None and any(isinstance(entry, str | Sequence) for entry in value):
         raise InvalidInputError(f"{column}: a list of texts or of lists is no one prompt; pass a text, or token ids")
     ids = np.asarray(token_rows(view, value, prepend_bos)[0].cpu(), dtype=np.int64)
     if int(ids.min()) < 0 or int(ids.max()) >= view.d_vocab:

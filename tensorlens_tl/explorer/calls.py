@@ -90,16 +90,6 @@ def _given(question: Question, *, two_models: bool) -> list[str]:
         lines += [f"# pixels is the image {question.image}, [1, channel, height, width], as the model reads it"]
     if question.other_image is not None:
         lines += [f"# other_pixels is the image {question.other_image}"]
-    if question.chat:
-        lines += [
-            "",
-            "def chat(text):",
-            '    messages = [{"role": "user", "content": text}]',
-            "    return model.tokenizer.apply_chat_template(",
-            '        messages, add_generation_prompt=True, return_dict=False, return_tensors="pt"',
-            "    )",
-            "",
-        ]
     return lines
 
 
@@ -108,5 +98,5 @@ def _prompt(question: Question, pixels: str = "pixels") -> str:
     if question.image is not None:
         return pixels
     if question.chat:
-        return f"chat({question.text!r})"
+        return repr(question.message)
     return repr(question.text)

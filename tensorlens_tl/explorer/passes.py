@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.errors import FrozenModelError, InvalidInputError
+from tensorlens_tl.errors import FrozenModelError
 from tensorlens_tl.explorer.images import Images
 from tensorlens_tl.explorer.questions import Question
 from tensorlens_tl.generation import FrozenGeneration, freeze_generation
@@ -105,7 +105,7 @@ class Passes:
         if second:
             single = question.second
         key = (single.text, single.chat, single.image)
-        return self._frozen[of_other].get(key, lambda: freeze(model, self._input(model, single)))
+        return self._frozen[of_other].get(key, lambda: freeze(model, self._input(single)))
 
     def change(self, question: Question) -> Difference:
         """The difference of a question's two runs, first less second."""
@@ -122,7 +122,7 @@ class Passes:
         Raises:
             TensorLensError: what `freeze_generation` refuses.
         """
-        prompt = self._input(self.model, question)
+        prompt = self._input(question)
         key = (question.text, question.chat, question.new)
         return self._written.get(key, lambda: freeze_generation(self.model, prompt, max_new_tokens=question.new))
 
@@ -133,24 +133,17 @@ class Passes:
         logits = self._logits.get(key, lambda: frozen.logits(query))
         return None if logits is None else logits[0, 0]
 
-    def _input(self, model: Any, question: Question) -> Any:
-        """What the model reads of a question's first run: a text, the ids of a chat, or pixels.
+    def _input(self, question: Question) -> Any:
+        """What the model reads of a question's first run: a text, a chat of one message, or pixels.
 
         Raises:
-            InvalidInputError: a chat without a template, or no such image.
+            InvalidInputError: no such image.
         """
         if question.image is not None:
             return self._images.pixels(question.image)
-        if not question.chat:
-            return question.text
-        if not has_chat(model):
-            raise InvalidInputError("explorer: chat is on, and the tokenizer has no chat template; leave it out.")
-        return model.tokenizer.apply_chat_template(
-            [{"role": "user", "content": question.text}],
-            add_generation_prompt=True,
-            return_dict=False,
-            return_tensors="pt",
-        )
+        if question.chat:
+            return question.message
+        return question.text
 
     # ------------------------------------------------------------------ a model that changes
 

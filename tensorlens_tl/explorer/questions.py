@@ -69,6 +69,11 @@ class Question:
         return self.other is not None or self.other_image is not None
 
     @property
+    def message(self) -> list[dict[str, str]]:
+        """The prompt as a chat of one message."""
+        return [{"role": "user", "content": self.text}]
+
+    @property
     def second(self) -> "Question":
         """The same of the second run alone."""
         return replace(self, text=self.other or "", image=self.other_image, other=None, other_image=None)

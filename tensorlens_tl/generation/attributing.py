@@ -51,10 +51,11 @@ def attribute_generation(
 
     Args:
         model: a causal language model.
-        prompt: a string, a list of strings, or token ids.
+        prompt: text, the messages of a chat or token ids, one prompt or several; see `freeze`.
         max_new_tokens: write so many tokens greedily: each has the largest logit of a plain run. Fewer where the model
             ends before.
-        continuation: or take this continuation: the new text only, one for each prompt, as text or token ids.
+        continuation: or take this continuation: the new text only, one for each prompt, as text or token ids; of a chat
+            what the assistant answers.
         span: a stretch of the generated text, attributed as a whole: the sum of its tokens' targets. ``"all"``, a
             text (its last occurrence), ``(start, stop)`` or a slice of the generated tokens, or the number of one; or a
             list with one for each prompt.

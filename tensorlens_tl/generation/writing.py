@@ -5,7 +5,8 @@ which keeps keys and values, makes a draft; one plain run checks all of it at on
 mended and written on. So a model whose ``generate`` is wrong (with whitening, say) costs time and nothing else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedMod
 from tensorlens_tl.hooks import model_points, progress_hooks, refuse_attached, states_and_logits, unheld_run
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.lifecycle import refuse_dropout
-from tensorlens_tl.passes.inputs import InputLike, prepare, tokenized
+from tensorlens_tl.passes.inputs import InputLike, chat_text, chats_in, plain_input, prepare, tokenized
 
 Text = tuple[list[int], int]
 """Token ids of a prompt and its continuation, and how many of them are the prompt's."""
@@ -64,9 +65,10 @@ def texts_of(
 
     Args:
         view: the model.
-        prompt: a string, a list of strings, or token ids.
+        prompt: text, messages of a chat or token ids; one prompt or several.
         max_new_tokens: write so many tokens, fewer where the model ends before.
-        continuation: or take this: the new text only, one for each prompt, as text or token ids.
+        continuation: or take this: the new text only, one for each prompt, as text or token ids. Text of a chat is
+            what the assistant answers.
         stop_at_eos: end a text before the first end token that the model writes.
         prepend_bos: as in TransformerLens.
 
@@ -83,15 +85,28 @@ def texts_of(
     if continuation is None:
         most = whole_number("max_new_tokens", max_new_tokens, least=1)
         return _all_written(view, tokenized(view, prompt, prepend_bos), most, stop_at_eos)
+    chats = chats_in(prompt)
+    prompt = plain_input(view, prompt)
     prompts = tokenized(view, prompt, prepend_bos)
-    continuations = _one_each(continuation, len(prompts))
-    texts = [prompt] if isinstance(prompt, str) else list(plain(prompt))
-    if len(texts) != len(prompts):  # one prompt as a row of token ids
-        texts = prompts
+    continuations = _one_each(view, continuation, len(prompts))
+    texts: list[Any] = prompts  # a prompt of token ids has no text
+    if isinstance(prompt, str):
+        texts = [prompt]
+    elif isinstance(prompt, Sequence) and isinstance(prompt[0], str):
+        texts = list(prompt)
+    tokenize = partial(tokenized, view, prepend_bos=prepend_bos)
+    if chats is not None:
+        texts = [chat_text(view, chat) for chat in chats]
+        tokenize = partial(_as_it_stands, view)
     return [
-        _continued(view, text, ids, more, prepend_bos)
+        _continued(view, text, ids, more, tokenize)
         for text, ids, more in zip(texts, prompts, continuations, strict=True)
     ]
+
+
+def _as_it_stands(view: ModelView, text: str) -> list[list[int]]:
+    """The tokens of a text that a chat template made: it has its special tokens already."""
+    return [view.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
 def end_tokens(view: ModelView) -> set[int]:
@@ -189,9 +204,11 @@ def _before_end(tokens: Sequence[int], ends: set[int]) -> list[int]:
 # ------------------------------------------------------------------ given
 
 
-def _one_each(continuation: Continuation, prompts: int) -> list[str | list[int]]:
+def _one_each(view: ModelView, continuation: Continuation, prompts: int) -> list[str | list[int]]:
     """One continuation for each prompt."""
     continuations = plain(continuation)
+    if isinstance(continuation, Mapping):  # what a tokenizer returns
+        continuations = tokenized(view, continuation)
     if not isinstance(continuations, Sequence):
         count = repr(continuations)
         continuations = []
@@ -208,9 +225,13 @@ def _one_each(continuation: Continuation, prompts: int) -> list[str | list[int]]
 
 
 def _continued(
-    view: ModelView, prompt: str | list[int], ids: list[int], more: object, prepend_bos: bool | None
+    view: ModelView,
+    prompt: str | list[int],
+    ids: list[int],
+    more: object,
+    tokenize: Callable[[str], list[list[int]]],
 ) -> Text:
-    """One prompt with a given continuation."""
+    """One prompt with a given continuation; `tokenize` is how texts become tokens."""
     if not isinstance(more, str):
         if not isinstance(more, Sequence) or not all(type(token) is int for token in more):
             raise InvalidInputError(f"continuation={more!r}: pass text or token ids.")
@@ -218,7 +239,7 @@ def _continued(
     elif not isinstance(prompt, str):
         raise InvalidInputError("continuation: the prompt is token ids; pass the continuation as token ids too.")
     else:
-        (whole,) = tokenized(view, prompt + more, prepend_bos)
+        (whole,) = tokenize(prompt + more)
         if whole[: len(ids)] != ids:
             apart, together = (view.tokenizer.convert_ids_to_tokens(row) for row in (ids, whole[: len(ids) + 1]))
             raise InvalidInputError(

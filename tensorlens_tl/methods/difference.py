@@ -108,16 +108,16 @@ def _explained(frozen: FrozenPass | Difference, baseline: Any) -> Iterator[Diffe
         return iter([frozen])
     check_pass(frozen)
     several = [baseline]
-    if isinstance(baseline, list | tuple) and not _are_ids(baseline):
+    if isinstance(baseline, list | tuple) and not _is_prompt(baseline):
         several = list(baseline)
     if not several:
         raise InvalidInputError("baseline=[]: pass one baseline, or a list of some.")
     return (difference_of(frozen, baseline_pass(frozen, one)) for one in several)
 
 
-def _are_ids(values: Any) -> bool:
-    """Whether a list is one prompt's token ids."""
-    return isinstance(values, list | tuple) and len(values) > 0 and all(type(value) is int for value in values)
+def _is_prompt(values: Any) -> bool:
+    """Whether a list is one prompt: token ids, or the messages of a chat."""
+    return isinstance(values, list | tuple) and len(values) > 0 and all(type(v) in (int, dict) for v in values)
 
 
 def _change(
@@ -147,7 +147,7 @@ def baseline_pass(frozen: FrozenPass, baseline: Any) -> FrozenPass:
     if is_tensor and baseline.is_floating_point():
         return _with_embeddings(frozen, baseline)
     is_text = isinstance(baseline, str) and baseline not in REPLACEMENTS
-    if is_text or _are_ids(baseline) or (is_tensor and baseline.ndim > 0):
+    if is_text or _is_prompt(baseline) or (is_tensor and baseline.ndim > 0):
         return _with_tokens(frozen, baseline)
     try:
         chosen = Replacement.of(frozen.view, frozen.prompt, baseline, vocabulary_mean(frozen.view), alone=True)

@@ -103,16 +103,18 @@ def freeze(
     Args:
         model: a HookedTransformer, HookedEncoder or HookedEncoderDecoder (TransformerLens 3.9), or a TransformerBridge
             (3.9 and 4.x).
-        input: a string or a list of strings; or token ids, as a tensor `[batch, pos]` or `[pos]`, or as lists, which
-            may differ in length; or what a tokenizer or processor returns, a mapping with `input_ids`. Of a model that
-            reads images or sound, the values that it reads: pixels `[batch, channel, height, width]`, a spectrogram
-            `[batch, time, mel]` or samples `[batch, sample]`.
+        input: a string or several (a list, an array, a column of a data frame); or token ids, as a tensor
+            `[batch, pos]` or `[pos]`, or as lists, which may differ in length; or the messages of a chat,
+            ``[{"role": "user", "content": "Hello"}]``, or a list of chats, as the tokenizer's chat template renders
+            them up to the beginning of the answer; or what a tokenizer or processor returns, a mapping with
+            `input_ids`. Of a model that reads images or sound, the values that it reads: pixels
+            `[batch, channel, height, width]`, a spectrogram `[batch, time, mel]` or samples `[batch, sample]`.
         attention_mask: 1 at real tokens, `[batch, pos]`; with token ids of equal length only.
         token_type_ids: segment ids for BERT-like models.
         decoder_input_ids: what the decoder of an encoder–decoder reads, as text or token ids; its positions follow
             those of the input in every result. Start it with the token that the model's decoder starts with.
         decoder_attention_mask: 1 at its real tokens.
-        prepend_bos: as in TransformerLens.
+        prepend_bos: as in TransformerLens; a string that begins with the BOS token gets no second one.
         padding_side: ``"left"`` or ``"right"`` (the default, whatever the tokenizer says), where prompts differ in
             length. Padded on the left, a model that counts positions from the first column (BART, Marian, Pegasus, a
             HookedEncoder) computes something else than for each prompt by itself, and that is what is explained.

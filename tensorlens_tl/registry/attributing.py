@@ -50,7 +50,8 @@ def attribute(
     Args:
         model: a TransformerLens model; or a `FrozenPass`, which has its input already: the target may come next; or the
             `Difference` of two, likewise.
-        input: a string, a list of strings, or token ids; images or sound where the model reads those (see `freeze`).
+        input: text, the messages of a chat or token ids, one prompt or several; images or sound where the model reads
+            those (see `freeze`).
         target: of the methods that take one: a token, one for each prompt, or `NEXT`; see `FrozenOperator.target`.
         method: one of `list_methods()`; None is ``"tensorlens"``, and of a `Difference` ``"difference"``.
         memory: what may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. It bounds
@@ -100,7 +101,7 @@ def attribute(
             )
         return _answered(chosen, model, for_method)
     if input is None:
-        raise InvalidInputError("attribute: `input` is missing; pass a string, a list of strings or token ids.")
+        raise InvalidInputError("attribute: `input` is missing; pass text, messages of a chat or token ids.")
     rows, batches = prompt_batches(unchecked_view(model), input, for_freeze, memory)
     if len(batches) < 2:
         return _frozen_and_answered(chosen, model, input, for_freeze, for_method)

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import plain
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.known.pairs import PromptPairs
 from tensorlens_tl.evaluate.known.tasks import KnownAnswers
@@ -137,13 +138,14 @@ class _Texts:
             if others is None:
                 others = columns.get("other")
             clean, corrupted = (columns[column] for column in COLUMNS)
-        elif isinstance(clean, str) or isinstance(corrupted, str) or not isinstance(clean, Sequence):
+        sides: dict[str, Any] = {"clean": plain(clean), "corrupted": plain(corrupted)}  # also columns and arrays
+        if not all(isinstance(side, Sequence) and not isinstance(side, str) for side in sides.values()):
             raise InvalidInputError("clean and corrupted: pass two lists of texts, or one table with both as columns.")
-        counts = {"clean": len(clean), "corrupted": len(corrupted)}
+        counts = {name: len(side) for name, side in sides.items()}
         counts |= {name: len(part) for name, part in (("answers", answers), ("others", others)) if part is not None}
-        if len(set(counts.values())) > 1 or not len(clean):
+        if len(set(counts.values())) > 1 or not counts["clean"]:
             raise InvalidInputError(f"pairs: there are {counts}; pass the same number of each, and one at least.")
-        return cls(list(clean), list(corrupted), answers, others)
+        return cls(list(sides["clean"]), list(sides["corrupted"]), answers, others)
 
     def aligned(self, view: ModelView, prepend_bos: bool | None) -> tuple[Tensor, Tensor]:
         """Both prompts of every pair as token ids, `[prompt, pos]`.

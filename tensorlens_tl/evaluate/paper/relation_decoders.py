@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
-from tensorlens_tl._arguments import check_choice, whole_number
+from tensorlens_tl._arguments import check_choice, plain, whole_number
 from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -168,6 +168,7 @@ def _example_tokens(
     if isinstance(examples, Prompts):
         examples = examples.tokens
     if not isinstance(examples, Tensor):
+        examples = plain(examples)  # a column of a data frame, an array
         if not examples:
             raise InvalidInputError("RelationDecoder.fit: no examples.")
         if template is not None:

@@ -22,7 +22,15 @@ from tensorlens_tl.passes.inputs.batches import (
     tokenized,
 )
 from tensorlens_tl.passes.inputs.positions import is_all, one_query, query_positions, span_positions
-from tensorlens_tl.passes.inputs.prompts import Prompt, prepare, token_inputs, token_rows
+from tensorlens_tl.passes.inputs.prompts import (
+    Prompt,
+    chat_text,
+    chats_in,
+    plain_input,
+    prepare,
+    token_inputs,
+    token_rows,
+)
 from tensorlens_tl.passes.inputs.readable import readable_tokens
 from tensorlens_tl.passes.inputs.signals import image_tokens
 from tensorlens_tl.passes.inputs.spans import find, find_real, without_mark, word_ids, word_starts
@@ -39,6 +47,8 @@ __all__ = [
     "Tolerance",
     "Verify",
     "captured_bytes",
+    "chat_text",
+    "chats_in",
     "check_slice",
     "find",
     "find_real",
@@ -48,6 +58,7 @@ __all__ = [
     "memory_batches",
     "one_per_prompt",
     "one_query",
+    "plain_input",
     "prepare",
     "prompt_batches",
     "query_positions",

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from transformer_lens import ActivationCache
 
     InputLike = str | Tensor | NDArray[Any] | Sequence[object] | Mapping[str, Any]
-    """Text, token ids, what a tokenizer returns, or the values of images and sound; one prompt or several."""
+    """Text, messages of a chat, token ids, what a tokenizer returns, or the values of images and sound; one prompt or
+    several."""
+
+    Chat = Sequence[Mapping[str, Any]]
+    """Messages, a ``{"role": ..., "content": ...}`` each."""
 
     IdsLike = Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]] | None
     """Integers of each token: a mask, or segments."""
@@ -41,4 +45,4 @@ if TYPE_CHECKING:
     Verify = bool | Literal["sample"]
     """Whether every block is proved: at every position, or at a few."""
 else:
-    InputLike = IdsLike = ModelInputs = Side = Store = Patterns = CacheLike = Tolerance = Verify = Any
+    InputLike = Chat = IdsLike = ModelInputs = Side = Store = Patterns = CacheLike = Tolerance = Verify = Any

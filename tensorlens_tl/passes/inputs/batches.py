@@ -11,7 +11,7 @@ from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import ModelView, Query
 from tensorlens_tl.passes.inputs.arguments import InputLike
-from tensorlens_tl.passes.inputs.prompts import prepare, token_rows
+from tensorlens_tl.passes.inputs.prompts import plain_input, prepare, token_rows
 
 WASTE = 0.25
 """The share of a batch that may be padding before a new one begins."""
@@ -93,6 +93,8 @@ def prompt_batches(
         freezing: options of `freeze`.
         memory: see `memory_batches`.
     """
+    if view.reads == "tokens":
+        input = plain_input(view, input)
     together = set(WHOLE) & set(freezing)
     if together or isinstance(input, str | Mapping) or not hasattr(input, "__len__") or len(input) < 2:
         return [], []

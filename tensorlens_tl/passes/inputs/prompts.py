@@ -1,9 +1,11 @@
 """From what a user passes to what a model takes: tokens, mask, keyword arguments, and readable tokens."""
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any, TypeGuard
 
 import torch
@@ -14,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tensorlens_tl._arguments import refuse_meta
 from tensorlens_tl.errors import InvalidInputError, PromptNumber
 from tensorlens_tl.models import ModelView
-from tensorlens_tl.passes.inputs.arguments import IdsLike, InputLike, ModelInputs, Side
+from tensorlens_tl.passes.inputs.arguments import Chat, IdsLike, InputLike, ModelInputs, Side
 from tensorlens_tl.passes.inputs.readable import readable_tokens
 from tensorlens_tl.passes.inputs.signals import Signal, extra_inputs, named_images, read_signal, refuse_signal
 
@@ -118,21 +120,23 @@ def prepare(
 
     Args:
         view: the model.
-        input: a string, a list of strings, or token ids: a tensor `[batch, pos]` or `[pos]`, or lists, which may differ
-            in length; or what a tokenizer or processor returns (a mapping with `input_ids`); of a model that reads
-            images or sound, see `tensorlens_tl.passes.inputs.signals`.
+        input: a string, several strings (a list, an array, a column of a data frame), or token ids: a tensor
+            `[batch, pos]` or `[pos]`, or lists, which may differ in length; or the messages of a chat, or of several
+            chats; or what a tokenizer or processor returns (a mapping with `input_ids`); of a model that reads images
+            or sound, see `tensorlens_tl.passes.inputs.signals`.
         attention_mask: 1 at real tokens, 0 at padding, `[batch, pos]`; only with token ids.
         token_type_ids: segment ids for BERT-like models, `[batch, pos]`.
         decoder_input_ids, decoder_attention_mask: what an encoder–decoder's decoder reads, likewise; for such a model
             they are needed, for any other refused.
-        prepend_bos: as in TransformerLens; None is the model's default. Strings only.
+        prepend_bos: as in TransformerLens; None is the model's default. Strings only; one that begins with the BOS
+            token gets no second one, whatever is passed.
         padding_side: ``"left"`` or ``"right"``, where several strings differ in length. None pads right, whatever the
             tokenizer says: real tokens never see it, while some bridges give NaN for left-padded prompts.
         model_inputs: what else a multimodal model's forward takes, by name; passed on as it is.
 
     Raises:
         InvalidInputError: empty, longer than the context, token ids outside the vocabulary, shapes that differ, or
-            messages of a chat; see also `read_signal` and `extra_inputs`.
+            messages that the tokenizer's chat template refuses; see also `read_signal` and `extra_inputs`.
     """
     arguments = {
         "attention_mask": attention_mask,
@@ -218,7 +222,8 @@ def _of_tokenizer(view: ModelView, encoding: Mapping[str, Any], passed: Mapping[
         InvalidInputError: no token ids, or an argument that the user passed as well.
     """
     if "input_ids" not in encoding:
-        _refuse_chat(encoding)
+        if _is_message(encoding):
+            raise InvalidInputError("input: one message of a chat; pass a list of messages, [message].")
         raise InvalidInputError(
             f"input: a mapping with {', '.join(map(repr, encoding)) or 'nothing'} in it and without 'input_ids'; pass "
             "what a tokenizer returns, or the values themselves that this model reads."
@@ -251,16 +256,76 @@ def _any_number(segments: IdsLike) -> bool:
     return segments is not None and any(bool(torch.as_tensor(row).any()) for row in segments)
 
 
-def _refuse_chat(input: object) -> None:
-    """Raise `InvalidInputError` for messages of a chat: how they become tokens is the template's, and the caller's."""
-    first = input
-    while isinstance(first, Sequence) and not isinstance(first, str) and first:
-        first = first[0]
-    if isinstance(first, Mapping) and "role" in first:
+def plain_input(view: ModelView, input: InputLike) -> InputLike:
+    """Columns and arrays of texts as a list of texts, and chats as the token ids that the template makes of them.
+
+    Anything else is returned as it is.
+
+    Raises:
+        InvalidInputError: see `chat_ids`.
+    """
+    chats = chats_in(input)
+    if chats is not None:
+        return [chat_ids(view, chat) for chat in chats]
+    if isinstance(input, Tensor | Mapping):
+        return input
+    values: Any = input
+    if hasattr(values, "to_numpy"):  # a column of a data frame
+        values = values.to_numpy()
+    if hasattr(values, "dtype") and values.dtype.kind not in "biufc":  # an array that holds no numbers
+        return plain_input(view, values.tolist())
+    return values
+
+
+def chats_in(input: object) -> list[Chat] | None:
+    """The chats that an input is, one or several; None where it is something else."""
+    if not isinstance(input, Sequence) or isinstance(input, str) or not input:
+        return None
+    if _is_message(input[0]):
+        return [input]
+    if isinstance(input[0], Sequence) and input[0] and _is_message(input[0][0]):
+        return list(input)
+    return None
+
+
+def _is_message(value: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping) and ("role" in value or "content" in value) and "input_ids" not in value
+
+
+def chat_ids(view: ModelView, chat: Chat) -> list[int]:
+    """The token ids that the tokenizer's chat template makes of messages, up to where the assistant's answer begins.
+
+    Raises:
+        InvalidInputError: no tokenizer or no template, a message without a role or content, or messages that the
+            template refuses.
+    """
+    return _rendered(view, chat, tokenize=True, return_dict=False)
+
+
+def chat_text(view: ModelView, chat: Chat) -> str:
+    """The same as a text, special tokens included; see `chat_ids`."""
+    return _rendered(view, chat, tokenize=False)
+
+
+def _rendered(view: ModelView, chat: Chat, **options: Any) -> Any:
+    if not getattr(view.tokenizer, "chat_template", None):
         raise InvalidInputError(
-            "input: messages of a chat; pass what the tokenizer's template makes of them, such as "
-            "model.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors='pt')."
+            "input: messages of a chat, and this model's tokenizer has no chat template; set "
+            "model.tokenizer.chat_template, or pass the text that the model reads."
         )
+    for number, message in enumerate(chat):
+        if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & set(message):
+            raise InvalidInputError(
+                f"input: message {number} of a chat is {message!r}; a message is a dict such as "
+                "{'role': 'user', 'content': 'Hello'}."
+            )
+    try:
+        return view.tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, **options)
+    except Exception as error:  # a template is a program of its author's: it may raise anything
+        raise InvalidInputError(
+            f"input: the chat template of this model's tokenizer refuses these messages ({error}). Pass roles and "
+            "contents that it knows, or the text that the model reads."
+        ) from error
 
 
 def _of_signal(signal: Signal) -> Prompt:
@@ -292,6 +357,7 @@ def _rows(
     padding_side: Side,
 ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
     """Token ids and mask of one input, on the model's device."""
+    input = plain_input(view, input)
     if _is_text(input) or _is_ragged(input):
         if attention_mask is not None:
             raise InvalidInputError(
@@ -321,6 +387,9 @@ def _rows(
 
 def token_rows(view: ModelView, input: InputLike, prepend_bos: bool | None = None) -> list[Int[Tensor, "_pos"]]:
     """Each prompt's token ids, unpadded; see `prepare` for the arguments and errors."""
+    input = plain_input(view, input)
+    if isinstance(input, Mapping):
+        return _rows_of_tokenizer(view, input)
     if isinstance(input, str):
         input = [input]
     if _is_text(input):
@@ -328,6 +397,24 @@ def token_rows(view: ModelView, input: InputLike, prepend_bos: bool | None = Non
     if _is_ragged(input):
         return [_as_ids(row)[0] for row in input]
     return list(_as_ids(input))
+
+
+def _rows_of_tokenizer(view: ModelView, encoding: Mapping[str, Any]) -> list[Int[Tensor, "_pos"]]:
+    """Each prompt's token ids of what a tokenizer returns, padding left out.
+
+    Raises:
+        InvalidInputError: it holds more than token ids and their mask.
+    """
+    if not _any_number(encoding.get("token_type_ids")):  # one segment is none
+        encoding = {name: value for name, value in encoding.items() if name != "token_type_ids"}
+    others = set(encoding) - {"input_ids", "attention_mask"}
+    if "input_ids" in encoding and others:
+        raise InvalidInputError(
+            f"input: {', '.join(map(repr, sorted(others)))} cannot be used here, where a prompt is its token ids; pass "
+            "input_ids and attention_mask alone."
+        )
+    prompt = prepare(view, encoding)
+    return [row[real] for row, real in zip(prompt.tokens, prompt.mask, strict=True)]
 
 
 def _batched(row: Tensor) -> Tensor:
@@ -364,18 +451,41 @@ def _tokenize(view: ModelView, text: object, number: int, prepend_bos: bool | No
             f"input: prompt 0 is text and prompt {number} is {type(text).__name__}; pass all as text or all as token "
             "ids."
         )
-    if not text:
-        raise InvalidInputError(f"input: text number {number} is empty; pass at least one token.")
     if view.tokenizer is None:
         raise InvalidInputError(
             "input: this model has no tokenizer, or an empty one; pass token ids, or call model.set_tokenizer(...)."
         )
     if view.is_hooked_encoder or view.is_hooked_encoder_decoder:
-        return model.to_tokens(text, truncate=False)[0][0]
-    tokens = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
+        tokens = model.to_tokens(text, truncate=False)[0][0]
+    else:
+        tokens = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
     if len(tokens) == 0:
         raise InvalidInputError(f"input: text number {number} ({text!r}) has no token; add text or prepend_bos=True.")
-    return tokens
+    return _without_doubled(view.tokenizer, text, tokens)
+
+
+def _without_doubled(tokenizer: Any, text: str, tokens: Int[Tensor, "pos"]) -> Int[Tensor, "_pos"]:
+    """The tokens of a text; special ones that the text itself begins or ends with are not put there once more.
+
+    A chat template writes the BOS token into its text, for instance, and TransformerLens would put another before it.
+    """
+    ids: list[int] = tokens.tolist()
+    first = max(_surplus(tokenizer, name, text, ids, 1) for name in ("bos", "cls"))
+    last = max(_surplus(tokenizer, name, text, ids[first:], -1) for name in ("eos", "sep"))
+    return tokens[first : len(ids) - last]
+
+
+def _surplus(tokenizer: Any, name: str, text: str, ids: Sequence[int], step: int) -> int:
+    """How often a special token stands before a text that has it there already; with a step of −1, after it."""
+    token: str | None = getattr(tokenizer, f"{name}_token", None)
+    if not token:
+        return 0
+    written = re.match(f"(?:{re.escape(token[::step])})*", text[::step])
+    count = len(written[0]) // len(token) if written else 0
+    if count == 0:
+        return 0
+    number = getattr(tokenizer, f"{name}_token_id", None)
+    return max(0, sum(1 for _ in takewhile(lambda token: token == number, ids[::step])) - count)
 
 
 def _pad(view: ModelView, rows: list[Tensor], padding_side: Side) -> tuple[Tensor, Tensor]:
@@ -390,7 +500,6 @@ def _pad(view: ModelView, rows: list[Tensor], padding_side: Side) -> tuple[Tenso
 
 
 def _as_ids(input: object) -> Tensor:
-    _refuse_chat(input)
     if isinstance(input, Sequence) and input and isinstance(input[0], Mapping):
         raise InvalidInputError(
             f"input: a list of {type(input[0]).__name__}; tokenize all texts in one call, tokenizer(texts, "
