@@ -66,10 +66,8 @@ def logit_lens(
     depths = range(frozen.view.encoder_layers, frozen.n_layers + 1)
     lens = torch.stack([number(_end(frozen, layer, resolved.of_tokens)) for layer in depths], dim=-1)
     expected = number(frozen.unembedded() if resolved.of_tokens else frozen.output)
-    size = upcast(frozen.output).norm(dim=-1).gather(1, positions) * resolved.vectors.norm(dim=-1)
-    error = float(
-        ((lens[..., -1] - expected).abs() / (size + expected.abs()).clamp_min(torch.finfo(expected.dtype).tiny)).max()
-    )
+    size = upcast(frozen.output).norm(dim=-1).gather(1, positions) * resolved.vectors.norm(dim=-1) + expected.abs()
+    error = float(((lens[..., -1] - expected).abs() / size.clamp_min(torch.finfo(size.dtype).tiny)).max())
     if not error <= frozen.tolerance:
         raise UnsupportedModelError(
             f"logit_lens: the end of {frozen.view.description}, as read from its weights, gives another number for the "

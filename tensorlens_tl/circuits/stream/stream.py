@@ -327,8 +327,8 @@ def stream_target(
     if direction is None and target is not None and not normed:
         raise InvalidInputError(
             f"target: what is asked about ends at {end_of(frozen, chosen.stop, normed)}, before the unembedding; use "
-            "direction=, or all layers with their final norm. tlens.circuits.logit_lens unembeds the stream before every "
-            "layer."
+            "direction=, or all layers with their final norm. tlens.circuits.logit_lens unembeds the stream before "
+            "every layer."
         )
     positions = {True: one_query, False: query_positions}[one](frozen.prompt, query)
     resolved = resolve_target(frozen, target, minus, direction, positions)
