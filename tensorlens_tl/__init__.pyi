@@ -45,6 +45,7 @@ from tensorlens_tl.errors import (
     SizeError as SizeError,
     TensorLensError as TensorLensError,
     UnsupportedModelError as UnsupportedModelError,
+    UntrainedWarning as UntrainedWarning,
 )
 from tensorlens_tl.explorer import (
     explore as explore,

@@ -51,6 +51,10 @@ class GapWarning(UserWarning):
     """A sum is further from the model's own number than the proof of its pass allows."""
 
 
+class UntrainedWarning(UserWarning):
+    """Numbers are explained that come from random weights: the model's checkpoint does not have them."""
+
+
 class FrozenModelError(TensorLensError, RuntimeError):
     """The frozen hooks meet a run they were not made for (another batch, length, or a missing hook point)."""
 

@@ -2,6 +2,8 @@
 
 import copy
 import importlib
+import re
+import warnings
 
 import pytest
 import torch
@@ -64,9 +66,14 @@ def test_a_head_that_the_checkpoint_lacks_is_named_in_every_result(tmp_path, nam
     head = set(view.untrained.head)
     assert head == lacking == set(view.untrained.names)
     assert view.untrained.stack == ()
-    frozen = tlens.freeze(model, some_tokens(1, 5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tlens.UntrainedWarning)
+        frozen = tlens.freeze(model, some_tokens(1, 5))
+        tlens.attribute(frozen)  # the hidden state
+    with pytest.warns(tlens.UntrainedWarning, match=re.escape(sorted(lacking)[0]) if len(lacking) < 4 else "more"):
+        explained = tlens.attribute(frozen, target=3)
     for result in (
-        tlens.attribute(frozen, target=3),
+        explained,
         tlens.circuits.contribution_graph(frozen, 3),
         tlens.evaluate.completeness(model, some_tokens(1, 5), ["tensorlens in_out"]),
     ):
@@ -78,7 +85,28 @@ def test_a_head_that_the_checkpoint_lacks_is_named_in_every_result(tmp_path, nam
 def test_a_whole_checkpoint_says_nothing(tmp_path, name):
     model = booted(saved(tmp_path, name))
     assert newly_initialised(model) == set()
-    assert "newly_initialised" not in tlens.freeze(model, some_tokens(1, 5)).provenance()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tlens.UntrainedWarning)
+        assert "newly_initialised" not in tlens.attribute(model, some_tokens(1, 5), target=3).provenance
+
+
+CLASSIFIERS = [
+    "LlamaForSequenceClassification", "LlamaForTokenClassification", "LlamaForQuestionAnswering",
+    "GPT2ForSequenceClassification", "BertForSequenceClassification", "BertForTokenClassification",
+    "BertForQuestionAnswering",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_the_logits_of_a_classifier_without_its_head_are_no_answer(tmp_path, capsys, name):
+    folder = saved(tmp_path, name)
+    model = booted(folder)
+    assert ModelView(model).untrained.stack == ()
+    frozen = tlens.freeze(model, some_tokens(1, 5))
+    with pytest.warns(tlens.UntrainedWarning, match=f"the checkpoint of a {name}, whose head is not in this model"):
+        tlens.attribute(frozen, target=3)
+    assert main(["attribute", TEXT, "--model", folder]) == 1
+    assert f"the checkpoint of a {name}" in " ".join(capsys.readouterr().err.split())
 
 
 def test_tied_weights_are_the_checkpoints(tmp_path):
@@ -108,9 +136,12 @@ def test_a_block_that_the_checkpoint_lacks_is_part_of_the_stack(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     lacking = "model.layers.1.mlp.down_proj.weight"
     save_file({k: w for k, w in weights.items() if k != lacking}, tmp_path / "model.safetensors", {"format": "pt"})
-    view = ModelView(booted(folder))
+    model = booted(folder)
+    view = ModelView(model)
     assert view.untrained.stack == (lacking,)
     assert view.untrained.head == ()
+    with pytest.warns(tlens.UntrainedWarning, match=re.escape(lacking)):
+        tlens.freeze(model, some_tokens(1, 5))
 
 
 def _trained(model):

@@ -174,26 +174,17 @@ def refuse_untrained(model: Any, name: str, *, logits: bool) -> None:
     """Raise `InvalidInputError` where what is to be explained comes from weights that the checkpoint does not have."""
     from tensorlens_tl.models import ModelView
 
-    view = ModelView(model)
-    if view.untrained.stack:
-        raise InvalidInputError(
-            f"--model {name}: its checkpoint does not have {_some(view.untrained.stack)}; these are newly initialised, "
-            "and what the model computes with them is noise. Load a checkpoint that has them, or pass "
-            "--allow-untrained."
+    untrained = ModelView(model).untrained
+    why = untrained.noise(logits=logits)
+    if why is None:
+        return
+    instead = "Load a checkpoint that has them, or pass --allow-untrained."
+    if logits and not untrained.stack:
+        instead = (
+            "Explain the hidden state instead (tensorlens-tl attribute TEXT --collapse in_out), load a checkpoint with "
+            "its head, or pass --allow-untrained."
         )
-    if logits and view.untrained.head:
-        raise InvalidInputError(
-            f"--model {name}: its checkpoint does not have {_some(view.untrained.head)}; these are newly initialised, "
-            "and the logits are noise. Explain the hidden state instead (tensorlens-tl attribute TEXT --collapse "
-            "in_out), load a checkpoint with its head, or pass --allow-untrained."
-        )
-
-
-def _some(names: Sequence[str], most: int = 4) -> str:
-    listed = ", ".join(names[:most])
-    if len(names) > most:
-        return f"{listed} and {len(names) - most} more"
-    return listed
+    raise InvalidInputError(f"--model {name}: {why} {instead}")
 
 
 def load_model(

@@ -151,6 +151,8 @@ def freeze(
             run in a loop.
         NumericalError: NaN or Inf in an activation.
 
+    Warns (`UntrainedWarning`) where the model's checkpoint lacks weights of its embeddings or blocks.
+
     >>> frozen = tlens.freeze(model, ["Return the value.", "Return the"])
     >>> frozen.tokens.shape, frozen.mask.sum(1)
     (torch.Size([2, 5]), tensor([5, 3]))
@@ -168,6 +170,7 @@ def freeze(
             refuse_dropout(view.model)
             refuse_devices(view.model)
             refuse_attached(view.model)
+            view.untrained.warn(logits=False)
             prompt = prepare(
                 view,
                 input,

@@ -501,6 +501,8 @@ class FrozenPass(Linearisation):
     ) -> tuple[Float[Tensor, "batch query d_model"], Float[Tensor, "batch query"]]:
         """The directions of some tokens' logits in what is unembedded, and their constants b_U.
 
+        Warns (`UntrainedWarning`) where the model's checkpoint lacks the head, or is a classifier's.
+
         Raises:
             UnsupportedModelError: the model predicts no tokens, or its logits at one of the positions are not
                 ``cap(W_U·x + b_U)``, measured.
@@ -508,6 +510,7 @@ class FrozenPass(Linearisation):
         """
         if self.view.unembedding is None:
             raise UnsupportedModelError(f"target: {self.view.description} predicts no tokens; use direction=.")
+        self.view.untrained.warn(logits=True)
         error = self._unembedding_error(positions)
         refuse_nan("target: the logits, as the unembedding gives them", error or 0.0)
         if error is None or not error <= self.tolerance:

@@ -13,6 +13,7 @@ offloaded weights); and weights that someone has written to since. Writes throug
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra.numerics import maybe
+from tensorlens_tl.errors import UntrainedWarning
 
 LOADED = "_is_hf_initialized"
 """transformers' mark: of a parameter, read from a checkpoint; of a module, initialised or read."""
@@ -32,6 +34,10 @@ WRAPPER = "_original_component."
 
 HEAD_PARTS = ("mlm_head", "prediction_head", "classifier_ln", "unembed")
 """Which parts stand between the hidden state and the logits."""
+
+
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+"""How transformers' classes end whose head is no unembedding of tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,14 +78,59 @@ class Untrained:
     @property
     def stack(self) -> tuple[str, ...]:
         """Those that the hidden state itself depends on: of embeddings, blocks and the final norm."""
-        parts = [name for name, _ in self.model.named_children() if name != "original_model"]
+        children = [name for name, _ in self.model.named_children() if name != "original_model"]
+        parts = [name for name in children if not name.startswith("_")]  # TransformerLens 4 keeps what it does not run
         head = self.head
         return tuple(name for name in self._inside(parts) if name not in head)
+
+    @property
+    def classifier(self) -> str | None:
+        """The class of transformers that the checkpoint is of, where that is a classifier and the model is none."""
+        inner = getattr(self.model, "original_model", None)
+        classes = getattr(getattr(inner, "config", None), "architectures", None) or ()
+        named = (name for name in classes if name.endswith(CLASSIFIERS) and name != type(inner).__name__)
+        return next(named, None)
+
+    def noise(self, *, logits: bool) -> str | None:
+        """Why numbers of this model are noise, in words; None where nothing is known against them.
+
+        Args:
+            logits: whether logits are meant, or the hidden state alone.
+        """
+        missing = self.stack
+        if logits:
+            missing += self.head
+        if logits and self.classifier:
+            lacking = "is not in this model"
+            if missing:
+                lacking += f", and {some_of(missing)} of this one are newly initialised: its logits are noise"
+            return (
+                f"this is the checkpoint of a {self.classifier}, whose head {lacking}. Explain the classifier's own "
+                "numbers with direction= (a class's row of its head less another's)."
+            )
+        if not missing:
+            return None
+        what = "its logits are noise" if logits and not self.stack else "what the model computes with them is noise"
+        return f"its checkpoint does not have {some_of(missing)}; these are newly initialised, and {what}."
+
+    def warn(self, *, logits: bool) -> None:
+        """Say (`UntrainedWarning`) where numbers of this model are noise; see `noise`."""
+        why = self.noise(logits=logits)
+        if why is not None:
+            warnings.warn(f"{type(self.model).__name__}: {why}", UntrainedWarning, stacklevel=3)
 
     def _inside(self, parts: Sequence[str]) -> tuple[str, ...]:
         modules = [getattr(self.model, part, None) for part in parts]
         inside = {id(weight) for module in modules if module is not None for weight in module.parameters()}
         return tuple(name for name, weight in (self._weights or {}).items() if id(weight) in inside)
+
+
+def some_of(names: Sequence[str], most: int = 4) -> str:
+    """The first names, and how many more there are."""
+    listed = ", ".join(names[:most])
+    if len(names) > most:
+        return f"{listed} and {len(names) - most} more"
+    return listed
 
 
 def _initialised(inner: Any) -> Iterator[tuple[str, nn.Parameter]]:
