@@ -20,7 +20,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.arguments import Methods, Share, WholeNumber
 from tensorlens_tl.evaluate.scorers import Scorer, query_rows, scorers_of, usable
-from tensorlens_tl.hooks import lock_of
+from tensorlens_tl.hooks import hooked, lock_of
 from tensorlens_tl.models import ModelLike
 from tensorlens_tl.passes import FrozenPass, freeze
 from tensorlens_tl.passes.inputs import InputLike
@@ -177,7 +177,7 @@ def stability(
     for _ in range(draws):
         added = torch.randn(x.shape, generator=generator).to(x) * x.norm(dim=-1, keepdim=True)
         added = noise * added / x.shape[-1] ** 0.5
-        with lock_of(model), model.hooks(fwd_hooks=[(frozen.points.blocks[0].resid_pre, _plus(added))]):
+        with lock_of(model), hooked(model, [(frozen.points.blocks[0].resid_pre, _plus(added))]):
             again = freeze(model, **frozen.prompt.again(), verify=False)
             after = torch.stack([scorer(again) for scorer in scorers])
         total += spearman(before, after, frozen.mask).to(total)

@@ -15,7 +15,15 @@ import torch
 from tensorlens_tl._arguments import plain, whole_number
 from tensorlens_tl.algebra.progress import note_progress
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
-from tensorlens_tl.hooks import model_points, progress_hooks, refuse_attached, states_and_logits, unheld_run
+from tensorlens_tl.hooks import (
+    hooked,
+    lock_of,
+    model_points,
+    progress_hooks,
+    refuse_attached,
+    states_and_logits,
+    unheld_run,
+)
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.passes.inputs import InputLike, chat_text, chats_in, plain_input, prepare, tokenized
@@ -186,7 +194,7 @@ def _draft(view: ModelView, ids: list[int], most: int, ends: set[int]) -> list[i
         note_progress("writing", min(next(blocks) / (most * len(view.blocks)), 1.0))
 
     try:
-        with model.hooks(fwd_hooks=progress_hooks(note)):
+        with lock_of(model), hooked(model, progress_hooks(note)):
             output = model.generate(
                 torch.tensor([ids], device=device), max_new_tokens=most, do_sample=False, return_type="tokens",
                 verbose=False, **stop,

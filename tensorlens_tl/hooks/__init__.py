@@ -33,9 +33,19 @@ from tensorlens_tl.hooks.inspection import (
     with_other_names,
 )
 from tensorlens_tl.hooks.loops import without_numbers as without_numbers
+from tensorlens_tl.hooks.placing import Placing, take_off_leftovers
 from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, CallPoint, Ends, ModelPoints, model_points
 from tensorlens_tl.hooks.rules import BackwardRule, RuleHooks
-from tensorlens_tl.hooks.running import FwdHook, hook_points, in_this_thread, lock_of, progress_hooks, run, unheld_run
+from tensorlens_tl.hooks.running import (
+    FwdHook,
+    hook_points,
+    hooked,
+    in_this_thread,
+    lock_of,
+    progress_hooks,
+    run,
+    unheld_run,
+)
 
 __all__ = [
     "AttentionPoints",
@@ -48,6 +58,7 @@ __all__ = [
     "ModelPoints",
     "Passed",
     "PlacedHook",
+    "Placing",
     "RuleHooks",
     "SomeLogits",
     "StreamPlace",
@@ -61,6 +72,7 @@ __all__ = [
     "graph_of",
     "hook_numbers",
     "hook_points",
+    "hooked",
     "hooked_stream_points",
     "hooks_on",
     "in_this_thread",
@@ -80,6 +92,7 @@ __all__ = [
     "replace",
     "run",
     "states_and_logits",
+    "take_off_leftovers",
     "unheld_run",
     "whole_hooks",
     "with_other_names",

@@ -6,7 +6,7 @@ the difference is what they add.
 
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens_tl.hooks.inspection import other_hooks
+from tensorlens_tl.hooks.placing import Placing
 from tensorlens_tl.hooks.points import BlockPoints, ModelPoints
 from tensorlens_tl.hooks.running import hook_points
 from tensorlens_tl.models import BlockView, ModelView
@@ -123,20 +124,20 @@ def passing(
     home = threading.get_ident()
     entered: dict[str, Tensor] = {}
 
-    def before(point: StreamPoint, module: nn.Module, args: tuple[Any, ...]) -> Tensor | None:
+    def before(point: StreamPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != home:
             return None
         x = args[0] if instead is None else instead(args[0])
         entered[point.name] = x.detach().clone()  # a hook may write into it
-        return x
+        return (x, *args[1:]), kwargs
 
     def after(point: StreamPoint, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if threading.get_ident() == home:
             see(point, Passed(entered.pop(point.name), output.detach()))
 
-    with ExitStack() as stack:
+    with Placing() as placing:
         for point in points:
             module = known[point.name]
-            stack.callback(module.register_forward_pre_hook(partial(before, point)).remove)
-            stack.callback(module.register_forward_hook(partial(after, point)).remove)
+            placing.on_module(module, partial(before, point), before=True)
+            placing.on_module(module, partial(after, point))
         yield

@@ -3,13 +3,14 @@
 import inspect
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.hooks.placing import Placing
 from tensorlens_tl.hooks.points import PATTERN, CallPoint
 
 
@@ -53,9 +54,9 @@ def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None
         if threading.get_ident() == home:
             note(name, calls[name].read(output))
 
-    with ExitStack() as stack:
+    with Placing() as placing:
         for name, call in calls.items():
-            _placed(stack, call, partial(before, name), partial(after, name))
+            _put(placing, call, partial(before, name), partial(after, name))
         yield
     silent = [name for name, call in calls.items() if name not in seen and not call.optional]
     if silent:
@@ -65,13 +66,12 @@ def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None
         )
 
 
-def _placed(stack: ExitStack, call: CallPoint, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Put one of two hooks on a module, as what is seen there is an argument or the output, until the stack ends."""
+def _put(placing: Placing, call: CallPoint, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Put one of two hooks on a module, as what is seen there is an argument or the output."""
     if call.argument == "output":
-        handle = call.module.register_forward_hook(after)
+        placing.on_module(call.module, after)
     else:
-        handle = call.module.register_forward_pre_hook(before, with_kwargs=True)
-    stack.callback(handle.remove)
+        placing.on_module(call.module, before, before=True)
 
 
 class CallChange(NamedTuple):
@@ -121,9 +121,9 @@ def changed_calls(changes: Sequence[CallChange]) -> Generator[None, None, None]:
             return (change({}, tensor_of(number, output[0])), *output[1:])
         return change({}, tensor_of(number, output))
 
-    with ExitStack() as stack:
+    with Placing() as placing:
         for number, change in enumerate(changes):
-            _placed(stack, change.point, partial(before, number), partial(after, number))
+            _put(placing, change.point, partial(before, number), partial(after, number))
         yield
     for number, change in enumerate(changes):
         if number not in called and not change.point.optional:

@@ -13,6 +13,7 @@ import torch.nn.modules.module as torch_modules
 from torch import nn
 
 from tensorlens_tl.errors import FrozenModelError
+from tensorlens_tl.hooks.placing import take_off_leftovers
 from tensorlens_tl.hooks.running import hook_points, lock_of, modules
 from tensorlens_tl.models.parameters import innermost
 
@@ -80,6 +81,7 @@ def refuse_attached(model: Any) -> None:
     Another thread's run, or its attached pass, is waited for.
     """
     with lock_of(model):
+        take_off_leftovers(model)
         attached = is_attached(model)
     if attached:
         raise FrozenModelError("a frozen pass is attached to this model; leave its `with frozen.attached():` first.")
@@ -91,6 +93,7 @@ def foreign_hooks(model: Any) -> list[PlacedHook]:
     Another thread's run is waited for, as its hooks would be taken for somebody else's.
     """
     with lock_of(model):
+        take_off_leftovers(model)
         placed = [
             hook
             for hook in _at_points(model)

@@ -18,7 +18,9 @@ from torch import nn
 
 from tensorlens_tl.algebra.numerics import refuse_autocast
 from tensorlens_tl.algebra.progress import is_watched, note_progress
+from tensorlens_tl.errors import FrozenModelError
 from tensorlens_tl.hooks.loops import without_numbers
+from tensorlens_tl.hooks.placing import Placing, run_placing, take_off_leftovers
 from tensorlens_tl.models import HookedModel, is_looped
 from tensorlens_tl.models.parameters import lock_of as lock_of, whole
 
@@ -40,6 +42,7 @@ def run(model: HookedModel, inputs: Mapping[str, Any], hooks: Sequence[FwdHook])
 
     Raises:
         InvalidInputError: inside ``torch.autocast``.
+        FrozenModelError: somebody took these hooks off while the model ran.
 
     >>> from tensorlens_tl.hooks import run
     >>> run(model, frozen.inputs, [("hook_embed", lambda activation, hook: print(activation.shape))]).shape
@@ -48,33 +51,55 @@ def run(model: HookedModel, inputs: Mapping[str, Any], hooks: Sequence[FwdHook])
     """
     refuse_autocast(next(model.parameters()).device)
     placed = [*hooks, *progress_hooks()]
-    known = _known.get()
-    with lock_of(model), _patterns_dropped(model):
-        if is_looped(model):
-            placed = without_numbers(model, hook_points(model), placed)
-        if known is None or known[0] is not model:
-            return model.run_with_hooks(**inputs, fwd_hooks=placed)
-        with _at_points(model, known[1], placed):
-            return known[0].forward(**inputs)
+    whole_model: Any = model
+    with lock_of(model):
+        placing = run_placing(model)
+        try:
+            points = hook_points(model)
+            if is_looped(model):
+                placed = without_numbers(model, points, placed)
+            _drop_patterns(model, placing)
+            placing.at_points(model, points, placed)
+            output = whole_model.forward(**inputs)
+            if not placing.is_whole:
+                raise FrozenModelError(_TAKEN_OFF)
+            return output
+        except Exception as error:
+            if placing.is_whole or isinstance(error, FrozenModelError):
+                raise
+            raise FrozenModelError(_TAKEN_OFF) from error
+        finally:
+            try:
+                placing.take_off()
+            finally:
+                placing.take_off()
 
 
 @contextmanager
-def _at_points(model: Any, points: Mapping[str, Any], hooks: Sequence[FwdHook]) -> Generator[None, None, None]:
-    """Hooks at points that are known, as ``run_with_hooks`` puts them there: a Bridge lists all its points for each."""
-    level = model.context_level + 1
-    chosen: list[Any] = []
-    model.context_level = level
+def hooked(model: HookedModel, hooks: Sequence[FwdHook]) -> Generator[None, None, None]:
+    """Inside, hooks are on the model, as with ``model.hooks``; whoever uses this holds the model's lock.
+
+    Raises:
+        FrozenModelError: somebody took them off inside.
+    """
+    placing = Placing()
     try:
-        for name, function in hooks:
-            names = filter(name, points) if callable(name) else [name]
-            for point in {id(points[at]): points[at] for at in names}.values():
-                chosen.append(point)
-                point.add_hook(function, level=level)
+        placing.at_points(model, hook_points(model), hooks)
         yield
+        if not placing.is_whole:
+            raise FrozenModelError(_TAKEN_OFF)
     finally:
-        model.context_level = level - 1
-        for point in chosen:
-            point.remove_hooks(level=level)
+        try:
+            placing.take_off()
+        finally:
+            placing.take_off()
+
+
+_TAKEN_OFF = (
+    "hooks of the library were taken off the model during its run, which then computes something else: a hook, or "
+    "another thread, called reset_hooks() or remove_hooks(). Let it take off its own hooks alone "
+    "(`with model.hooks(...)`), or call it before or after."
+)
 
 
 def progress_hooks(note: Callable[[], None] = note_progress) -> list[FwdHook]:
@@ -88,25 +113,18 @@ def _enters_block(name: str) -> bool:
     return name.endswith(".hook_resid_pre")
 
 
-@contextmanager
-def _patterns_dropped(model: HookedModel) -> Generator[None, None, None]:
+def _drop_patterns(model: HookedModel, placing: Placing) -> None:
     """No layer keeps its pattern: a Bridge's joint attention leaves its last one on itself, and nobody reads it."""
-
-    def drop(module: Any, args: Any, output: Any) -> None:
-        module._pattern = None
-
     if model not in _keepers:
-        whole: Any = model
-        _keepers[model] = WeakSet(module for module in whole.modules() if "_pattern" in vars(module))
-    handles: list[Any] = []
+        whole_model: Any = model
+        _keepers[model] = WeakSet(module for module in whole_model.modules() if "_pattern" in vars(module))
     for module in _keepers[model]:
         module._pattern = None
-        handles.append(module.register_forward_hook(drop))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        placing.on_module(module, _drop)
+
+
+def _drop(module: Any, args: Any, output: Any) -> None:
+    module._pattern = None
 
 
 @contextmanager
@@ -115,13 +133,22 @@ def unheld_run(model: HookedModel) -> Generator[None, None, None]:
     with lock_of(model):
         # a Bridge puts its list of hook points together anew for everyone who asks: here it is asked once
         whole_model: Any = model
-        unheld = _unheld.set(True)
-        known = _known.set((model, dict(model.hook_dict), list(whole(whole_model))))
+        take_off_leftovers(model)
+        before = (_unheld.get(), _known.get())
         try:
+            _unheld.set(True)
+            _known.set((model, dict(model.hook_dict), list(whole(whole_model))))
             yield
-        finally:
-            _known.reset(known)
-            _unheld.reset(unheld)
+        finally:  # twice, as an interrupt may come in between
+            try:
+                _restore(*before)
+            finally:
+                _restore(*before)
+
+
+def _restore(unheld: bool, known: tuple[Any, dict[str, Any], list[nn.Module]] | None) -> None:
+    _unheld.set(unheld)
+    _known.set(known)
 
 
 def hook_points(model: HookedModel) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from tensorlens_tl.hooks import (
     check_finite,
     from_cache,
     hook_numbers,
+    hooked,
     hooked_stream_points,
     keep_in,
     observe,
@@ -247,7 +248,7 @@ def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequenc
         texts, _ = readable_tokens(frozen.view, tokens)
     prompt = replace(frozen.prompt, tokens=tokens, kwargs=dict(inputs), str_tokens=texts)
     options = FreezeOptions(tolerance=frozen.tolerance, strict=frozen.strict)
-    with torch.inference_mode(False), torch.no_grad(), unheld_run(model), model.hooks(fwd_hooks=list(hooks)):
+    with torch.inference_mode(False), torch.no_grad(), unheld_run(model), hooked(model, hooks):
         return _freeze(frozen.view, prompt, options, None, hooked=bool(hooks))
 
 

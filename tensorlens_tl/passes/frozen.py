@@ -18,7 +18,7 @@ from torch import Tensor
 from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import refuse_nan
 from tensorlens_tl.errors import FrozenModelError, GapWarning, InvalidInputError, NumericalError, UnsupportedModelError
-from tensorlens_tl.hooks import FwdHook, ModelPoints, is_attached, lock_of, refuse_attached, states_and_logits
+from tensorlens_tl.hooks import FwdHook, ModelPoints, hooked, is_attached, lock_of, refuse_attached, states_and_logits
 from tensorlens_tl.models import HeadChoice, HookedModel, LayerRange, Layout, MlpChoice, ModelView, Query, check_rule
 from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.passes.block_maps import BlockMaps
@@ -409,7 +409,7 @@ class FrozenPass(Linearisation):
         Raises:
             FrozenModelError: the hooks were taken off inside, as ``model.reset_hooks()`` does.
         """
-        with lock_of(self.model), self.model.hooks(fwd_hooks=self.fwd_hooks(**options)):
+        with lock_of(self.model), hooked(self.model, self.fwd_hooks(**options)):
             yield self.model
             if not is_attached(self.model):
                 raise FrozenModelError(

@@ -10,7 +10,7 @@ differs (a layer may read what an earlier one computed beside the stream).
 
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks import lock_of
+from tensorlens_tl.hooks import Placing, lock_of
 from tensorlens_tl.passes.capture import Capture
 
 
@@ -76,9 +76,9 @@ class EarlierLayers:
             if form is not None and threading.get_ident() == home:
                 forms[number] = form
 
-        with lock_of(self.capture.model), ExitStack() as stack:
+        with lock_of(self.capture.model), Placing() as placing:
             for number, block in enumerate(self._blocks):
-                stack.callback(block.register_forward_hook(partial(note, number)).remove)
+                placing.on_module(block, partial(note, number))
             yield
         self.forms = list(forms.values())
 
@@ -94,10 +94,10 @@ class EarlierLayers:
         Args:
             firsts: the first block that is computed for each copy.
         """
-        with lock_of(self.capture.model), ExitStack() as stack:
+        with lock_of(self.capture.model), Placing() as placing:
             for number, block in enumerate(self._blocks[: max(firsts)]):
                 entered = [copy for copy, first in enumerate(firsts) if first <= number]
-                _replace_forward(stack, block, partial(self._some_copies, number, entered, len(firsts)))
+                _replace_forward(placing, block, partial(self._some_copies, number, entered, len(firsts)))
             yield
 
     def _some_copies(
@@ -128,9 +128,9 @@ class EarlierLayers:
         mlp = getattr(self._blocks[last], "mlp", None)
         points = self.capture.points.blocks[last]
         is_mixture = bool(points.index or points.weight or points.experts)
-        with lock_of(self.capture.model), ExitStack() as stack:
+        with lock_of(self.capture.model), Placing() as placing:
             if isinstance(mlp, nn.Module) and not is_mixture:
-                _replace_forward(stack, mlp, partial(self._some_positions, positions))
+                _replace_forward(placing, mlp, partial(self._some_positions, positions))
             yield
 
     def _some_positions(
@@ -186,11 +186,11 @@ def one_copy_attends(capture: Capture, copies: int) -> Generator[None, None, Non
     def attend(computed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return computed(*_rows_of(args, rows, copies * batch), **_rows_of(kwargs, rows, copies * batch))
 
-    with lock_of(capture.model), ExitStack() as stack:
+    with lock_of(capture.model), Placing() as placing:
         for block, points in zip(capture.view.blocks, capture.points.blocks, strict=True):
             module = getattr(block.module, "attn", None)
             if isinstance(module, nn.Module) and points.heads is not None and points.attention is None:
-                _replace_forward(stack, module, attend)
+                _replace_forward(placing, module, attend)
         yield
 
 
@@ -205,25 +205,17 @@ def _rows_of(value: Any, rows: Int[Tensor, " row"], count: int) -> Any:
     return value
 
 
-def _replace_forward(stack: ExitStack, module: nn.Module, function: Callable[..., Any]) -> None:
-    """Let a module give what a function makes of its forward and its arguments, until the stack ends.
+def _replace_forward(placing: Placing, module: nn.Module, function: Callable[..., Any]) -> None:
+    """Let a module give what a function makes of its forward and its arguments, until the placing ends.
 
     Other threads call it as it is.
     """
     home = threading.get_ident()
     computed = module.forward
-    replaced = vars(module).get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != home:
             return computed(*args, **kwargs)
         return function(computed, *args, **kwargs)
 
-    def restore() -> None:
-        if replaced is None:
-            del vars(module)["forward"]
-        else:
-            vars(module)["forward"] = replaced
-
-    vars(module)["forward"] = forward
-    stack.callback(restore)
+    placing.instead_of_forward(module, forward)
