@@ -5,6 +5,9 @@ import os
 import pickle
 import stat
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +74,16 @@ FORGERIES = {
     "axes in another order": lambda t, f: f.update(axes=["batch", "key", "query"]),
     "layers of another shape": lambda t, f: t.update(layers=torch.zeros(3, 2)),
     "a tensor too many": lambda t, f: t.update(__reduce__=torch.ones(1)),
+    "no target": lambda t, f: f.update(target=None),
+    "a target that is a number": lambda t, f: f.update(target=3),
+    "sums that are a text": lambda t, f: f.update(additive="yes"),
+    "provenance that is a list": lambda t, f: f.update(provenance=["x"]),
+    "axes of any length": lambda t, f: f.update(axes={"$range": [0, 10**15, 1]}),
+    "a tuple of any length": lambda t, f: f.update(axes={"$tuple": {"$range": [0, 10**15, 1]}}),
+    "a set of any length": lambda t, f: f.update(options={"x": {"$set": {"$range": [0, 10**15, 1]}}}),
+    "a tensor of any length": lambda t, f: f.update(options={"x": {"$tensor": [{"$range": [0, 10**15, 1]}]}}),
+    "pairs of any length": lambda t, f: f.update(options={"x": {"$pairs": [{"$range": [0, 10**15, 1]}]}}),
+    "a prompt of any length": lambda t, f: f.update(tokens=[{"$range": [0, 10**15, 1]}] * 2),
 }
 
 
@@ -140,6 +153,8 @@ DAMAGES = {
     "no digest": (changed_metadata(digest=None), "not a readable"),
     "newer": (changed_metadata(version="2"), "newer than this library"),
     "no version of ours": (changed_metadata(version="one"), "not a readable"),
+    **{f"version {text!r}": (changed_metadata(version=text), "never was") for text in ("0", "-1", " 1", "01", "")},
+    "no version": (changed_metadata(version=None), "not a readable"),
     "foreign": (changed_metadata(format="pt"), "not one that this library saved"),
     "nothing": (lambda path: path.write_bytes(b""), "not a readable"),
     "text": (lambda path: path.write_text("scores: 1\n" * 100), "not a readable"),
@@ -212,7 +227,7 @@ def test_what_the_system_says_stays_its_own_error(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt(), MemoryError()])
-@pytest.mark.parametrize("step", ["safetensors.torch.save_file", "os.replace"])
+@pytest.mark.parametrize("step", ["pathlib.Path.write_bytes", "os.replace"])
 def test_saving_is_one_step(path, saved, monkeypatch, error, step):
     """Whatever goes wrong, the old file is whole and nothing is left beside it."""
     result = tlens.Attribution.load(path)
@@ -225,6 +240,42 @@ def test_saving_is_one_step(path, saved, monkeypatch, error, step):
         result.save(path)
     assert path.read_bytes() == saved
     assert os.listdir(path.parent) == ["result"]
+
+
+def test_a_file_is_read_once(path, monkeypatch):
+    """Another process may replace or remove it as soon as it was read."""
+    scores = tlens.Attribution.load(path).scores
+    read_bytes = Path.read_bytes
+
+    def read_and_lose(file):
+        content = read_bytes(file)
+        file.unlink()
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", read_and_lose)
+    assert torch.equal(tlens.Attribution.load(path).scores, scores)
+
+
+def test_threads_that_save_one_path(path):
+    """Whoever is last has saved it, whole, and nobody fails."""
+    result = tlens.Attribution.load(path)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: result.save(path), range(200)))
+    assert torch.equal(tlens.Attribution.load(path).scores, result.scores)
+    assert os.listdir(path.parent) == ["result"]
+
+
+def test_every_file_has_the_mode_that_the_user_wants(path):
+    result = tlens.Attribution.load(path)
+    modes = {stat.S_IMODE(result.save(path.with_name(name)).stat().st_mode) for name in ("a", "a.safetensors", "a.csv")}
+    path.with_name("b").touch()
+    assert modes == {stat.S_IMODE(path.with_name("b").stat().st_mode)}
+
+
+def test_what_would_not_load_is_not_saved(path):
+    result = replace(tlens.Attribution.load(path), target=None)
+    with pytest.raises(tlens.InvalidInputError, match=r"Attribution\.target is a NoneType, not str"):
+        result.save(path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

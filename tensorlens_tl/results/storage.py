@@ -1,14 +1,16 @@
 """How is a result kept in a file? Tensors and JSON in one safetensors file, with a digest; never anything that runs."""
 
-import errno
 import hashlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from types import NoneType, UnionType
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -38,10 +40,14 @@ class Stored:
         """Write to one safetensors file (facts as JSON metadata, never pickle); replaces an old file in one step.
 
         Raises:
-            InvalidInputError: no such folder.
+            InvalidInputError: no such folder, or a field of another type than its class says, which would not load.
             OSError: it cannot be written, as on a full disk.
         """
-        return write(path, type(self).__name__, *self._packed())
+        tensors, facts = self._packed()
+        wrong = self._wrong_facts(facts)
+        if wrong:
+            raise InvalidInputError(f"save: {wrong}.")
+        return write(path, type(self).__name__, tensors, facts)
 
     @classmethod
     def load(cls: type[Result], path: str | os.PathLike[str]) -> Result:
@@ -53,11 +59,23 @@ class Stored:
         """
         tensors, facts = read(path, cls.__name__, cls.TENSORS)
         try:
+            wrong = cls._wrong_facts(facts)
+            if wrong:
+                raise ValueError(wrong)
             return cls._unpacked(tensors, facts)
         except (KeyError, TypeError, ValueError) as error:
             raise FileFormatError(
                 f"{path}: not a readable {cls.__name__} ({type(error).__name__}: {error})."
             ) from error
+
+    @classmethod
+    def _wrong_facts(cls, facts: Mapping[str, Any]) -> str:
+        """What is wrong with the first fact that its field's annotation does not allow, or an empty text."""
+        for field in fields(cls):  # pyright: ignore[reportArgumentType]  # every subclass is a dataclass
+            if field.name in facts and not _allowed(facts[field.name], field.type):
+                kind = getattr(field.type, "__name__", field.type)
+                return f"{cls.__name__}.{field.name} is a {type(facts[field.name]).__name__}, not {kind}"
+        return ""
 
     def _packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {name: tensor for name in self.TENSORS if (tensor := getattr(self, name)) is not None}
@@ -67,6 +85,23 @@ class Stored:
     def _unpacked(cls: type[Result], tensors: dict[str, Tensor], facts: dict[str, Any]) -> Result:
         later = {name: facts[name] for name in cls.LATER_FACTS if name in facts}
         return cls(**tensors, **{name: facts[name] for name in cls.FACTS}, **later)
+
+
+def _allowed(value: Any, annotation: Any) -> bool:
+    """Whether an annotation allows a value of JSON's kinds; a list stands for a tuple, and the reverse."""
+    origin = get_origin(annotation) or annotation
+    arguments = get_args(annotation)
+    if origin in (Union, UnionType):
+        return any(_allowed(value, member) for member in arguments)
+    if origin in (list, tuple, Sequence):
+        return isinstance(value, list | tuple) and all(_allowed(item, arguments[0]) for item in value)
+    if origin in (dict, Mapping):
+        return isinstance(value, Mapping)
+    if origin is float:
+        return isinstance(value, int | float)
+    if origin in (str, bool, int, NoneType):
+        return isinstance(value, origin)
+    return True
 
 
 def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
@@ -81,8 +116,7 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
         InvalidInputError: there is no such folder, or the name's ending is that of another kind of file.
         OSError: it cannot be written, as on a full disk.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     path = Path(path)
     if path.suffix.lower() not in LOADABLE:
@@ -96,11 +130,9 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
         "format": f"tensorlens_tl.{kind}", "version": str(FORMAT_VERSION), "facts": text,
         "digest": _digest(copies, text),
     }  # fmt: skip
-    try:
-        with replacing(path) as temporary:
-            save_file(copies, temporary, metadata=metadata)
-    except SafetensorError as error:
-        raise _system_error(error, path) from error
+    content = save(copies, metadata)  # save_file would create a file that only its owner can read
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
     return path
 
 
@@ -108,22 +140,13 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
 def replacing(path: Path) -> Iterator[Path]:
     """Where to write a file's new content, which takes its place at the end; the old one stays if anything fails."""
     place = path.resolve()  # a link stays one: what it points to is replaced
-    temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
+    temporary = place.with_name(f".{place.name}.{secrets.token_hex(8)}.tmp")  # of this call, in whichever thread
     try:
         yield temporary
         os.replace(temporary, place)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _system_error(error: Exception, path: Path) -> OSError:
-    """What the system said when safetensors wrote a file, which tells it in its own words."""
-    match = re.search(r"os error (\d+)", str(error))
-    number = errno.EIO
-    if match:
-        number = int(match[1])
-    return OSError(number, os.strerror(number), str(path))
 
 
 def read(
@@ -137,30 +160,32 @@ def read(
         FileFormatError: not such a file, damaged or changed since, or from a newer version.
         OSError: no such file, or it cannot be read.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.torch import load
 
-    with open(path, "rb"):  # a missing file, a folder or a forbidden one is the system's own error
-        pass
-    other = other_kind(Path(path))
+    content = Path(path).read_bytes()  # once: another process may replace the file at any time
+    other = other_kind(content, path)
     if other:
         raise FileFormatError(
             f"{path}: {other}, not a readable {kind}. Load what save() wrote with a name that ends in .safetensors, "
             "or in nothing."
         )
     try:
-        with safe_open(str(path), framework="pt") as file:
-            metadata: Mapping[str, str] = file.metadata() or {}
-            if metadata.get("format") != f"tensorlens_tl.{kind}":
-                raise FileFormatError(_other_result(path, kind, metadata.get("format", "")))
-            if int(metadata.get("version", "0")) > FORMAT_VERSION:
-                raise FileFormatError(f"{path}: format {metadata['version']} is newer than this library's; update it.")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = load(content)
+        metadata = _metadata(content)
+        if metadata.get("format") != f"tensorlens_tl.{kind}":
+            raise FileFormatError(_other_result(path, kind, metadata.get("format", "")))
+        version = metadata["version"]
+        if not re.fullmatch("[1-9][0-9]*", version):
+            raise FileFormatError(f"{path}: not a readable {kind}, its format is {version!r}, which there never was.")
+        if version != str(FORMAT_VERSION):
+            raise FileFormatError(f"{path}: format {version} is newer than this library's; update it.")
         if _digest(tensors, metadata["facts"]) != metadata["digest"]:
             raise FileFormatError(
                 f"{path}: damaged, or changed after it was saved (its digest does not fit). Save it again."
             )
         facts = untagged(json.loads(metadata["facts"]))
-    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, FileFormatError):
             raise
         if isinstance(error, SafetensorError) and Path(path).suffix.lower() not in LOADABLE:
@@ -173,6 +198,12 @@ def read(
     if unknown:
         raise FileFormatError(f"{path}: holds a tensor {unknown[0]!r} that no {kind} has.")
     return tensors, facts
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    """The texts in the header of a safetensors file."""
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]).get("__metadata__") or {}
 
 
 JSON_FILE = "a JSON file"
@@ -194,10 +225,9 @@ TABLES = {".csv": "a CSV table, which pandas.read_csv reads"}
 """What a file is whose name ends like this."""
 
 
-def other_kind(path: Path) -> str:
-    """What kind of file it is, where it is none that holds tensors; an empty text otherwise."""
-    with path.open("rb") as file:
-        beginning = file.read(16)
+def other_kind(content: bytes, path: str | os.PathLike[str]) -> str:
+    """What kind of file has this content, where it is none that holds tensors; an empty text otherwise."""
+    beginning = content[:16]
     if not beginning:
         return "an empty file"
     if beginning[8:9] == b"{":  # the facts of a file of tensors, behind their length
@@ -205,7 +235,7 @@ def other_kind(path: Path) -> str:
     for first, what in BEGINNINGS.items():
         if beginning.lower().startswith(first.lower()):
             return what
-    return TABLES.get(path.suffix.lower(), "")
+    return TABLES.get(Path(path).suffix.lower(), "")
 
 
 def _other_result(path: str | os.PathLike[str], kind: str, written: str) -> str:
@@ -278,5 +308,10 @@ def untagged(value: Any) -> Any:
     inner = {key: untagged(item) for key, item in value.items()}
     kind = next(iter(inner), "")
     if len(inner) == 1 and kind in _KINDS:
+        spread = {"$tuple": [inner[kind]], "$set": [inner[kind]], "$pairs": inner[kind]}.get(kind, [])
+        if not all(isinstance(items, list) for items in spread):  # a forged range may be of any length
+            raise ValueError(f"{kind} of {inner[kind]!r}")
+        if kind == "$tensor":
+            return torch.tensor(value[kind])  # numbers, whatever else has a length
         return _KINDS[kind](inner[kind])
     return inner

@@ -116,12 +116,13 @@ def _content(path: Path) -> Any:
         FileFormatError: it is of another kind, or no JSON.
         OSError: there is no such file.
     """
-    kind = other_kind(path)
+    written = path.read_bytes()
+    kind = other_kind(written, path)
     if kind not in ("", JSON_FILE):
         raise FileFormatError(_of_another_kind(path, OF_ENDING.get(path.suffix.lower(), kind)))
     try:
-        content = json.loads(path.read_bytes().decode("utf-8"))
-    except ValueError as error:
+        content = json.loads(written.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise FileFormatError(_unreadable(path, error)) from error
     for names, exported in EXPORTED.items():
         if isinstance(content, dict) and names <= set(content):
