@@ -95,6 +95,10 @@ def one_bias_through_data(model):
     model.blocks[0].mlp.original_component.c_fc.bias.data[3] += 1
 
 
+def one_number_through_data(model):
+    model.blocks[0].mlp.original_component.c_fc.weight.data[0, 3] += 1e-9
+
+
 def new_storage(model):
     weight = model.blocks[0].mlp.original_component.c_fc.weight
     weight.data = weight.data.clone()
@@ -128,7 +132,7 @@ def processed(model):
 
 CHANGES = [
     in_place, through_data, one_head_through_data, one_neuron_through_data, one_token_through_data,
-    one_bias_through_data, new_storage, new_parameter, cast, moved, loaded, trained, processed,
+    one_bias_through_data, one_number_through_data, new_storage, new_parameter, cast, moved, loaded, trained, processed,
 ]  # fmt: skip
 
 
@@ -166,6 +170,65 @@ def test_a_pass_is_fresh_again_where_the_weights_are(model, frozen):
         frozen.operator()
     model.blocks[1].attn.original_component.c_proj.weight.data.div_(2)
     assert torch.equal(frozen.operator().in_out().scores, scores)
+
+
+ABLATIONS = {
+    "a head": lambda weight: weight[4:8].zero_(),
+    "one number": lambda weight: weight[3, 2].add_(1e-9),
+    "all of it": lambda weight: weight.neg_(),
+    "two numbers change places": lambda weight: weight[5].copy_(weight[5, [1, 0, *range(2, weight.shape[1])]]),
+    "two signs": lambda weight: weight[5].mul_(torch.where(weight[5].abs() >= weight[5].abs().topk(2)[0][1], -1, 1)),
+}
+
+
+@pytest.mark.parametrize("ablation", ABLATIONS)
+def test_weights_restored_in_place_are_the_same_weights(model, frozen, ablation):
+    """An ablation needs no new pass."""
+    scores = frozen.operator().in_out().scores
+    weight = model.blocks[1].attn.original_component.c_proj.weight
+    for _ in range(2):
+        before = weight.detach().clone()
+        with torch.no_grad():
+            ABLATIONS[ablation](weight)
+        assert not torch.equal(before, weight)
+        with pytest.raises(tlens.FrozenModelError):
+            frozen.operator()
+        with torch.no_grad():
+            weight.copy_(before)
+        assert torch.equal(frozen.operator().in_out().scores, scores)
+    in_place(model)
+    with pytest.raises(tlens.FrozenModelError):
+        frozen.operator()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(5, 7), (4, 16, 4), (9,), (1,), (3, 1 << 18)])
+def test_any_single_number_and_any_two_that_change_places_are_noticed(shape, dtype):
+    """A write through .data is noticed by the sum, one that torch counts by the hash."""
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype))
+    state = WeightState.of(module)
+    bits = module.weight.data.view(torch.uint8).view(-1)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        place = int(torch.randint(len(bits), (), generator=generator))
+        bit = int(torch.randint(8, (), generator=generator))
+        bits[place] ^= 1 << bit
+        assert not state.holds(module), (place, bit)
+        bits[place] ^= 1 << bit
+        assert state.holds(module)
+    numbers = module.weight.data.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    numbers = numbers.view(-1)
+    for _ in range(20):
+        two = torch.randperm(min(len(numbers), 1000), generator=generator)[:2]
+        if len(two) < 2 or numbers[two[0]] == numbers[two[1]]:
+            continue
+        numbers[two] = numbers[two.flip(0)]
+        with torch.no_grad():
+            module.weight.copy_(module.weight.clone())  # torch counts it
+        assert not state.holds(module), two
+        numbers[two] = numbers[two.flip(0)]
+        assert state.holds(module)
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (7, 5), (16, 24), (1, 9), (4, 16, 4), (4, 4, 16), (9,), ()])

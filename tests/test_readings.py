@@ -102,7 +102,7 @@ def test_an_activation_with_anything_of_somebody_else_stays():
 
 
 def test_without_proof_nothing_is_shared(model):
-    """A lone number that was written through .data may be missed by the check of a shared reading; a proof sees it."""
+    """What a check of a shared reading may miss (a buffer written through .data, say) a proof sees."""
     with one_reading():
         first = tlens.freeze(model, some_tokens(batch=1))
         assert tlens.freeze(model, some_tokens(batch=1)).view is first.view

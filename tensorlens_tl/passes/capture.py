@@ -136,8 +136,8 @@ class Capture:
         """Raise `FrozenModelError` if the model's weights or its configuration are no longer those of this pass.
 
         Weights that were changed, moved or cast, adapters that were switched, scaled or merged; also writes through
-        ``.data``, unless they touch no more than lone numbers (see `WeightState`). It waits for another thread that
-        runs the model, or that has given it other weights for a while. Inside ``torch.autocast``, whose products are
+        ``.data`` (see `WeightState`). Weights that were changed and restored in place are those of the pass. It waits
+        for another thread that runs the model, or that has given it other weights for a while. Inside ``torch.autocast``, whose products are
         not the pass's, it raises `InvalidInputError`.
         """
         refuse_autocast(self.view.device)

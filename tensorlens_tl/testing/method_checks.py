@@ -25,7 +25,6 @@ from tensorlens_tl.errors import (
     UnsupportedModelError,
 )
 from tensorlens_tl.models import HookedModel, ModelLike, ModelView, TokenLike
-from tensorlens_tl.models.lifecycle import WeightState
 from tensorlens_tl.passes import FrozenPass, difference
 from tensorlens_tl.registry import attribute, get_method
 from tensorlens_tl.results import Attribution
@@ -407,7 +406,8 @@ def check_refusals(case: MethodCase) -> None:
         )
     if "query" in method.options:
         case.refused(InvalidInputError, "a query out of range", lambda: case.attribution(frozen, query=case.length))
-    stale_weights = WeightState(frozen.capture.weights.versions, frozen.capture.weights.sample + 1)
+    weights = frozen.capture.weights
+    stale_weights = replace(weights, sample=weights.sample + 1)
     stale = replace(frozen, maps=replace(frozen.maps, capture=replace(frozen.capture, weights=stale_weights)))
     case.refused(FrozenModelError, "a pass older than the model's weights", lambda: case.attribution(stale))
 

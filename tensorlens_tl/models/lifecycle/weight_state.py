@@ -8,9 +8,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.names import PACKED
@@ -30,9 +31,11 @@ class WeightState:
     """What tells the weights of now from those of another time, without a copy of them.
 
     `versions` (storage and torch's own count of writes) change when a weight is replaced, moved, cast, or written to in
-    place. Writes through ``.data`` are not counted by torch, so some numbers are stored as well: one or more of every
-    row and every column of each matrix of each attention head. A head, neuron, channel or token embedding that was
-    changed is seen; a lone number that was changed through ``.data``, or a buffer, may not be. Of weights that are
+    place. Writes through ``.data`` are not counted by torch, so some numbers are stored as well (`sample`: one or more
+    of every row and every column of each matrix of each attention head) and the sum of the bits of each weight (`sums`).
+    A head, neuron, channel, token embedding or any single number that was changed is seen; two numbers whose bits
+    change by opposite amounts, or a buffer, may not be. Where a write was counted, `hashes` tell whether the numbers
+    are those of before again: a weight that was ablated and restored in place is the same weight. Of weights that are
     offloaded to disk the time and size of their files are stored, and no numbers. `adapters` is what adapters are
     switched to, which changes no weight. A copy, or what a pickle gives back, knows no versions: it takes those of its
     model when `holds` is first called, if the numbers agree.
@@ -41,15 +44,19 @@ class WeightState:
     versions: list[tuple[Any, ...]] | None
     sample: Float[Tensor, "n"]
     adapters: tuple[Any, ...] = ()
+    sums: tuple[int, ...] = ()
+    hashes: tuple[int, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"versions": None, "sample": self.sample, "adapters": self.adapters}  # a copy's weights lie elsewhere
+        return vars(self) | {"versions": None}  # a copy's weights lie elsewhere
 
     @classmethod
     def of(cls, model: nn.Module) -> "WeightState":
         """The state of a model's weights now."""
         parameters, files = sources(model)
-        return cls([*map(version_of, parameters), *files], _sample(parameters), _adapters(model))
+        sums = _sums(parameters)
+        hashes = tuple(_remembered_hash(*each) for each in zip(parameters, sums, strict=True))
+        return cls([*map(version_of, parameters), *files], _sample(parameters), _adapters(model), sums, hashes)
 
     @cached_property
     def digest(self) -> str:
@@ -62,14 +69,21 @@ class WeightState:
         """Whether the model's weights are still these."""
         parameters, files = sources(model)
         versions: list[tuple[Any, ...]] = [*map(version_of, parameters), *files]
-        if self.versions is None:  # a copied or pickled pass, with its own copy of the model
-            object.__setattr__(self, "versions", versions)
-        if versions != self.versions or _adapters(model) != self.adapters:
+        before = versions if self.versions is None else self.versions  # None: a copied pass, with its own model
+        if _places(versions) != _places(before) or _adapters(model) != self.adapters:
             return False
         sample = _sample(parameters)
-        return torch.equal(sample, self.sample) or bool(
+        same_sample = torch.equal(sample, self.sample) or bool(
             torch.allclose(sample, self.sample, rtol=0, atol=0, equal_nan=True)
         )
+        if not same_sample or _sums(parameters) != self.sums:
+            return False
+        if versions[len(parameters) :] != before[len(parameters) :]:
+            return False
+        if versions != before and tuple(map(_hash, parameters)) != self.hashes:  # written to in place, and not back
+            return False
+        object.__setattr__(self, "versions", versions)
+        return True
 
 
 def fingerprint(weights: Sequence[Tensor]) -> str:
@@ -83,6 +97,64 @@ def fingerprint(weights: Sequence[Tensor]) -> str:
 
 def _adapters(model: nn.Module) -> tuple[Any, ...]:
     return tuple(adapter_state(layer) for layer in adapter_layers(model))
+
+
+def _places(versions: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Where weights lie: of each version all but torch's count of writes."""
+    return [version[0] for version in versions]
+
+
+@torch.no_grad()
+def _sums(parameters: Sequence[Tensor]) -> tuple[int, ...]:
+    """Of each weight the sum of its bits in words of eight bytes: reading them costs less than a model's own run."""
+    sums: list[Tensor] = []
+    for parameter in parameters:
+        bits = _bits(parameter)
+        words = len(bits) // 8 * 8
+        sums.append(bits[:words].view(torch.int64).sum() + bits[words:].sum())
+    if not sums:
+        return ()
+    return tuple(torch.stack([total.to(sums[0].device) for total in sums]).tolist())
+
+
+def _bits(weight: Tensor) -> UInt8[Tensor, "n"]:
+    bits = weight.detach().contiguous().reshape(-1).view(torch.uint8)
+    return bits.clone() if bits.storage_offset() % 8 else bits
+
+
+CHUNK = 1 << 18
+"""How many words are multiplied at a time."""
+
+_hashes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Of each weight its version, its sum, and its hash, which is computed once for all passes of a model."""
+
+
+def _remembered_hash(weight: Tensor, total: int) -> int:
+    state = (*version_of(weight), total)
+    stored = _hashes.get(weight)
+    if stored is None or stored[0] != state:
+        stored = _hashes[weight] = (state, _hash(weight))
+    return stored[1]
+
+
+@torch.no_grad()
+def _hash(weight: Tensor) -> int:
+    """A weight's bits, each place with a factor of its own.
+
+    Words have half the length of the sum and factors are odd, so that no single change vanishes in its overflow.
+    """
+    bits = _bits(weight)
+    words = bits[: len(bits) // 4 * 4].view(torch.int32)
+    rest = int.from_bytes(bits[len(words) * 4 :].tolist(), "little")
+    within = _factors(0, weight.device)
+    sums = [(chunk * within[: len(chunk)]).sum() for chunk in words.split(CHUNK)]
+    return rest + int((torch.stack(sums) * _factors(1, weight.device)[: len(sums)]).sum())
+
+
+@lru_cache(maxsize=8)
+def _factors(seed: int, device: torch.device) -> Int[Tensor, "n"]:
+    drawn = torch.randint(-(2**62), 2**62, (CHUNK,), generator=torch.Generator().manual_seed(seed))
+    return (2 * drawn + 1).to(device)
 
 
 @torch.no_grad()
