@@ -495,6 +495,53 @@ def test_images_are_refused():
 # ------------------------------------------------------------------ what is shown
 
 
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("method", ["generation", "relp"])
+def test_a_row_is_named_by_the_token_that_it_explains(demo_model, capsys, monkeypatch, padding_side, method):
+    """The token that follows the query; what stands at the query, or in the prompt, names nothing."""
+    monkeypatch.setenv("COLUMNS", "300")
+    given = {} if method == "generation" else {"method": method}
+    result = tlens.attribute_generation(demo_model, PROMPTS[:2], max_new_tokens=5, padding_side=padding_side, **given)
+    for batch, positions in enumerate(result.options["asked"]):
+        ids = demo_model.to_tokens([PROMPTS[batch]])[0].tolist()
+        names = [result.tokens[batch][position] for position in positions]
+        for row, (position, name) in enumerate(zip(positions, names, strict=True)):
+            logits = demo_model(torch.tensor([ids]))[0, -1]
+            ids.append(int(logits.argmax()))
+            assert demo_model.tokenizer.decode(ids[-1]) == name
+            capsys.readouterr()
+            result.show(2, query=row, batch=batch)
+            printed = " ".join(capsys.readouterr().out.split())
+            assert close(result.total[batch, row], logits.max())
+            assert f"logit of {name!r}" in printed
+            assert f"query={row}, {name!r} at {position}, one of 5" in printed
+            if name.strip():
+                assert result.query_row(name, batch) == len(names) - 1 - names[::-1].index(name)
+        lines = result.to_dataframe().query(f"batch == {batch}").groupby("query")
+        assert lines["query_token"].first().tolist() == names
+        with pytest.raises(tlens.InvalidInputError, match=f"The one at position {positions[0]} is query=0"):
+            result.top(query=positions[0], batch=batch)
+    with pytest.raises(tlens.InvalidInputError, match="0 to 4, or their text"):
+        result.top(query="If", batch=0)  # of the prompt
+
+
+def test_words_that_were_generated_name_their_own_rows(demo_model):
+    written = tlens.attribute_generation(
+        demo_model, "If it is not found, a", continuation=" FileNotFoundError is raised"
+    )
+    words = written.merge_words()
+    for name, last in (("FileNotFoundError", "Error"), ("is", " is"), ("raised", " raised")):
+        row = words.query_row(name)
+        assert row == written.query_row(last)
+        frame = words.to_dataframe()
+        lines = frame[frame["query_token"].str.strip() == name]
+        assert {text.strip("' ") for text in lines["target"].str.removeprefix("logit of ")} == {name}
+        assert float(lines.loc[lines["kind"] == "total", "score"].iloc[-1]) == float(written.total[0, row])
+    # after a prompt of BOS alone, queries are the first positions, as those of every query are
+    alone = tlens.attribute_generation(demo_model, "", continuation="FileNotFoundError is raised")
+    assert close(alone.merge_words().total, alone.total)
+
+
 def test_words_and_files_of_generated_text(written):
     words = written.attribute(span="all").merge_words()
     assert close(words.scores.sum(-1), written.attribute(span="all").scores.sum(-1))

@@ -351,9 +351,9 @@ def test_tables_end_in_a_line_for_all_others(frozen, capsys):
 def test_a_table_of_many_queries_says_which_it_shows(frozen, capsys):
     tlens.attribute(frozen, method="rollout").show(query="file")
     printed = " ".join(capsys.readouterr().out.split())
-    assert "query 3 ' file', one of 17" in printed
+    assert "query=3, ' file' at 3, one of 17" in printed
     circuits.logit_attribution(frozen, " the", query=[2, 3]).show(query=0)
-    assert "query 2 ' the', one of 2" in " ".join(capsys.readouterr().out.split())
+    assert "query=0, ' the' at 2, one of 2" in " ".join(capsys.readouterr().out.split())
 
 
 def test_terms_graphs_and_scores_can_be_kept(frozen, tmp_path):

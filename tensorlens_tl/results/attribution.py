@@ -13,7 +13,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import Difference, FrozenPass
 from tensorlens_tl.passes.inputs import find_real, query_positions, without_mark, word_ids, word_starts
-from tensorlens_tl.results.entry import Entry, both_provenances, largest, query_row, shown_target
+from tensorlens_tl.results.entry import Entry, both_provenances, largest, shown_target
 from tensorlens_tl.results.frames import long_frame
 from tensorlens_tl.results.means import refuse_ranked
 from tensorlens_tl.results.targets import OF_GENERATED, TOKENS_OF_QUERIES, with_next_tokens
@@ -136,7 +136,7 @@ class Attribution(Shown):
         Args:
             k: how many.
             query: which of the held queries, counted over the prompt's real ones, or a text: its last token, where it
-                occurs last.
+                occurs last; of generated text, the row that explains this token.
             batch: the prompt.
 
         Raises:
@@ -200,14 +200,6 @@ class Attribution(Shown):
         """The tokens of the first prompt, for ``attribution["<tab>``."""
         return sorted({token.strip() for token in self.tokens[0]} - {""})
 
-    def query_row(self, query: int | str = -1, batch: int = 0) -> int:
-        """Where a query lies on the query axis: counted over the prompt's real queries, or named by its text.
-
-        Raises:
-            InvalidInputError: not among the held queries.
-        """
-        return query_row(self.queries, self.mask, self.tokens, query, batch)
-
     def _row(self, query: int | str, batch: int) -> Float[Tensor, "key"]:
         row = self.plane(batch)[self.query_row(query, batch)]
         return row.masked_fill(~self.mask[batch].to(row.device), 0)
@@ -244,13 +236,16 @@ class Attribution(Shown):
         n_queries = self.queries.shape[1]
         first_queries = torch.arange(n_queries).to(self.queries).expand_as(self.queries)
         options = with_next_tokens(self)
-        left_out = {*OF_GENERATED}  # options that hold positions of tokens
-        if n_queries > 1 and torch.equal(self.queries, first_queries):
+        left_out = {OF_GENERATED[0]}  # a word may begin in the prompt
+        if OF_GENERATED[1] in options:  # positions of tokens
+            pairs = zip(words, options[OF_GENERATED[1]], strict=True)
+            options = options | {OF_GENERATED[1]: [[row[place] for place in places] for row, places in pairs]}
+        if n_queries > 1 and OF_GENERATED[1] not in options and torch.equal(self.queries, first_queries):
             # every query, or the first of them: the last key may be a bias instead of a token
             if n_queries < len(of_token[0]) and len({max(row) for row in words}) > 1:
                 raise InvalidInputError("merge_words: one source is no token (a bias); merge one prompt at a time.")
             by_query = self._averaged(scores, membership[:, :n_queries])
-            left_out = {*OF_GENERATED, TOKENS_OF_QUERIES}
+            left_out = {*left_out, TOKENS_OF_QUERIES}
         else:
             queries = torch.take_along_dim(of_token, self.queries.to(of_token), dim=1)
             by_query = {"scores": scores, "queries": queries}
@@ -283,10 +278,10 @@ class Attribution(Shown):
     def to_dataframe(self) -> "pd.DataFrame":
         """A long table: one line per prompt, query and source token, and one for each query's bias and total.
 
-        Columns (`COLUMNS` says what each one is): the axes, ``query_token`` (of a stretch of generated text the whole
-        stretch), ``key_token``, of an encoder–decoder the sides of both, ``kind``, ``generated``, ``method``,
-        ``target`` and ``score``. Lines of the kinds ``"token"`` and ``"bias"`` sum to the line of the kind ``"total"``
-        where the result is additive.
+        Columns (`COLUMNS` says what each one is): the axes, ``query_token`` (of generated text the token or the
+        stretch that is explained), ``key_token``, of an encoder–decoder the sides of both, ``kind``, ``generated``,
+        ``method``, ``target`` and ``score``. Lines of the kinds ``"token"`` and ``"bias"`` sum to the line of the kind
+        ``"total"`` where the result is additive.
 
         >>> frame = tlens.attribute(frozen, " value").to_dataframe()
         >>> frame["kind"].value_counts().to_dict()

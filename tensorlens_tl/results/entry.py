@@ -104,9 +104,15 @@ def some_numbers(values: Tensor, most: int = 4) -> str:
 
 def query_row(
     queries: Int[Tensor, "batch query"], mask: Bool[Tensor, "batch pos"], tokens: Sequence[Sequence[str]],
-    query: int | str, batch: int,
+    query: int | str, batch: int, explained: Sequence[Sequence[int]] = (),
 ) -> int:  # fmt: skip
     """Where a query lies on a result's query axis: counted over the prompt's real queries, or named by its text.
+
+    Args:
+        queries, mask, tokens: the result's.
+        query: an index, or a text: its last token, where it occurs last among the tokens that name a row.
+        batch: the prompt.
+        explained: the positions of the tokens that name each row, where these are not those of the queries.
 
     Raises:
         InvalidInputError: no such prompt, or not among the held queries.
@@ -114,16 +120,27 @@ def query_row(
     check_batch(batch, tokens)
     positions = queries[batch].tolist()
     real = [number for number, position in enumerate(positions) if mask[batch, position]]
+    named = {place: row for row in real for place in _names_of(positions, row, explained)}
     if isinstance(query, str):
-        last = find_real(tokens[batch], mask[batch].tolist(), query)[-1][-1]
-        if last in positions:
-            return positions.index(last)
+        spans = find_real(tokens[batch], mask[batch].tolist(), query)
+        rows = [named[span[-1]] for span in spans if span[-1] in named]
+        if rows:
+            return rows[-1]
     elif -len(real) <= whole_number("query", query, why="one of the queries, or a text") < len(real):
         return real[query]
+    at_position = ""
+    if query in named:
+        at_position = f" The one at position {query} is query={real.index(named[query])}."
     raise InvalidInputError(
-        f"query={query!r} is an index into the queries of prompt {batch}, or their text; this result holds those at "
-        f"positions {[positions[number] for number in real]}. Ask for others where it is made, query='all' for all."
+        f"query={query!r} is an index into the queries of prompt {batch}, 0 to {len(real) - 1}, or their text; this "
+        f"result holds those at positions {list(named)}.{at_position} Ask for others where it is made, query='all' for "
+        "all."
     )
+
+
+def _names_of(positions: Sequence[int], row: int, explained: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The positions of the tokens that name a row."""
+    return explained[row] if explained else [positions[row]]
 
 
 def check_batch(batch: int, prompts: Sequence[Any]) -> None:
@@ -140,13 +157,18 @@ def shown_prompt(batch: int, prompts: int) -> str:
     return f"prompt {batch % prompts} of {prompts}"
 
 
-def shown_query(queries: Int[Tensor, "batch query"], tokens: Sequence[Sequence[str]], row: int, batch: int) -> str:
-    """Which query and which prompt are shown, where a result holds several."""
-    prompts, count = queries.shape
-    position = int(queries[batch, row])
-    parts = [shown_prompt(batch, prompts)]
-    if count > 1:
-        parts.append(f"query {position} {tokens[batch][position]!r}, one of {count}")
+def shown_query(
+    queries: Int[Tensor, "batch query"], mask: Bool[Tensor, "batch pos"], tokens: Sequence[Sequence[str]],
+    row: int, batch: int, explained: Sequence[Sequence[int]] = (),
+) -> str:  # fmt: skip
+    """Which query and which prompt are shown, where a result holds several; see `query_row`, which takes its words."""
+    positions = queries[batch].tolist()
+    parts = [shown_prompt(batch, len(tokens))]
+    if len(positions) > 1:
+        number = sum(1 for position in positions[:row] if mask[batch, position])
+        count = number + sum(1 for position in positions[row:] if mask[batch, position])
+        place = _names_of(positions, row, explained)[-1]
+        parts.append(f"query={number}, {tokens[batch][place]!r} at {place}, one of {count}")
     return ", ".join(filter(None, parts))
 
 

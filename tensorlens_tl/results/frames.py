@@ -18,7 +18,7 @@ COLUMNS: Mapping[str, str] = {
     "row": "of a data set: its number",
     "batch": "the prompt, counted from 0",
     "query": "the position that is explained, padding counted",
-    "query_token": "its token; of a stretch of generated text, the whole stretch",
+    "query_token": "its token; of generated text, the token or the stretch that is explained",
     "query_side": "of an encoder–decoder: the side of the query",
     "key": "the position of the source token, padding counted; empty where a row is about no token",
     "key_token": "its token",

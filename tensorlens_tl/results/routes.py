@@ -208,7 +208,7 @@ class ChangeRoutes(Result):
             prompts = [batch or 0]
             check_batch(prompts[0], self.tokens)
             rows = [query_row(self.queries, self.mask, self.tokens, query, prompts[0])]
-            which = shown_query(self.queries, self.tokens, rows[0], prompts[0])
+            which = shown_query(self.queries, self.mask, self.tokens, rows[0], prompts[0])
         scores = self.scores[prompts, rows].detach().double().mean(0)
         used = [column for column in range(len(ROUTES)) if bool(scores[:, column].any())]
         total = float(self.total[prompts, rows].double().mean())

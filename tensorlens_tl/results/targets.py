@@ -47,31 +47,36 @@ class Explained(Protocol):
     options: dict[str, Any]
 
 
+def explained_positions(result: Explained, batch: int) -> list[list[int]]:
+    """The positions of the tokens that each query of a prompt is about: its own, or those that the model wrote."""
+    queries = result.queries[batch].tolist()
+    written = _spans(result, batch)
+    if written and len(queries) == 1:
+        return [list(dict.fromkeys(written))]  # a word may hold several of them
+    generated = iter(written)
+    return [[next(generated, position) if result.mask[batch, position] else position] for position in queries]
+
+
 def query_texts(result: Explained, batch: int) -> list[str]:
     """What each query of a prompt is, in words: its token, or the stretch of text that it stands for."""
-    tokens = result.tokens[batch]
-    positions = result.queries[batch].tolist()
-    spans = _spans(result, batch)
-    if len(positions) == 1 and len(spans) > 1:
-        return ["".join(tokens[position] for position in spans)]
     if isinstance(result.options.get("query"), str) and result.options["query"] == "mean":
         return [MEAN_QUERY]
-    return [tokens[position] for position in positions]
+    tokens = result.tokens[batch]
+    return ["".join(tokens[place] for place in places) for places in explained_positions(result, batch)]
 
 
 def target_texts(result: Explained, batch: int) -> list[str]:
     """What is explained at each query of a prompt, in words, its own tokens named."""
     tokens = result.tokens[batch]
-    spans = _spans(result, batch)
-    generated = iter(spans)
+    explained = explained_positions(result, batch)
     labels = list[str]()
     for row, position in enumerate(result.queries[batch].tolist()):
         label = _label_of_query(result, batch, row)
         after = position + 1
         if EACH_SPAN in label:
-            label = label.replace(EACH_SPAN, span_text([tokens[place] for place in spans]))
+            label = label.replace(EACH_SPAN, span_text([tokens[place] for place in _spans(result, batch)]))
         elif EACH_GENERATED in label and result.mask[batch, position]:
-            label = label.replace(EACH_GENERATED, repr(tokens[next(generated, position)]))
+            label = label.replace(EACH_GENERATED, repr(tokens[explained[row][0]]))
         elif EACH_NEXT in label and after < len(tokens) and MEAN_QUERY not in label:
             label = label.replace(EACH_NEXT, repr(tokens[after]))
         labels.append(label)
@@ -87,7 +92,8 @@ def target_of_prompt(result: Explained, batch: int, row: int | None = None) -> s
         row: one of its queries; None is all of them.
     """
     shown = shown_target(result.target)
-    if len(result.tokens) == 1 and shown == result.target:
+    of_each = row is not None and (EACH_GENERATED in shown or EACH_NEXT in shown)
+    if len(result.tokens) == 1 and shown == result.target and not of_each:
         return shown
     texts = target_texts(result, batch)
     if row is not None:

@@ -273,7 +273,7 @@ class Terms(Result):
             lines = with_others(entries, everything, len(self))
         if self.remainder is not None and bool(self.remainder[batch, row]):
             lines.append(("everything not listed", float(self.remainder[batch, row])))
-        which = shown_query(self.queries, self.tokens, row, batch)
+        which = shown_query(self.queries, self.mask, self.tokens, row, batch)
         total = float(self.total[batch, row])
         if not self.additive:  # a rule with a total below would look like a sum
             left = len(self) - len(entries)

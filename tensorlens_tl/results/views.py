@@ -23,7 +23,7 @@ from tensorlens_tl.results.entry import (
     with_style,
 )
 from tensorlens_tl.results.result import Result
-from tensorlens_tl.results.targets import OF_GENERATED, target_of_prompt, target_texts
+from tensorlens_tl.results.targets import OF_GENERATED, explained_positions, target_of_prompt, target_texts
 
 AXES = ("batch", "query", "key")
 
@@ -57,6 +57,17 @@ class Shown(Result):
     @abstractmethod
     def top(self, k: int = 10, query: int | str = -1, batch: int = 0) -> list[Entry]:
         """See `Attribution.top`."""
+
+    def query_row(self, query: int | str = -1, batch: int = 0) -> int:
+        """Where a query lies on the query axis: counted over the prompt's real queries, or named by its text.
+
+        A query is named by its token; of generated text by the token that it explains.
+
+        Raises:
+            InvalidInputError: not among the held queries.
+        """
+        check_batch(batch, self.tokens)
+        return query_row(self.queries, self.mask, self.tokens, query, batch, explained_positions(self, batch))
 
     @property
     def heading(self) -> str:
@@ -128,7 +139,7 @@ class Shown(Result):
         return range(min(count, MOST_PROMPTS)), max(0, count - MOST_PROMPTS)
 
     def _print_table(self, k: int, query: int | str, batch: int) -> None:
-        row = query_row(self.queries, self.mask, self.tokens, query, batch)
+        row = self.query_row(query, batch)
         entries = self.top(k, query, batch)
         everything = float((self.plane(batch)[row] * self.mask[batch]).double().sum())
         lines = with_others(entries, everything, int(self.mask[batch].sum()))
@@ -145,7 +156,7 @@ class Shown(Result):
             sides += [""] * (len(rows) - len(entries))
             rows = [(*row[:2], side, row[2]) for row, side in zip(rows, sides, strict=True)]
             sums = [(*line[:2], "", line[2]) for line in sums]
-        which = shown_query(self.queries, self.tokens, row, batch)
+        which = shown_query(self.queries, self.mask, self.tokens, row, batch, explained_positions(self, batch))
         if self.queries.shape[1] > 1:
             which += "; show(query=...) shows another"
         title = " · ".join(filter(None, [self.describe(batch, row), which]))
@@ -174,7 +185,7 @@ class Shown(Result):
         """
         keys, rows = self._shown(batch)
         if query is not None:
-            rows = [query_row(self.queries, self.mask, self.tokens, query, batch)]
+            rows = [self.query_row(query, batch)]
         plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
         tokens = list(keys.values())
         if len(rows) > 1:
@@ -203,12 +214,7 @@ class Shown(Result):
 
     def _explained(self, batch: int, row: int) -> list[int]:
         """The positions of the tokens that a row of scores is about: the query, or what was generated."""
-        if not self._is_generated():
-            return [int(self.queries[batch, row])]
-        positions = list(self.options["asked"][batch])
-        if self.queries.shape[1] == 1:
-            return positions
-        return [dict(zip(self._shown(batch)[1], positions, strict=False))[row]]
+        return explained_positions(self, batch)[row]
 
     def _strip_title(self, batch: int, row: int) -> str:
         notes = [self.describe(batch, row)]
@@ -233,7 +239,8 @@ class Shown(Result):
             return self._generated_html(batch)
         keys, rows = self._shown(batch)
         positions = self.queries[batch].tolist()
-        queries = [(positions[row], self.tokens[batch][positions[row]]) for row in rows]
+        named = [self._explained(batch, row)[-1] for row in rows]
+        queries = [(place, self.tokens[batch][place]) for place in named]
         notes = self._target_notes(batch, rows)
         if self.additive and self.bias is not None and self.total is not None and len(rows) == 1:
             bias, total = (float(t[batch, rows[0]]) for t in (self.bias, self.total))
