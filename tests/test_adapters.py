@@ -345,6 +345,26 @@ def test_a_layer_of_another_class_is_compared():
         read_linear(patched, "v", refuse)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_half_precision_hides_is_compared_in_float32(dtype):
+    """One channel of 32 is off by two hundredths, and it is the smallest."""
+
+    class Off(nn.Linear):
+        def forward(self, x):
+            output = super().forward(x)
+            return torch.cat([output[..., :-1], self.factor * output[..., -1:]], dim=-1)
+
+    layer = Off(16, 32).to(dtype)
+    layer.weight.data[-1] *= 0.1
+    layer.bias.data[-1] *= 0.1
+    layer.factor = 1.0
+    assert read_linear(layer, "v", refuse).weight.dtype == dtype
+    layer = Off(16, 32).to(dtype)
+    layer.factor = 1.02
+    with pytest.raises(UnsupportedModelError, match=r"differs from r·W \+ b by 2\.0e-02"):
+        read_linear(layer, "v", refuse)
+
+
 class Larger(nn.Module):
     """A parametrization."""
 

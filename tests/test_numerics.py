@@ -1,10 +1,11 @@
 """Numbers at their limits, inside whole models: all holds as elsewhere, or is refused with a name and a place."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import hooks_left, some_tokens
+from conftest import close, hooks_left, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
@@ -201,6 +202,44 @@ def test_narrow_norms_are_read_whatever_their_numbers(dtype):
             for parameter in norm.parameters():
                 parameter.data.normal_(std=1.5)
             assert tried_norm(norm.to(dtype), SimpleNamespace(eps=1e-6), width=4).centre == centre
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("numbers", [(25, 25), (100, 100), (300, 300), (1, 3e4), (-1, 3e4), (0.3, 0)], ids=str)
+def test_whether_a_norm_adds_one_is_not_decided_within_rounding(dtype, numbers):
+    """A gain of 100 and one of 101 are the same beside half precision's rounding, and 0.3 and 1.3 beside 30,000."""
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    for norm, offset in ((Gemma3RMSNorm(8), 1), (LlamaRMSNorm(8), 0)):
+        norm.weight.data.copy_(torch.tensor([*numbers] * 4) + torch.arange(8) / 8)
+        norm.to(dtype)
+        read = tried_norm(norm, SimpleNamespace(eps=1e-6), width=8)
+        assert close(read.gain, offset + norm.weight.detach().double(), 1e-6)
+        assert not read.centre
+        assert norm.weight.dtype == dtype
+
+
+@pytest.mark.parametrize(("dtype", "gain"), [(torch.bfloat16, 100), (torch.float16, 20)], ids=str)
+def test_large_gains_in_half_precision(dtype, gain):
+    """Within the model's own rounding, and a head of zeros is refused as ever."""
+    model = tiny_model("bridge/gemma3").double()
+    with torch.no_grad():
+        for name, parameter in model.original_model.named_parameters():
+            if "norm" in name:
+                parameter.add_(gain)
+        model.to(dtype)
+        narrow = model(some_tokens())[:, -1].double()
+        exact = copy.deepcopy(model).double()(some_tokens())[:, -1]
+    chosen = exact.argmax(-1)
+    rounding = (narrow - exact).abs().amax(-1)
+    result = tlens.attribute(tlens.freeze(model, some_tokens()), chosen.tolist())
+    sums = (result.scores.sum(-1) + result.bias)[:, 0].double()
+    expected = exact.gather(-1, chosen[:, None])[:, 0]
+    assert bool(((sums - expected).abs() <= 2 * rounding + 8 * torch.finfo(dtype).eps * expected.abs()).all())
+    zeros = lambda z, hook: z * (torch.arange(z.shape[2]) > 0)[:, None].to(z)
+    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", zeros)]), pytest.raises(tlens.UnsupportedModelError):
+        tlens.freeze(model, some_tokens())
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 0.003), (torch.bfloat16, 0.02)], ids=str)

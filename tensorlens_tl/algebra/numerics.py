@@ -72,6 +72,7 @@ def relative_error(
     """
     if ours.shape != expected.shape:
         return float("inf")
+    ours, expected = upcast(ours), upcast(expected)  # float16 would overflow in a norm, and anything over ∞ is 0
     errors = (ours - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(torch.finfo(expected.dtype).tiny)
     if mask is not None:
         errors = errors[mask]

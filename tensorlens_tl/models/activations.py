@@ -171,4 +171,5 @@ def _gauss_legendre(points: int) -> tuple[list[float], list[float]]:
 def is_elementwise(phi: Activation, dtype: torch.dtype, device: torch.device | str) -> bool:
     """Whether φ treats each channel on its own (SoLU's softmax, for one, does not)."""
     probe = torch.linspace(-2.0, 2.0, 8, dtype=torch.float32).to(device=device, dtype=dtype)
-    return bool(torch.allclose(phi(probe[None]), phi(probe[:, None]).T, rtol=1e-3, atol=1e-4))
+    rtol = max(1e-3, 4 * torch.finfo(dtype).eps)
+    return bool(torch.allclose(phi(probe[None]), phi(probe[:, None]).T, rtol=rtol, atol=1e-4))

@@ -1,7 +1,7 @@
 """What the residual stream starts from: token and position embeddings, where they can be told apart.
 
 Which hook points hold the parts differs by class, and which of them are added differs by family (a shortformer's
-positions never enter the stream). The known ways are data; the one whose sum is the stream is taken.
+positions never enter the stream). The known ways are data; the one whose sum is nearest to the stream is taken.
 """
 
 import torch
@@ -61,6 +61,8 @@ def embedding_parts(frozen: PassOrDifference) -> dict[str, Float[Tensor, "batch 
     candidates = {name for names, _ in PARTS for name in names.values()} | set(scales.values())
     hook_names = sorted(candidates & set(known))
     activations, _ = capture(frozen.model, frozen.inputs, hook_names, last=points.resid_pre, optional=hook_names)
+    best = float("inf")
+    nearest = {"embed": x}
     for names, norm in PARTS:
         if not all(name in activations for name in names.values()) or (
             norm is not None and scales[norm] not in activations
@@ -79,9 +81,10 @@ def embedding_parts(frozen: PassOrDifference) -> dict[str, Float[Tensor, "batch 
             if weights.shift is not None:
                 summands[f"{norm}.b"] = weights.shift.expand_as(x)
         total = sum(summands.values(), start=torch.zeros_like(x))
-        if relative_error(total, x, frozen.mask) <= frozen.tolerance:
-            return summands
-    return {"embed": x}
+        error = relative_error(total, x, frozen.mask)
+        if error <= frozen.tolerance and error < best:
+            best, nearest = error, summands
+    return nearest
 
 
 def _as_stream(tensor: Tensor, x: Tensor) -> Tensor | None:

@@ -13,16 +13,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.parameters.adapters import adapter_state, copied, in_effect, is_adapter, merge, stored_linear
-from tensorlens_tl.models.parameters.modules import detached, innermost, is_bridge_component
+from tensorlens_tl.models.parameters.modules import detached, innermost, is_bridge_component, widened
 from tensorlens_tl.models.parameters.offload import forward_of, version_of
 
 Refuse = Callable[[str], UnsupportedModelError]
 """Makes an error that names the block."""
 
 DIFFERS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""How far a module may be from its weight, as a share of its largest output: a few roundings."""
+"""How far a module may be from its weight in any channel, as a share of what it gives there: a few roundings of the
+dtype that it was run in, which is narrow only where it cannot be run in float32."""
 
 VECTORS = 4
 """How many random vectors a module is compared on."""
@@ -90,8 +92,10 @@ def read_linear(module: Any, name: str, refuse: Refuse) -> LinearWeights:
     read = _stored(module, name, refuse)
     state = _state(module)
     if _compared.get(module) != state:
-        output = _run(module, forward_of(module), read, name, refuse)
-        _refuse_unlike(module, read, output, name, refuse)
+        wide = widened(module)
+        wide_read = _stored(wide, name, refuse)
+        output = _run(module, forward_of(wide), wide_read, name, refuse)
+        _refuse_unlike(module, wide_read, output, name, refuse)
         _compared[module] = state
     return read
 
@@ -191,15 +195,17 @@ def _run(module: nn.Module, runs: Callable[[Tensor], Any], read: LinearWeights, 
 
 def _refuse_unlike(module: nn.Module, read: LinearWeights, output: Any, name: str, refuse: Refuse) -> None:
     """Refuse a module that gives something else than what was read of it."""
-    x = _vectors(read)
-    expected = x @ read.weight
+    difference = float("inf")
+    allowed = DIFFERS[read.weight.dtype]
+    x, weight = upcast(_vectors(read)), upcast(read.weight)
+    expected = x @ weight
     if read.bias is not None:
         expected += read.bias.to(x)
-    difference = float("inf")
     if isinstance(output, Tensor) and output.shape == expected.shape:
-        largest = expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
-        difference = float((output - expected).abs().max() / largest)
-    allowed = DIFFERS[read.weight.dtype]
+        allowed = DIFFERS[output.dtype]
+        sizes = expected.norm(dim=1)
+        smallest = 1e-3 * sizes.max().clamp_min(torch.finfo(sizes.dtype).tiny)
+        difference = float(((output - expected).norm(dim=1) / sizes.clamp_min(smallest)).max())
     if difference <= allowed:
         return
     because = "something was put on it"
@@ -207,7 +213,7 @@ def _refuse_unlike(module: nn.Module, read: LinearWeights, output: Any, name: st
         because = f"what its adapters ({', '.join(adapters)}) do is no change of its weight"
     raise refuse(
         f"{name} ({_kind(module)}) is not its weight: on random vectors it differs from r·W + b by {difference:.1e} of "
-        f"the largest number (allowed: {allowed:.0e}), so {because}. Merge adapters into the weights "
+        f"a channel (allowed: {allowed:.0e}), so {because}. Merge adapters into the weights "
         "(merge_and_unload()), take hooks off, and call model.eval()."
     )
 

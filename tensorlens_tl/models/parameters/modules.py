@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
+from tensorlens_tl.algebra.numerics import maybe, upcast
 from tensorlens_tl.models.activations import Activation
 
 
@@ -14,6 +15,28 @@ def innermost(module: Any) -> Any:
     while hasattr(module, "original_component"):
         module = module.original_component
     return module
+
+
+def widened(module: nn.Module) -> nn.Module:
+    """The same module with its weights in float32 at least, to see what it computes without half precision's rounding.
+
+    It stands beside the module, which nobody else sees changed, and runs the same hooks. A module whose `forward` was
+    replaced runs with the weights that the replacement knows, and is returned itself.
+    """
+    accelerated = "_hf_hook" in vars(module)  # its weights are loaded now, and its `forward` is accelerate's
+    narrow = any(upcast(tensor) is not tensor for tensor in (*module.parameters(), *module.buffers()))
+    if not narrow or ("forward" in vars(module) and not accelerated):
+        return module
+    aside = object.__new__(type(module))
+    kept = dict(vars(module))
+    if accelerated:
+        for name in ("_hf_hook", "_old_forward", "forward"):
+            kept.pop(name, None)
+    for table in ("_parameters", "_buffers"):
+        kept[table] = {name: maybe(lambda tensor: upcast(tensor.detach()), each) for name, each in kept[table].items()}
+    kept["_modules"] = {name: maybe(widened, child) for name, child in module._modules.items()}
+    vars(aside).update(kept)
+    return aside
 
 
 def find_activation(component: Any, cfg: Any) -> Activation | None:
