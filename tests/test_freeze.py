@@ -183,7 +183,7 @@ def test_a_wrong_layout_misses_by_far(model_named, name):
     others = [layout for layout in LAYOUTS if layout != right and layout.norm_names(True) == right.norm_names(True)]
     assert len(others) >= 3
     assert (
-        min(block_error(frozen.maps, 0, frozen.block(0, layout=layout)) for layout in others)
+        min(block_error(frozen.capture, 0, frozen.block(0, layout=layout)(frozen.resid_pre(0))) for layout in others)
         > 1e-2
         > 1e4 * frozen.errors["blocks.0"]
     )

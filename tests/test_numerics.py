@@ -255,6 +255,17 @@ def test_how_exact_scores_are_in_half_precision(dtype, most):
     assert 1e-5 < float(errors.max()) < most
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_result_says_how_many_of_its_digits_hold(dtype, capsys):
+    model = tlens.load_demo_model(kind="bridge").to(dtype)
+    result = tlens.attribute(model, tlens.demo.held_out_prompts(model, 1, 32), 5)
+    missed = float((result.scores.sum(-1) + result.bias - result.total).abs().max())
+    result.show()
+    shown = f"bfloat16 is off by up to {missed:.2g}" in capsys.readouterr().out
+    assert shown == (dtype == torch.bfloat16)
+    assert shown == (missed > 5e-4 * float(result.total.abs()))
+
+
 ONE_CLASS = pytest.mark.skipif("hooked/ln" not in model_names(), reason="its patterns have 0 in the place of NaN")
 
 HIDDEN = {

@@ -41,7 +41,8 @@ class Proved:
     def exact(self):
         self.maps.forget(self.layer)
         block = self.maps.composed(self.layer, self.layout, self.maps.parts(self.layer))
-        return block_error(self.maps, self.layer, block)
+        capture = self.maps.capture
+        return block_error(capture, self.layer, block(capture.resid_pre(self.layer)))
 
     def read(self, part, name, weight):
         vars(self.block)[part] = replace(getattr(self.block, part), **{name: weight})

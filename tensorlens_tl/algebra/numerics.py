@@ -1,6 +1,6 @@
 """Precision and error measures that every layer of the library shares."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -61,7 +61,10 @@ def refuse_nan(what: str, *numbers: Tensor | float) -> None:
 
 
 def relative_error(
-    ours: Float[Tensor, "*any d"], expected: Float[Tensor, "*any d"], mask: Bool[Tensor, "..."] | None = None
+    ours: Float[Tensor, "*any d"],
+    expected: Float[Tensor, "*any d"],
+    mask: Bool[Tensor, "..."] | None = None,
+    summands: Iterable[Float[Tensor, "*any d"]] = (),
 ) -> float:
     """‖ours − expected‖ / ‖expected‖ of the worst vector: infinite where shapes differ, NaN where a value is.
 
@@ -69,11 +72,15 @@ def relative_error(
         ours: vectors that should be `expected`.
         expected: what they are compared with.
         mask: True at the vectors that count, one entry for each; None counts all.
+        summands: vectors that others may cancel, even to zero: the rounding of a sum is that of its largest summand.
     """
     if ours.shape != expected.shape:
         return float("inf")
     ours, expected = upcast(ours), upcast(expected)  # float16 would overflow in a norm, and anything over ∞ is 0
-    errors = (ours - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(torch.finfo(expected.dtype).tiny)
+    sizes = expected.norm(dim=-1).clamp_min(torch.finfo(expected.dtype).tiny)
+    for summand in summands:
+        sizes = torch.maximum(sizes, upcast(summand).to(sizes).norm(dim=-1))
+    errors = (ours - expected).norm(dim=-1) / sizes
     if mask is not None:
         errors = errors[mask]
     return float(errors.max()) if errors.numel() else 0.0

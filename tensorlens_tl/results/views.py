@@ -86,8 +86,17 @@ class Shown(Result):
             target = target_of_prompt(self, batch, row)
         notes = [": ".join(filter(None, [self.method, target]))]
         if self.additive and self.gap is not None:
-            notes.append(f"gap {float(self.gap.max()):.1e}")
+            notes.append(f"gap {float(self.gap.max()):.1e}{self._shown_miss()}")
         return " · ".join(notes)
+
+    def _shown_miss(self) -> str:
+        """How far the sums are from their totals, where that shows in the four digits of a table: half precision."""
+        if self.bias is None or self.total is None or tuple(self.axes) != AXES:
+            return ""
+        missed = (self.scores.sum(-1) + self.bias - self.total).abs()
+        if not bool((missed > 5e-4 * self.total.abs()).any()):
+            return ""
+        return f", {self.provenance.get('dtype', 'rounding')} is off by up to {float(missed.max()):.2g}"
 
     def plane(self, batch: int = 0) -> Float[Tensor, "query key"]:
         """Scores of one prompt as they are shown: other axes (heads, say) averaged, vectors by their norm."""

@@ -24,7 +24,7 @@ from tensorlens_tl.models import BlockView, Layout
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.blocks import BlockParts
 from tensorlens_tl.passes.loops import check_loop
-from tensorlens_tl.passes.proof.layouts import LayoutSearch
+from tensorlens_tl.passes.proof.layouts import LayoutSearch, block_error
 from tensorlens_tl.passes.proof.projected import projected_errors
 from tensorlens_tl.passes.proof.sampled import attention_at, can_be_sampled
 from tensorlens_tl.passes.proof.writes import BlockErrors, SeenWrites, WriteError, tapped, write_errors
@@ -194,7 +194,7 @@ class _BlockProof:
         block = maps.composed(self.layer, layout, tapped(parts, activations))
         capture = maps.capture
         activations["output"] = block(capture.resid_pre(self.layer))
-        error = relative_error(activations["output"], capture.resid_post(self.layer), capture.mask)
+        error = block_error(capture, self.layer, activations["output"])
         return BlockErrors(error, write_errors(maps, self.layer, layout, self.seen, activations))
 
     def _refusal(self) -> str:
@@ -244,9 +244,8 @@ class _BlockProof:
         if patched:
             return (
                 f"A hook at {' and '.join(patched)} puts values in the place of what the model computes, and this "
-                "block does not take them in where the point lies in others; or they are zeros, and leave nothing that "
-                "its map could be compared with. Patch the stream itself, at hook_resid_pre or hook_resid_post, by "
-                "values other than zero."
+                "block does not take them in where the point lies in others. Patch the stream itself, at "
+                "hook_resid_pre or hook_resid_post."
             )
         if constant:
             return (

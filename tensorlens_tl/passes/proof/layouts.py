@@ -3,22 +3,26 @@
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models import Layout, candidates
 from tensorlens_tl.models.lifecycle import OncePerWeights
 from tensorlens_tl.passes.block_maps import BlockMaps
+from tensorlens_tl.passes.capture import Capture
 
 _unambiguous: OncePerWeights[dict[int, Layout]] = OncePerWeights()
 # the layouts of blocks where an input excluded all other layouts
 
 
-def block_error(maps: BlockMaps, layer: int, block: AffineMap) -> float:
-    """The relative error of a block's output when a map stands for the block."""
-    capture = maps.capture
-    return relative_error(block(capture.resid_pre(layer)), capture.resid_post(layer), capture.mask)
+def block_error(capture: Capture, layer: int, output: Float[Tensor, "batch pos d_model"]) -> float:
+    """The relative error of what a map gives in the place of a block.
+
+    What hooks add may cancel what the block computes: a stream that is set to zero is compared with what it was.
+    """
+    return relative_error(output, capture.resid_post(layer), capture.mask, capture.additions.of(layer).values())
 
 
 class LayoutSearch:
@@ -84,8 +88,9 @@ class LayoutSearch:
 
     def _errors(self, maps: BlockMaps, options: Sequence[Layout], activation: str) -> dict[Layout, float]:
         parts = maps.parts(self.layer, activation)
+        x = maps.capture.resid_pre(self.layer)
         return {
-            option: block_error(maps, self.layer, maps.composed(self.layer, option, parts, activation))
+            option: block_error(maps.capture, self.layer, maps.composed(self.layer, option, parts, activation)(x))
             for option in options
         }
 
