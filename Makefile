@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-pythons fuzz lint types docs picture bench guard evaluation compression whitening census support changed gallery choose large methods package release clean
+.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-rounding test-pythons fuzz lint types docs picture bench guard evaluation compression whitening census support changed gallery choose large methods package release clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -39,6 +39,10 @@ test-cpus: .venv/.ready
 	ATEN_CPU_CAPABILITY=default $(NUMERIC) --cases=6
 	ATEN_CPU_CAPABILITY=avx2 $(NUMERIC) --cases=6
 	TENSORLENS_TEST_THREADS=2 $(NUMERIC) -n 1 -k "golden or bridge/gpt2 or bridge/opt"
+
+# the same rounded otherwise than on any one processor: sums in another order, functions a unit in the last place off
+test-rounding: .venv/.ready
+	$(NUMERIC) --cases=1 --other-rounding
 
 # on every other Python that this machine has
 test-pythons:

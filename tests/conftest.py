@@ -1,12 +1,14 @@
 import os
 import random
 import re
+from contextlib import nullcontext
 from copy import deepcopy
 from zlib import crc32
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from rounding import OtherRounding
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 import tensorlens_tl as tlens
@@ -69,6 +71,14 @@ def pytest_addoption(parser):
         "--half", type=int, choices=(1, 2), help="of the marked cases that both lines of TransformerLens have, one half"
     )
     parser.addoption("--turn", type=int, choices=(0, 1), help="of the marked cases one half, the same on both lines")
+    parser.addoption("--other-rounding", action="store_true", help="round otherwise than this processor does")
+
+
+@pytest.fixture(autouse=True)
+def rounding(request):
+    """Under ``--other-rounding``, a test's own process rounds as another processor might (`rounding.py`)."""
+    with OtherRounding() if request.config.getoption("other_rounding") else nullcontext():
+        yield
 
 
 def rest_whole(names, *quick):

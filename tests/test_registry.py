@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 from conftest import some_tokens
 
 import tensorlens_tl as tlens
@@ -97,3 +99,30 @@ def test_what_exec_defines_may_register_again(clean_registry):
     code = "@tlens.register_layer_map('executed', holds_residual=False)\ndef executed(frozen):\n    pass"
     for _ in range(2):
         exec(code, {"tlens": tlens, "__name__": None})
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("minus", [None, 7])
+@pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/gemma2"])
+def test_the_gap_of_a_sum_is_measured_whatever_is_handed_over(model_named, clean_registry, name, minus, strict):
+    """Three times the scores, with a gap of 0, or with three times the total."""
+
+    @tlens.register_method("thrice")
+    def thrice(frozen, *, target=None, minus=None, query=-1, factor=3.0, share=1.0):
+        of_target = tlens.methods.tensorlens(frozen, target=target, minus=minus, query=query)
+        own = {name: getattr(of_target, name) * factor for name in ("scores", "bias")}
+        return replace(of_target, method="thrice", gap=0 * of_target.gap, total=share * of_target.total, **own)
+
+    frozen = tlens.freeze(model_named(name), [[3, 4, 5, 6], [7, 8, 9]], strict=strict)
+    right = tlens.attribute(frozen, 5, method="thrice", minus=minus, factor=1.0, query=[-1, 0])
+    own = tlens.attribute(frozen, 5, minus=minus, query=[-1, 0])
+    assert torch.equal(right.total, own.total)
+    assert torch.equal(right.gap, own.gap)
+    assert float(own.gap.max()) > 0
+    for share in (1.0, 3.0):
+        refused = pytest.raises(tlens.NumericalError) if strict else pytest.warns(tlens.GapWarning)
+        with refused:
+            wrong = tlens.attribute(frozen, 5, method="thrice", minus=minus, share=share)
+            expected = tlens.attribute(frozen, 5, minus=minus).total
+            assert torch.equal(wrong.total, expected)
+            assert float(wrong.gap.max()) > 0.1

@@ -234,6 +234,10 @@ def ablated(x, hook):
     return x
 
 
+def nearly_ablated(x, hook):
+    return ablated(x, hook) + 1e-14
+
+
 def patched(x, hook):
     return drawn(*x.shape).to(x)
 
@@ -385,8 +389,8 @@ def test_a_patched_run_by_itself_has_no_map_where_it_was_patched(model_named):
 def test_a_stream_of_zeros_is_compared_with_what_it_was(name, model_named):
     """However the zeros round: a sum that hooks cancel, to zero or to nearly zero, is as exact as its summands."""
     model = model_named(name)
-    for least in (0.0, 1e-14):
-        with model.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", lambda x, hook: ablated(x, hook) + least)]):
+    for act in (ablated, nearly_ablated):
+        with model.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", act)]):
             run = tlens.freeze(model, some_tokens())
         assert run.errors["blocks.0"] < 1e-12
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import plain
 from tensorlens_tl.algebra.memory import Memory, in_bytes
+from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, RegistryError
 from tensorlens_tl.models import NEXT, ModelLike, Query, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, freeze, one_check, unchecked_view
@@ -22,7 +23,7 @@ from tensorlens_tl.passes.inputs import (
 from tensorlens_tl.passes.operator import RANKED, target_ids, token_label
 from tensorlens_tl.registry.entries import Method
 from tensorlens_tl.registry.options import PER_PROMPT, split_options
-from tensorlens_tl.registry.registering import get_method, list_methods
+from tensorlens_tl.registry.registering import get_method, is_ours, list_methods
 from tensorlens_tl.results import MEAN_QUERY, TOKENS_OF_QUERIES, Attribution, joined, one_query
 
 MEAN = "mean"
@@ -194,7 +195,26 @@ def _computed(method: Method, frozen: FrozenPass | Difference, options: Mapping[
     """The result of a method; no other thread gives the model other weights before it is computed."""
     with one_check(frozen.view.model):
         frozen.check_fresh()
-        return _with_tokens_of_queries(frozen, _checked(method.name, method.function(frozen, **options)), options)
+        result = _checked(method.name, method.function(frozen, **options))
+        if result.additive and not is_ours(str(method.function.__module__)):
+            result = _measured(frozen, result, options)
+        return _with_tokens_of_queries(frozen, result, options)
+
+
+def _measured(frozen: FrozenPass | Difference, result: Attribution, options: Mapping[str, Any]) -> Attribution:
+    """The sum of somebody else's method with the gap that it has, whatever gap was handed over.
+
+    Where the method was given a target, the total is the model's own logit, read here.
+    """
+    if result.bias is None:
+        return result
+    total = result.total
+    if options.get("target") is not None and options.get("direction") is None:
+        named = {name: options[name] for name in ("target", "minus") if name in options}
+        total = frozen.operator().totals(**named, query=result.queries)
+    if total is None:
+        return result
+    return frozen.checked(replace(result, total=total, gap=relative_gap(result.scores, result.bias, total)))
 
 
 def _with_tokens_of_queries(

@@ -320,15 +320,15 @@ def get_layer_map(name: str) -> LayerMap:
 
 def _load_built_in(function: Callable[..., Any]) -> None:
     """Before somebody else's function takes a name: the built-in ones have theirs first."""
-    if not _is_ours(str(function.__module__)):
+    if not is_ours(str(function.__module__)):
         _load_published(built_in=True)
 
 
 def _load_published(built_in: bool = False) -> None:
     """Load what is published once; it may register itself, or is registered under its entry point's name."""
-    points = sorted(entry_points(group=ENTRY_POINTS), key=lambda point: not _is_ours(point.value))
+    points = sorted(entry_points(group=ENTRY_POINTS), key=lambda point: not is_ours(point.value))
     for point in points:
-        ours = _is_ours(point.value)
+        ours = is_ours(point.value)
         if point.value in _LOADED or (built_in and not ours):
             continue
         _LOADED.add(point.value)
@@ -348,5 +348,6 @@ def _load_published(built_in: bool = False) -> None:
             )
 
 
-def _is_ours(value: str) -> bool:
+def is_ours(value: str) -> bool:
+    """Whether a module, or what an entry point names, is part of this package."""
     return value.partition(":")[0].partition(".")[0] == __name__.partition(".")[0]
