@@ -28,15 +28,19 @@ def widened(module: nn.Module) -> nn.Module:
     if not narrow or ("forward" in vars(module) and not accelerated):
         return module
     aside = object.__new__(type(module))
-    kept = dict(vars(module))
+    attributes = dict(vars(module))
     if accelerated:
         for name in ("_hf_hook", "_old_forward", "forward"):
-            kept.pop(name, None)
+            attributes.pop(name, None)
     for table in ("_parameters", "_buffers"):
-        kept[table] = {name: maybe(lambda tensor: upcast(tensor.detach()), each) for name, each in kept[table].items()}
-    kept["_modules"] = {name: maybe(widened, child) for name, child in module._modules.items()}
-    vars(aside).update(kept)
+        attributes[table] = {name: maybe(_wide, tensor) for name, tensor in attributes[table].items()}
+    attributes["_modules"] = {name: maybe(widened, child) for name, child in module._modules.items()}
+    vars(aside).update(attributes)
     return aside
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return upcast(tensor.detach())
 
 
 def find_activation(component: Any, cfg: Any) -> Activation | None:
