@@ -12,6 +12,7 @@ from conftest import some_tokens
 import tensorlens_tl as tlens
 from tensorlens_tl.commands import main
 from tensorlens_tl.models import ModelView
+from tensorlens_tl.testing import check_checkpoint
 
 transformers = pytest.importorskip("transformers")
 TransformerBridge = importlib.import_module("transformer_lens.model_bridge").TransformerBridge
@@ -272,3 +273,80 @@ def test_verify_says_which_weights_are_new(tmp_path, capsys, name, line):
 def test_verify_says_where_it_cannot_know(capsys):
     assert main(["verify"]) == 0
     assert "is not known of this model" in " ".join(capsys.readouterr().out.split())
+
+
+# ----------------------------------------------------------------------------------------------- the checkpoint's model
+
+
+GROUPED = {"num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0}
+ENCODER_DECODER = {
+    "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 50, "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def saved_with_large_weights(folder, name, **options):
+    """A checkpoint whose logits depend on everything in it, as a trained model's do."""
+    model = getattr(transformers, name)
+    model = model(model.config_class(**options))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.3 + (weight.ndim == 1))
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("LlamaForCausalLM", SIZES | GROUPED),
+        ("BertForMaskedLM", SIZES),
+        ("BartForConditionalGeneration", ENCODER_DECODER),
+        ("CohereForCausalLM", SIZES | GROUPED),
+        ("Cohere2ForCausalLM", SIZES | GROUPED),
+        ("HunYuanDenseV1ForCausalLM", SIZES | GROUPED),
+    ],
+)
+def test_a_bridge_that_is_not_the_model_of_its_checkpoint_is_told(tmp_path, capsys, name, options):
+    """Some families of TransformerLens 3.9 are not; whoever computes something else must be told, and nobody else."""
+    folder = saved_with_large_weights(tmp_path, name, **options)
+    model = booted(folder)
+    theirs = getattr(transformers, name).from_pretrained(folder, dtype=torch.float64).eval()
+    tokens = some_tokens(1, 5)
+    decoder = {"decoder_input_ids": tokens} if name.startswith("Bart") else {}
+    with torch.no_grad():
+        expected = theirs(tokens, **decoder).logits
+        ours = model(tokens, **{key.removesuffix("_ids"): ids for key, ids in decoder.items()})
+    differs = float((ours - expected).abs().max() / expected.abs().max())
+    assert differs < 1e-6 or differs > 1e-3
+    if differs < 1e-6:
+        assert check_checkpoint(model) < 1e-6
+        with torch.no_grad():
+            next(model.parameters()).add_(torch.randn(16))  # and if it is changed, it is another
+    with pytest.raises(tlens.ConformanceError, match=f"here and .* in the {name} that Hugging Face loads"):
+        check_checkpoint(model)
+    if differs < 1e-6:
+        return
+    assert main(["verify", TEXT, "--model", folder, "--dtype", "float64"]) == 1
+    printed = capsys.readouterr()
+    assert "not the one of its checkpoint" in " ".join(printed.err.split())
+    assert "Every weight" not in printed.out
+    with pytest.warns(UserWarning, match="not the one of its checkpoint"):
+        assert main(["attribute", TEXT, "--model", folder]) == 0
+
+
+def test_verify_compares_the_logits_with_the_checkpoints_model(tmp_path, capsys):
+    folder = saved_with_large_weights(tmp_path, "LlamaForCausalLM", **SIZES, **GROUPED)
+    assert main(["verify", TEXT, "--model", folder]) == 0
+    assert "Its logits are those of the model that Hugging Face loads" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_has_no_checkpoint_at_hand_is_not_compared(tmp_path):
+    import shutil
+
+    assert check_checkpoint(tlens.load_demo_model()) is None
+    assert check_checkpoint(booted(saved(tmp_path / "headless", "LlamaModel"))) is None
+    model = booted(saved(tmp_path / "whole", "LlamaForCausalLM"))
+    shutil.rmtree(tmp_path / "whole")
+    assert check_checkpoint(model) is None

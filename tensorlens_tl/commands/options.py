@@ -1,6 +1,7 @@
 """Arguments that several commands share, and what they stand for."""
 
 import argparse
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -165,9 +166,27 @@ def loaded_model(
             checkpoint does not have, unless the arguments allow it.
     """
     model = named_model(args, name, images=images)
+    _warn_unlike_checkpoint(model)
     if not args.allow_untrained:
         refuse_untrained(model, name or args.model, logits=logits)
     return model
+
+
+MOST_COMPARED = 4 * 2**30
+"""Up to how many bytes of weights a model is loaded once more, to compare it with its checkpoint."""
+
+
+def _warn_unlike_checkpoint(model: Any) -> None:
+    """Warn where the logits of a model that is not too large are not those of its checkpoint."""
+    from tensorlens_tl.errors import ConformanceError
+    from tensorlens_tl.testing import check_checkpoint
+
+    if sum(weight.nbytes for weight in model.parameters()) > MOST_COMPARED:
+        return
+    try:
+        check_checkpoint(model)
+    except ConformanceError as error:
+        warnings.warn(str(error), UserWarning, stacklevel=2)
 
 
 def refuse_untrained(model: Any, name: str, *, logits: bool) -> None:

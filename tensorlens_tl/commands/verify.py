@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> None:
     """Print what each part and each claim measures; ends with an error that names what does not hold."""
     from tensorlens_tl.drawing.terminal import show_table
     from tensorlens_tl.models import ModelView
-    from tensorlens_tl.testing import check_model
+    from tensorlens_tl.testing import check_checkpoint, check_model
 
     model = named_model(args)  # proofs hold of any weights; which of them are random is said at the end
     text = args.text
@@ -42,11 +42,16 @@ def run(args: argparse.Namespace) -> None:
     headings = ("part or claim", "layout", "relative error")
     caption = "0 means bit for bit: the same operations in the same order"
     show_table(f"{report.description}: supported", headings, rows, left=headings, caption=caption)
+    error = check_checkpoint(model)
     print(_newly_initialised(view))
+    if error is not None:
+        print(f"Its logits are those of the model that Hugging Face loads from there (they differ by {error:.1e}).")
 
 
 def _newly_initialised(view: "ModelView") -> str:
     """What is known about weights that the checkpoint does not have."""
+    if view.untrained.classifier:
+        return f"This is no whole model: {view.untrained.noise(logits=True)}"
     if view.untrained.names is None:
         return "Whether a checkpoint had every weight is not known of this model."
     if not view.untrained.names:

@@ -1,6 +1,7 @@
 """What tests of maps, hooks and methods need: tiny random models of every family, and the batteries to run on them."""
 
 from tensorlens_tl.testing.allocations import Allocations
+from tensorlens_tl.testing.checkpoint_checks import check_checkpoint
 from tensorlens_tl.testing.map_checks import check_map, map_checks
 from tensorlens_tl.testing.method_checks import check_attribution, check_method, method_checks
 from tensorlens_tl.testing.method_report import MethodReport
@@ -14,6 +15,7 @@ __all__ = [
     "MethodReport",
     "ModelReport",
     "check_attribution",
+    "check_checkpoint",
     "check_map",
     "check_method",
     "check_model",

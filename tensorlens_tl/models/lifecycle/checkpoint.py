@@ -32,6 +32,9 @@ LOADED = "_is_hf_initialized"
 WRAPPER = "_original_component."
 """What a Bridge puts into the names of parameters that it wraps."""
 
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""The files of a checkpoint's weights."""
+
 HEAD_PARTS = ("mlm_head", "prediction_head", "classifier_ln", "unembed")
 """Which parts stand between the hidden state and the logits."""
 
@@ -82,6 +85,12 @@ class Untrained:
         parts = [name for name in children if not name.startswith("_")]  # TransformerLens 4 keeps what it does not run
         head = self.head
         return tuple(name for name in self._inside(parts) if name not in head)
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the weights that the model was loaded from are at hand: in a folder, or in the hub's cache."""
+        config = getattr(getattr(self.model, "original_model", None), "config", None)
+        return any(_files(config, name) for name in WEIGHTS)
 
     @property
     def classifier(self) -> str | None:
@@ -180,13 +189,13 @@ def _first_rows(config: Any) -> Iterator[Tensor]:
     """The first row of every weight in the checkpoint that a config was read with; nothing where it is not at hand."""
     from safetensors import safe_open
 
-    for file in _files(config, "model.safetensors"):
+    for file in _files(config, WEIGHTS[0]):
         with safe_open(file, framework="pt") as checkpoint:
             for name in checkpoint.keys():  # noqa: SIM118
                 entry = checkpoint.get_slice(name)
                 if entry.get_shape():
                     yield entry[:1]
-    for file in _files(config, "pytorch_model.bin"):
+    for file in _files(config, WEIGHTS[1]):
         weights = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         yield from (weight[:1] for weight in weights.values() if isinstance(weight, Tensor) and weight.ndim)
 
