@@ -256,3 +256,12 @@ def test_generated_text_is_of_tokens_alone(chatty):
         tlens.attribute_generation(chatty, encoding, max_new_tokens=1)
     segments = {"input_ids": [[1, 2]], "token_type_ids": [[0, 0]]}
     assert tlens.attribute_generation(chatty, segments, max_new_tokens=1).scores.shape == (1, 1, 3)
+
+
+def test_a_difference_of_logits_is_one_of_log_probabilities(chatty):
+    """What the message about a log-probability as a target recommends."""
+    result = tlens.attribute(chatty, CHAT, " the", minus=" a")
+    logs = tlens.freeze(chatty, CHAT).logits()[0, 0].log_softmax(-1)
+    first, second = (chatty.tokenizer.convert_tokens_to_ids(token) for token in ("Ġthe", "Ġa"))
+    assert abs(float(result.total - (logs[first] - logs[second]))) < 1e-9
+    assert float(result.gap) < 1e-9

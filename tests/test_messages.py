@@ -15,6 +15,7 @@ import torch
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, compress, evaluate
+from tensorlens_tl.generation import freeze_generation
 
 TEXT = "Return the value. Return the"
 OTHER = "Return the name. Return the"
@@ -242,6 +243,20 @@ MISTAKES = {
         "has no token",
         "text number 1",
         "prepend_bos=True",
+    ),
+    "a log-probability": (
+        lambda c: tlens.attribute(c.model, TEXT, " the", of="log_probability"),
+        "no option 'of'",
+        "With minus= scores sum to",
+        "method='leave-one-out'",
+    ),
+    "two answers of different lengths": (
+        lambda c: freeze_generation(c.model, TEXT, continuation=" the").difference(
+            freeze_generation(c.model, TEXT, continuation=" the value")
+        ),
+        "stand elsewhere",
+        "attribute each by itself (span='all'",
+        "the first token in which they differ",
     ),
     "nothing": (lambda c: tlens.freeze(c.model, None), "NoneType", "input", "Pass a string"),
     "ids that are no integers": (

@@ -17,6 +17,12 @@ QUESTIONS = ("target", "minus", "direction")
 """Options that say which number is explained."""
 
 
+PROBABILITIES = (
+    " A probability is no sum over tokens. With minus= scores sum to a difference of two logits, which is that of the two "
+    "tokens' log-probabilities; method='leave-one-out' measures how a probability changes (of='log_probability')."
+)
+
+
 def _without_target(option: str) -> str:
     """What to say where a method does not take the number that it is to explain: which do."""
     others = [name for name in list_methods() if option in get_method(name).options]
@@ -38,6 +44,8 @@ def split_options(method: Method, options: Mapping[str, Any]) -> tuple[dict[str,
         hint = nearest(unknown[0], method.options)
         if unknown[0] in QUESTIONS:
             hint = _without_target(unknown[0])
+        elif unknown[0] == "of" or "prob" in unknown[0]:
+            hint = PROBABILITIES
         raise InvalidInputError(
             f"attribute: method {method.name!r} has no option {unknown[0]!r}.{hint} It "
             f"takes {', '.join(method.options) or 'none'}; freezing takes {', '.join(freezing)}."
