@@ -57,7 +57,8 @@ def test_attribute_from_model_and_from_pass_agree(frozen):
 
 
 def test_a_part_of_the_model_says_so(frozen):
-    assert tlens.attribute(frozen).target == "squared norm of the output"
+    assert tlens.attribute(frozen).target == "logit of the first choice − the runner-up"
+    assert tlens.attribute(frozen, collapse="in_out").target == "squared norm of the output"
     for options, words in (
         ({"mlp": False}, "heads or MLPs left out"),
         ({"heads": {0: [1]}}, "heads or MLPs left out"),
@@ -316,7 +317,6 @@ def test_register_and_call(frozen, clean_registry):
         (lambda f: tlens.attribute(f, method="tensorlns"), tlens.RegistryError, "Did you mean 'tensorlens'"),
         (lambda f: tlens.attribute(f, colapse="norm"), tlens.InvalidInputError, "no option 'colapse'"),
         (lambda f: tlens.attribute(f, collapse="mean"), tlens.InvalidInputError, "'in_out', 'norm', 'target'"),
-        (lambda f: tlens.attribute(f, collapse="target"), tlens.InvalidInputError, "missing"),
         (lambda f: tlens.attribute(f, collapse="norm", target=5), tlens.InvalidInputError, "leave 'norm' out"),
         (lambda f: tlens.attribute(f, probes=5), tlens.InvalidInputError, "belong to collapse='norm'"),
         (lambda f: tlens.attribute(f, "text", 5), tlens.InvalidInputError, "has its input already"),
@@ -415,3 +415,67 @@ def test_a_bias_among_the_sources_has_words_too():
     two = tlens.attribute(model, ["The unreadable filenames", "The file"], method="decompx", bias="token")
     with pytest.raises(tlens.InvalidInputError, match="one prompt at a time"):
         two.merge_words()
+
+
+# ------------------------------------------------------------------ left out
+
+
+def test_tokens_left_out_are_one_line_and_the_sum_holds(demo_model, capsys):
+    result = tlens.attribute(demo_model, "Return the value of the name", " of", minus=" if")
+    assert result.special == [[0]]
+    left = result.without("special", "name", -2)
+    place = len(result.tokens[0]) - 2
+    assert left.left_out == [sorted({0, place, *(entry.position for entry in result["name"])})]
+    assert torch.equal(left.scores, result.scores)
+    listed = {entry.position for entry in left.top(20)}
+    assert listed == set(range(len(result.tokens[0]))) - set(left.left_out[0])
+    frame = left.to_dataframe()
+    kinds = frame.groupby("kind")["score"].sum()
+    assert kinds["token"] + kinds["left out"] + kinds["bias"] == pytest.approx(kinds["total"], rel=1e-5)
+    assert kinds["left out"] == pytest.approx(float(result.scores[0, 0, left.left_out[0]].sum()), rel=1e-5)
+    left.show(2)
+    assert f"{len(left.left_out[0])} left out" in capsys.readouterr().out
+    assert f"{len(left.left_out[0])} left out" in left.to_html()
+    shares = left.normalize().scores
+    assert float(shares.abs().sum()) == pytest.approx(1)
+    assert not shares[0, 0, left.left_out[0]].any()
+
+
+def test_what_is_left_out_survives_files_words_and_batches(demo_model, tmp_path):
+    prompts = ["Return the value", "Set the name of the value"]
+    result = tlens.attribute(demo_model, prompts, memory="100KB").without("special", "value")
+    assert result.left_out == [[0, 3], [0, 6]]
+    assert tlens.Attribution.load(result.save(tmp_path / "result")).left_out == result.left_out
+    words = tlens.attribute(demo_model, "FileNotFoundError").without("special").merge_words()
+    assert [entry.token for entry in words.top()] == ["FileNotFoundError"]
+
+
+def test_without_a_tokenizer_special_tokens_are_unknown(frozen):
+    with pytest.raises(tlens.InvalidInputError, match="name their positions"):
+        tlens.attribute(frozen).without("special")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [((), "name what to leave out"), ((9,), "position=9"), (("z",), "does not occur"), ((0, 1, 2), "would remain")],
+)
+def test_what_cannot_be_left_out(what, message):
+    with pytest.raises(tlens.InvalidInputError, match=message):
+        made(["a", "b", "c"], [[1.0, 2.0, 3.0]]).without(*what)
+
+
+def test_generated_tokens_stay(demo_model):
+    generated = tlens.attribute_generation(demo_model, "If the file is", max_new_tokens=2)
+    left = generated.without("special")
+    assert left.left_out == [[0]]
+    left.plot()
+    left.to_html()
+    with pytest.raises(tlens.InvalidInputError, match="were generated"):
+        generated.without(-1)
+
+
+def test_a_first_token_that_takes_most_is_pointed_out(capsys):
+    made(["<s>", "b", "c"], [[5.0, 2.0, -1.0]]).show()
+    assert "without(0) leaves it out" in " ".join(capsys.readouterr().out.split())
+    made(["<s>", "b", "c"], [[3.0, 2.0, -1.0]]).show()
+    assert "without(" not in capsys.readouterr().out

@@ -659,7 +659,6 @@ def test_bad_input_is_refused_with_its_reason(model_named, monkeypatch):
         (lambda: circuits.svd_tokens(model, 0, 0, circuit="vo"), "'ov' or 'qk'"),
         (lambda: circuits.svd_tokens(model, 0, 0, k=0), "k=0: pass at least 1"),
         (lambda: logit(model, 5), r"tlens.freeze\(model, text\) returns one"),
-        (lambda: logit(frozen), "missing"),
         (lambda: logit(frozen, 5, by="layer"), "use one of 'component'"),
         (lambda: logit(frozen, 5, query=6), "query"),
         (lambda: logit(frozen, 48), "vocabulary"),

@@ -97,9 +97,9 @@ def test_scores_sum_to_the_difference_of_the_live_logits(name, model):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_without_a_target_the_sum_is_the_length_of_the_change_of_the_output(name, model):
+def test_the_sum_along_the_change_is_its_length(name, model):
     a, b = two_runs(model)
-    result = tlens.attribute(tlens.difference(a, b), query=[0, 2, -1])
+    result = tlens.attribute(tlens.difference(a, b), direction="change", query=[0, 2, -1])
     change = a.output[:, [0, 2, -1]] - b.output[:, [0, 2, -1]]
     assert close(summed(result), change.norm(dim=-1), rerun_tolerance(name))
     assert result.target == "length of the change of the output"

@@ -626,7 +626,6 @@ def test_bad_questions(model_named):
         (lambda: circuits.feature_attribution(late, "F7@2"), "feature='F7@2': pass an integer"),
         (lambda: circuits.feature_attribution(late, 1, by="path"), "by='path'; use one of 'token'"),
         (lambda: circuits.feature_effects(late, 5, by="head"), "use one of 'feature_token'"),
-        (lambda: circuits.feature_effects(late), "target: missing"),
         (lambda: circuits.feature_effects(frozen, 5), r"make them with circuits.features"),
         (lambda: circuits.feature_edges(late, early), "Exchange them"),
         (lambda: circuits.feature_edges(early, again), "of two passes"),

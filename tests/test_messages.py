@@ -442,7 +442,6 @@ MISTAKES = {
     ),
     "a target that is no token": (lambda c: tlens.attribute(c.frozen, 99999), "target=99999", "target", "0 to 2047"),
     "a number as a target": (lambda c: tlens.attribute(c.frozen, 1.5), "target=1.5", "target", "direction="),
-    "no target": (lambda c: circuits.logit_attribution(c.frozen), "missing", "target", "target=' Paris'"),
     "token and direction": (
         lambda c: tlens.attribute(c.frozen, " value", direction=torch.ones(128)),
         "not both",

@@ -400,7 +400,7 @@ def test_a_mean_over_prompts_has_its_intervals(name):
         assert span == pytest.approx((float(low), float(high)))
         assert span[0] <= width <= span[1]
     if name == "Terms":
-        assert labels[3:] == ["all others", "total"]
+        assert labels[3:] == ["14 others", "total"]
         assert sum(widths[:4]) == pytest.approx(widths[4])
         assert widths[4] == pytest.approx(float(several.total.mean()))
     assert not several.plot(3, batch=1).collections
@@ -642,3 +642,45 @@ def test_save_draws_the_prompt_that_was_chosen(tmp_path):
     with pytest.raises(tlens.InvalidInputError, match="Circuit has no prompt to choose"):
         circuit.save(tmp_path / "circuit.svg", batch=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first.svg", "second.svg"]
+
+
+# ------------------------------------------------------------------ what is not listed
+
+
+def of_parts(**scores):
+    values = torch.tensor([list(scores.values())], dtype=torch.float64)[None]
+    total = values.sum(-1)
+    queries = torch.zeros(1, 1, dtype=torch.long)
+    return circuits.Terms(
+        list(scores), values, total, queries, torch.ones(1, 1, dtype=torch.bool), [["a"]], "logit of 'a'",
+        remainder=torch.zeros_like(total),
+    )  # fmt: skip
+
+
+def rows_of(terms, k, capsys):
+    terms.show(k)
+    lines = [re.split(r"\s*[│┃]\s*", line.strip("│┃ ")) for line in capsys.readouterr().out.splitlines()]
+    return dict(line for line in lines if len(line) == 2)
+
+
+def test_the_rest_is_one_row_where_it_is_small(capsys):
+    assert rows_of(of_parts(L0H0=5, MLP0=1, L1H0=1), 1, capsys)["2 others"] == "+2"
+
+
+def test_a_rest_that_is_larger_than_every_part_is_split_by_kind(capsys):
+    rows = rows_of(of_parts(L0H0=2, L0H1=1.5, MLP0=1.5, MLP1=1, embed=0.5), 1, capsys)
+    assert (rows["1 other head"], rows["2 other MLPs"], rows["1 other part"]) == ("+1.5", "+2.5", "+0.5")
+
+
+def test_and_by_layer_where_all_are_heads(capsys):
+    rows = rows_of(of_parts(L0H0=2, L0H1=1.5, L1H0=1.5), 1, capsys)
+    assert (rows["1 other part of layer 0"], rows["1 other part of layer 1"]) == ("+1.5", "+1.5")
+
+
+def test_show_and_top_of_several_prompts_name_one_winner(capsys):
+    frozen = tlens.freeze(tiny_model("bridge/gpt2"), some_tokens(batch=3))
+    terms = circuits.logit_attribution(frozen, by="head")
+    winner = terms.top(1)[0]
+    assert winner.score == pytest.approx(float(terms[winner.name].mean()))
+    assert winner.name in rows_of(terms, 1, capsys)
+    assert terms.top(1, batch=1)[0].score in terms.scores[1].flatten().tolist()

@@ -322,7 +322,6 @@ def test_a_position_that_no_vector_brings_nearer_keeps_what_it_has():
         ("ifr", {"threshold": 1}, "at least 0, below 1"),
         ("ifr", {"threshold": "0.1"}, "at least 0, below 1"),
         ("ifr", {"query": 9}, "out of range"),
-        ("alti-logit", {}, "missing"),
         ("alti-logit", {"target": 5, "updates": "mlp"}, "'attention' or 'all'"),
         ("alti-logit", {"target": 5, "distance": "cosine"}, "'l1' or 'l2'"),
         ("alti-logit", {"target": 5, "minus": 5}, "same token"),

@@ -117,6 +117,59 @@ def test_the_first_choice_is_the_prediction(name, runs):
     assert not torch.equal(alone, said)
 
 
+OF_TWO_RUNS = {
+    "routes": lambda s, **how: circuits.routes(tlens.difference(*s), **how),
+    "attribute": lambda s, **how: tlens.attribute(tlens.difference(*s), **how),
+    "FrozenOperator.target": lambda s, **how: tlens.difference(*s).operator().target(**how),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"compare_models", "routes"}))
+def test_left_out_it_is_the_first_choice_against_the_runner_up(name, runs):
+    said = numbers(CALLS[name](runs))
+    assert torch.equal(said, numbers(CALLS[name](runs, target=FIRST_CHOICE, minus=RUNNER_UP)))
+
+
+@pytest.mark.parametrize("method", [name for name in methods_taking_minus() if name != "decompx"])
+def test_every_method_contrasts_the_prediction(method, runs):
+    """Whether it is called by `attribute` or as a function of a pass."""
+    frozen = tlens.freeze(runs.model, some_tokens(batch=2, pos=6))
+    said = tlens.attribute(frozen, method=method, query=[-2, -1])
+    named = tlens.attribute(frozen, FIRST_CHOICE, minus=RUNNER_UP, method=method, query=[-2, -1])
+    alone = tlens.get_method(method).function(frozen, query=[-2, -1])
+    assert torch.equal(said.scores, named.scores)
+    assert torch.equal(said.scores, alone.scores)
+    assert (said.target, said.options) == (named.target, named.options)
+
+
+def two_predictions(model):
+    """Passes of two prompts after which the model predicts two tokens, and these."""
+    first = tlens.freeze(model, torch.tensor([TOKENS]))
+    prompts = (tlens.freeze(model, some_tokens(1, len(TOKENS), seed)) for seed in range(10))
+    second = next(
+        other for other in prompts if not torch.equal(first.logits(-1).argmax(-1), other.logits(-1).argmax(-1))
+    )
+    return (first, second), [int(run.logits(-1)[0, -1].argmax()) for run in (first, second)]
+
+
+@pytest.mark.parametrize("name", OF_TWO_RUNS)
+def test_two_runs_contrast_what_they_predict(name, runs):
+    passes, (first, second) = two_predictions(runs.model)
+    said = numbers(OF_TWO_RUNS[name](passes))
+    assert torch.equal(said, numbers(OF_TWO_RUNS[name](passes, target=first, minus=second)))
+
+
+def test_two_runs_with_one_prediction_contrast_it_with_its_runner_up(runs):
+    """Prompt by prompt: of two prompts one keeps its prediction."""
+    passes, (predicted, other) = two_predictions(runs.model)
+    first = tlens.freeze(runs.model, torch.tensor([TOKENS, TOKENS]))
+    change = tlens.difference(first, tlens.freeze(runs.model, torch.cat([run.tokens for run in passes])))
+    said = tlens.attribute(change)
+    minus = [int(runner_up(runs.model, torch.tensor([TOKENS]), predicted)), other]
+    assert torch.equal(said.scores, tlens.attribute(change, [predicted, predicted], minus=minus).scores)
+    assert said.total[0] == 0
+
+
 @pytest.mark.parametrize("method", methods_taking_minus())
 def test_every_method_explains_the_prediction(method, runs):
     model, tokens = runs.model, some_tokens(batch=2, pos=6)
@@ -201,8 +254,6 @@ def test_classes_of_images_have_a_runner_up():
 def test_it_is_no_target_and_needs_logits(runs):
     with pytest.raises(InvalidInputError, match="target"):
         runs.op.target(RUNNER_UP)
-    with pytest.raises(InvalidInputError, match="target: missing"):
-        runs.op.target(minus=RUNNER_UP)
     scaled = tiny_model(NAME)
     scaled.unembed.register_forward_hook(lambda module, args, output: 2 * output)
     with pytest.raises(UnsupportedModelError, match="logits"):

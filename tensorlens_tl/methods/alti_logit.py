@@ -26,13 +26,12 @@ from torch import Tensor
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.stream import Stream, token_pairs
-from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.layerwise import Maps, normalize_rows
 from tensorlens_tl.methods.alti import Distance, alti_by_attention
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
-from tensorlens_tl.passes.operator import logit_label, unembedding_rows
+from tensorlens_tl.passes.operator import explained_tokens, logit_label, unembedding_rows
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
 
@@ -64,16 +63,15 @@ def alti_logit(
         Scores `[batch, query, key]`, the logit and its bias `[batch, query]`, and each layer's part in `layers`.
 
     Raises:
-        InvalidInputError: no target, several tokens, an unknown option, or a query out of range.
+        InvalidInputError: several tokens, an unknown option, or a query out of range.
         UnsupportedModelError: the model predicts no tokens, is whitened, or `alti` is not defined for it.
 
     >>> result = tlens.methods.alti_logit(frozen, target=" value")
     >>> torch.allclose(result.scores.sum(-1) + result.bias, result.total, rtol=1e-3)
     True
     """
-    if target is None:
-        raise InvalidInputError("target: missing. Pass a token, such as target=' Paris'.")
     positions = query_positions(frozen.prompt, query)
+    target, minus = explained_tokens(frozen, target, minus, positions)
     vectors, constant = unembedding_rows(frozen, positions, target, minus)
     real = torch.take_along_dim(frozen.mask, positions, dim=1)
     vectors = upcast(vectors) * real[..., None]

@@ -95,7 +95,7 @@ def chefer(
         method="chefer",
         query=query,
         target=live_logits.label,
-        options={"target": target, "minus": minus, "query": query},
+        options={"target": live_logits.target, "minus": live_logits.minus, "query": query},
     )
 
 

@@ -9,7 +9,7 @@ scores are averaged (DeepLIFT-SHAP's expectation, Lundberg & Lee 2017).
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Int
@@ -23,10 +23,13 @@ from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import Direction, Query, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, check_pass, difference as difference_of, freeze_changed
 from tensorlens_tl.passes.inputs import prepare, query_positions
-from tensorlens_tl.passes.operator import Collapse, logit_label
+from tensorlens_tl.passes.operator import Collapse, explained_tokens, logit_label
 from tensorlens_tl.passes.replacement import REPLACEMENTS, Placement, Replacement, embedding_points, vocabulary_mean
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
+
+CHANGE = "change"
+"""As `direction=`: along the change of each query's own output."""
 
 
 @register_method("difference", needs=("secants",), explains_differences=True)
@@ -36,7 +39,7 @@ def difference(
     *,
     target: TokenLike = None,
     minus: TokenLike = None,
-    direction: Direction = None,
+    direction: Direction | Literal["change"] = None,
     query: Query = -1,
     baseline: Any = None,
     memory: Memory = None,
@@ -45,8 +48,10 @@ def difference(
 
     Args:
         frozen: the pass, or the difference of two passes.
-        target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`. None is the
-            length of the change of the query's own output, as a sum over tokens.
+        target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`; by default the
+            token that the run predicts against its runner-up, or of a difference against the token that the second run
+            predicts. ``direction="change"`` explains the length of the change of the query's own output, as a sum over
+            tokens; it is the default of a model that predicts no tokens.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         baseline: what the prompt is compared with: ``"mask"`` or ``"pad"`` (the tokenizer's token in every place),
             ``"mean"`` (the vocabulary's mean embedding), ``"zero"``, a token id, a text or ids of the same length (a
@@ -73,14 +78,20 @@ def difference(
     >>> torch.allclose(result.scores.sum(-1) + result.bias, result.total, rtol=1e-3)
     True
     """
+    if direction is None and target is None and minus is None and frozen.view.unembedding is None:
+        direction = CHANGE
+    if direction is None:
+        target, minus = explained_tokens(frozen, target, minus, query_positions(frozen.prompt, query))
+    if isinstance(direction, str) and direction != CHANGE:
+        raise InvalidInputError(f"direction={direction!r}: pass a vector, or 'change'.")
     options = {"baseline": baseline, "target": target, "minus": minus, "query": query}
-    explained = _explained(frozen, baseline)
-    changes = [_change(of, target, minus, direction, query, memory) for of in explained]
-    label = "length of the change of the output"
-    if direction is not None:
-        label = "change of a direction"
-    elif target is not None:
+    changes = [_change(of, target, minus, direction, query, memory) for of in _explained(frozen, baseline)]
+    if direction is None:
         label = f"change of the {logit_label(frozen.view, target, minus)}"
+    elif isinstance(direction, str):
+        label = "length of the change of the output"
+    else:
+        label = "change of a direction"
 
     def mean(name: str) -> Tensor:
         return torch.stack([getattr(change, name) for change in changes]).mean(0)
@@ -123,9 +134,9 @@ def _is_prompt(values: Any) -> bool:
 def _change(
     of: Difference, target: TokenLike, minus: TokenLike, direction: Any, query: Query, memory: Memory
 ) -> Collapse:
-    """One difference's sum over tokens; without a target along the change itself."""
+    """One difference's sum over tokens."""
     operator = of.operator()
-    if target is None and minus is None and direction is None:
+    if isinstance(direction, str):
         change = torch.take_along_dim(upcast(of.output), query_positions(of.prompt, query)[..., None], dim=1)
         length = change.norm(dim=-1, keepdim=True)
         direction = change / length.clamp_min(torch.finfo(length.dtype).tiny)

@@ -61,7 +61,7 @@ def input_x_gradient(
         method="input-x-gradient",
         query=query,
         target=logit.live_logits.label,
-        options={"target": target, "minus": minus, "query": query},
+        options={"target": logit.live_logits.target, "minus": logit.live_logits.minus, "query": query},
     )
 
 
@@ -121,7 +121,7 @@ def integrated_gradients(
         total=total,
         gap=relative_gap(scores, bias, total),
         target=live_logits.label,
-        options={"target": target, "minus": minus, "query": query, "steps": count},
+        options={"target": logit.live_logits.target, "minus": logit.live_logits.minus, "query": query, "steps": count},
     )
 
 

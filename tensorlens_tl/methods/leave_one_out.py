@@ -121,7 +121,13 @@ def leave_one_out(
         method="leave-one-out",
         query=query,
         target=live_logits.label.replace("logit", of.replace("_", "-"), 1),
-        options={"target": target, "minus": minus, "of": of, "replacement": name, "query": query},
+        options={
+            "target": live_logits.target,
+            "minus": live_logits.minus,
+            "of": of,
+            "replacement": name,
+            "query": query,
+        },
     )
 
 

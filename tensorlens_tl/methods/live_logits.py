@@ -7,12 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory, chunks
-from tensorlens_tl.errors import InvalidInputError, NumericalError
+from tensorlens_tl.errors import NumericalError
 from tensorlens_tl.hooks import FwdHook, in_this_thread, logits_at, run
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
-from tensorlens_tl.passes.operator import logit_label, target_ids
+from tensorlens_tl.passes.operator import explained_tokens, logit_label, target_ids
 
 
 class LiveLogits:
@@ -27,27 +27,27 @@ class LiveLogits:
     Attributes:
         live: the model, which is still that of the pass.
         positions: each query's position, `[batch, query]`; `in_logits` is the same as the model's logits count them.
+        target, minus: the tokens that are explained, also where none were named.
         ids, others: the target token of each query, and the one that is subtracted, or None.
         real: True at queries that are real tokens.
         label: the same in words.
 
     Raises:
-        InvalidInputError: no target, several tokens, a query out of range or without a prediction, or dropout that is
+        InvalidInputError: several tokens, a query out of range or without a prediction, or dropout that is
             on.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
     """
 
     def __init__(self, frozen: FrozenPass, target: TokenLike, minus: TokenLike, query: Query, what: str) -> None:
-        if target is None:
-            raise InvalidInputError("target: missing. Pass a token, such as target=' Paris'.")
         self.live = frozen.live(what)
         self.frozen = frozen
         self.positions = query_positions(frozen.prompt, query)
         self.in_logits = frozen.prompt.in_logits(self.positions)
         self.real = torch.take_along_dim(frozen.mask, self.positions, dim=1)
         with frozen.view.loaded("unembedding"):  # where it is offloaded, it is read once
-            self.ids, self.others = target_ids(frozen, self.positions, target, minus)
-            self.label = logit_label(frozen.view, target, minus, capped=True)
+            self.target, self.minus = explained_tokens(frozen, target, minus, self.positions)
+            self.ids, self.others = target_ids(frozen, self.positions, self.target, self.minus)
+            self.label = logit_label(frozen.view, self.target, self.minus, capped=True)
 
     def read(self, logits: Float[Tensor, "*any batch query d_vocab"]) -> Float[Tensor, "*any batch query"]:
         """The target's number at each query, from the model's logits or any function of them."""

@@ -4,7 +4,8 @@ from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.hooks import BackwardRule
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass, rule_scores
-from tensorlens_tl.passes.operator import logit_label
+from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.operator import explained_tokens, logit_label
 from tensorlens_tl.results import Attribution
 
 
@@ -18,6 +19,7 @@ def by_rule(
     memory: Memory,
 ) -> Attribution:
     """The scores of a rule (see `rule_scores`) as the attribution of a method, which claims no sum."""
+    target, minus = explained_tokens(frozen, target, minus, query_positions(frozen.prompt, query))
     result = rule_scores(frozen, rule, target, minus, query=query, memory=memory)
     return Attribution.of(
         frozen,

@@ -8,7 +8,8 @@ from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Direction, HeadChoice, LayerRange, MlpChoice, Query, Rule, TokenLike
 from tensorlens_tl.passes import FrozenPass
-from tensorlens_tl.passes.operator import FrozenOperator, logit_label
+from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.operator import FrozenOperator, explained_tokens, logit_label
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
 
@@ -54,10 +55,11 @@ def tensorlens(
 
     Args:
         frozen: the pass.
-        collapse: `"in_out"` (Eq. 22) and `"target"` (Eq. 24) are additive, `"norm"` (Eq. 21) is not. None is `"target"`
-            where one is given, else `"in_out"`.
+        collapse: `"in_out"` (Eq. 22) and `"target"` (Eq. 24) are additive, `"norm"` (Eq. 21) is not. By default
+            `"target"`, and `"in_out"` where the model or the part of it predicts no tokens and no direction is given.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
-        target, minus, direction: what `"target"` explains; see `FrozenOperator.target`.
+        target, minus, direction: what `"target"` explains, by default the model's first choice against its runner-up;
+            see `FrozenOperator.target`.
         layers, heads, mlp, final_norm, activation: which operator; see `FrozenPass.operator`.
         bias: of the additive collapses: ``"apart"`` from the scores, as in the paper, or by ``"position"``; see
             `FrozenOperator.in_out`.
@@ -76,10 +78,14 @@ def tensorlens(
     >>> torch.allclose(result.scores.sum(-1) + result.bias, result.total, rtol=1e-3)
     True
     """
-    explained: dict[str, Any] = {"target": target, "minus": minus, "direction": direction}
     estimate: dict[str, Any] = {"probes": probes, "tol": tol}
-    chosen = _collapse(collapse, explained, estimate, bias)
+    has_target = any(option is not None for option in (target, minus, direction))
     operator = frozen.operator(layers=layers, heads=heads, mlp=mlp, final_norm=final_norm, activation=activation)
+    predicts = operator.reaches_end and frozen.view.unembedding is not None and not frozen.view.untrained.head
+    chosen = _collapse(collapse, has_target, predicts, estimate, bias)
+    if chosen == "target" and direction is None:
+        target, minus = explained_tokens(frozen, target, minus, query_positions(frozen.prompt, query))
+    explained: dict[str, Any] = {"target": target, "minus": minus, "direction": direction}
     match chosen:
         case "norm":
             result = operator.norm(query, **estimate, rows=rows, seed=seed, memory=memory)
@@ -112,21 +118,21 @@ def tensorlens(
 
 
 def _collapse(
-    collapse: CollapseName | None, explained: Mapping[str, Any], estimate: Mapping[str, Any], bias: Bias
+    collapse: CollapseName | None, has_target: bool, predicts: bool, estimate: Mapping[str, Any], bias: Bias
 ) -> CollapseName:
-    """The collapse itself, or the one that the target implies for None, checked against the options of others.
+    """The collapse itself, or for None the one that the other options imply, checked against the options of others.
 
     Raises:
         InvalidInputError: an option that belongs to another collapse.
     """
-    has_target = any(option is not None for option in explained.values())
+    estimates = any(option is not None for option in estimate.values())
     if collapse is None:
-        collapse = "target" if has_target else "in_out"
+        collapse = "target" if has_target or predicts else "in_out"
     if collapse != "target" and has_target:
         raise InvalidInputError(f"target, minus and direction belong to collapse='target'; leave {collapse!r} out.")
     if collapse == "norm" and bias != "apart":
         raise InvalidInputError(f"bias={bias!r}: the norm of T has no biases; use collapse='in_out' or 'target'.")
-    if collapse != "norm" and any(option is not None for option in estimate.values()):
+    if collapse != "norm" and estimates:
         raise InvalidInputError(f"probes and tol belong to collapse='norm', not {collapse!r}.")
     return collapse
 

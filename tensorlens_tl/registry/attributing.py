@@ -53,7 +53,9 @@ def attribute(
             `Difference` of two, likewise.
         input: text, the messages of a chat or token ids, one prompt or several; images or sound where the model reads
             those (see `freeze`).
-        target: of the methods that take one: a token, one for each prompt, or `NEXT`; see `FrozenOperator.target`.
+        target: of the methods that take one: a token, one for each prompt, or `NEXT`; see `FrozenOperator.target`. By
+            default the model's first choice against its runner-up, and of a `Difference` the tokens that its two runs
+            predict against each other.
         method: one of `list_methods()`; None is ``"tensorlens"``, and of a `Difference` ``"difference"``.
         memory: what may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. It bounds
             the batches, and whatever the method itself bounds by it.
@@ -140,10 +142,10 @@ def _chosen(model: ModelLike | FrozenPass | Difference, name: str | None) -> Met
     return chosen
 
 
-def _logit_positions(options: Mapping[str, Any]) -> Query | None:
-    """The positions whose logits a method's options ask for, to be compared while the model is frozen."""
+def _logit_positions(method: Method, options: Mapping[str, Any]) -> Query | None:
+    """The positions whose logits a method reads, to be compared while the model is frozen."""
     query = options.get("query")
-    if options.get("target") is None or options.get("direction") is not None:
+    if not method.explains_prediction(options) or options.get("direction") is not None:
         return None
     if isinstance(query, str) and query == MEAN:
         return None
@@ -156,7 +158,7 @@ def _frozen_and_answered(
     """A method's answer on a pass that is frozen for it; what it reads of the pass is proved."""
     proof: dict[str, Any] = {"verify": method.reads_maps, **for_freeze}
     with one_check(model):
-        frozen = freeze(model, input, **proof, query=_logit_positions(options))
+        frozen = freeze(model, input, **proof, query=_logit_positions(method, options))
         return _answered(method, frozen, options)
 
 
@@ -221,8 +223,7 @@ def _with_tokens_of_queries(
     frozen: FrozenPass | Difference, result: Attribution, options: Mapping[str, Any]
 ) -> Attribution:
     """The result with the tokens of each prompt and query in its options, where a list or a rank names them."""
-    target = plain(options.get("target"))
-    minus = plain(options.get("minus"))
+    target, minus = (plain(result.options.get(name, options.get(name))) for name in ("target", "minus"))
     if target is None or not any(isinstance(token, list | tuple) or token in RANKED for token in (target, minus)):
         return result
     ids = [each for each in target_ids(frozen, result.queries, target, minus) if each is not None]

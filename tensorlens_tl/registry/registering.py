@@ -186,8 +186,12 @@ def register_alias(
 
 
 def renamed(attribution: Attribution, method: str, options: Mapping[str, Any]) -> Attribution:
-    """A result of one method as that of another, with its options; `memory`, which changes no number, is none."""
-    return replace(attribution, method=method, options={k: v for k, v in options.items() if k != "memory"})
+    """A result of one method as that of another, with its options as the first recorded them.
+
+    `memory`, which changes no number, is left out.
+    """
+    recorded = {name: attribution.options.get(name, value) for name, value in options.items() if name != "memory"}
+    return replace(attribution, method=method, options=recorded)
 
 
 @checked_arguments

@@ -12,7 +12,14 @@ from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import Difference, FrozenPass
-from tensorlens_tl.passes.inputs import find_real, query_positions, without_mark, word_ids, word_starts
+from tensorlens_tl.passes.inputs import (
+    find_real,
+    query_positions,
+    special_positions,
+    without_mark,
+    word_ids,
+    word_starts,
+)
 from tensorlens_tl.results.entry import Entry, both_provenances, largest, shown_target
 from tensorlens_tl.results.frames import long_frame
 from tensorlens_tl.results.means import refuse_ranked
@@ -21,6 +28,10 @@ from tensorlens_tl.results.views import AXES, Shown
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+SPECIAL = "special"
+"""In `Attribution.without`: the tokenizer's special tokens."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -46,12 +57,15 @@ class Attribution(Shown):
         target: what the scores explain, in words.
         method, options: how they were made.
         provenance: model name, class, TransformerLens version, weight processing, dtype, user-installed hooks.
+        special: positions of special tokens, such as BOS, one list per prompt; None where no tokenizer names them.
+        left_out: positions that `without` leaves out of pictures, tables and shares, one list per prompt.
     """
 
     TENSORS: ClassVar = ("scores", "queries", "mask", "layers", "bias", "total", "gap", "stderr", "image")
     FACTS: ClassVar = (
         "tokens", "word_starts", "sides", "axes", "additive", "target", "method", "options", "provenance",
     )  # fmt: skip
+    LATER_FACTS: ClassVar = ("special", "left_out")
 
     scores: Float[Tensor, "..."]
     tokens: list[list[str]]
@@ -71,6 +85,8 @@ class Attribution(Shown):
     target: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
+    special: list[list[int]] | None = None
+    left_out: list[list[int]] | None = None
 
     @classmethod
     def of(
@@ -104,6 +120,7 @@ class Attribution(Shown):
             "mask": frozen.mask,
             "image": frozen.prompt.image,
             "provenance": frozen.provenance(),
+            "special": special_positions(frozen.view, frozen.prompt),
         }
         values = of_pass | fields
         is_sum = values.get("bias") is not None and values.get("total") is not None
@@ -148,9 +165,8 @@ class Attribution(Shown):
         """
         row = self._row(query, batch)
         tokens = self.tokens[batch]
-        real = self.mask[batch].nonzero()[:, 0].to(row.device)
-        positions = real.tolist()
-        return largest(row[real], [tokens[i] for i in positions], k, positions)
+        positions = self.listed(batch)
+        return largest(row[positions], [tokens[i] for i in positions], k, positions)
 
     def __getitem__(self, where: Any) -> list[Entry]:
         """What the tokens of a text gave to the last query of the first prompt: ``attribution["file"]``.
@@ -204,15 +220,83 @@ class Attribution(Shown):
         row = self.plane(batch)[self.query_row(query, batch)]
         return row.masked_fill(~self.mask[batch].to(row.device), 0)
 
+    def without(self, *what: str | int) -> "Attribution":
+        """The same result with some source tokens left out of tables, pictures and shares.
+
+        The first token of a prompt often receives most of the score of a logit and says little about the text. The
+        scores stay as they are, so that the sum still holds: tables show what was left out as one line.
+
+        Args:
+            what: ``"special"`` for the tokenizer's special tokens (BOS, EOS, marks of a chat), texts of whole tokens,
+                or positions, negative ones counted from the last token. Of several prompts, a text may be missing in
+                some.
+
+        Raises:
+            InvalidInputError: nothing named, ``"special"`` where no tokenizer names special tokens, a text that occurs
+                in no prompt, a position out of range, a token of generated text (these are explained), or nothing would
+                remain.
+
+        >>> attribution = tlens.attribute(frozen, " value").without(0)
+        >>> 0 in [entry.position for entry in attribution.top(7)], len(attribution.top(7))
+        (False, 6)
+        """
+        if not what:
+            raise InvalidInputError("without: name what to leave out: 'special', a text, or a position.")
+        out = [set(row) for row in self.left_out or [[]] * len(self.tokens)]
+        for one in what:
+            for row, positions in zip(out, self._named(one), strict=True):
+                row.update(positions)
+        for row, (first, _) in zip(out, self.options.get(OF_GENERATED[0], []), strict=False):
+            if any(position >= first for position in row):
+                raise InvalidInputError(
+                    f"without{what!r}: positions from {first} on were generated; they are explained."
+                )
+        for number, row in enumerate(out):
+            if len(row) == int(self.mask[number].sum()):
+                raise InvalidInputError(f"without{what!r}: no token of prompt {number} would remain.")
+        return replace(self, left_out=[sorted(row) for row in out])
+
+    def _named(self, one: str | int) -> list[list[int]]:
+        """The positions of each prompt that an argument of `without` names."""
+        masks = self.mask.tolist()
+        if not isinstance(one, str):
+            return [[self._position(one, mask)] for mask in masks]
+        if one == SPECIAL:
+            if self.special is None:
+                raise InvalidInputError(
+                    "without('special'): this result does not know which tokens are special (no tokenizer, or an older "
+                    "file); name their positions, without(0)."
+                )
+            starts = [first for first, _ in self.options.get(OF_GENERATED[0], [])] or [len(masks[0])] * len(masks)
+            return [[at for at in row if at < start] for row, start in zip(self.special, starts, strict=True)]
+        found: list[list[int]] = []
+        for number, mask in enumerate(masks):
+            try:
+                found.append([place for span in find_real(self.tokens[number], mask, one) for place in span])
+            except InvalidInputError:
+                found.append([])
+                if number == len(masks) - 1 and not any(found):
+                    raise
+        return found
+
     def normalize(self) -> "Attribution":
         """Scores divided by the sum of their absolute values, per query; no longer additive.
+
+        What `without` left out is zero.
 
         >>> shares = tlens.attribute(frozen, " value").normalize()
         >>> round(shares.scores[0, -1].abs().sum().item(), 5)
         1.0
         """
-        size = self.scores.abs().sum(self.axes.index("key"), keepdim=True)
-        scores = self.scores / size.clamp_min(torch.finfo(self.scores.dtype).tiny)
+        key = self.axes.index("key")
+        listed = torch.zeros_like(self.mask)
+        for batch in range(len(self.tokens)):
+            listed[batch, self.listed(batch)] = True
+        shape = [
+            size if name in ("batch", "key") else 1 for name, size in zip(self.axes, self.scores.shape, strict=True)
+        ]
+        scores = self.scores.masked_fill(~listed.reshape(shape).to(self.scores.device), 0)
+        scores = scores / scores.abs().sum(key, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
         return replace(self, scores=scores, additive=False, bias=None, total=None, gap=None, stderr=None)
 
     def merge_words(self) -> "Attribution":
@@ -258,6 +342,8 @@ class Attribution(Shown):
             layers=None,
             stderr=None,
             word_starts=[[True] * count for _ in words],
+            special=_words_of(self.special, words),
+            left_out=_words_of(self.left_out, words),
             options={name: value for name, value in options.items() if name not in left_out},
         )
 
@@ -362,6 +448,13 @@ def _word_texts(tokens: list[str], words: list[int], count: int) -> list[str]:
     return texts
 
 
+def _words_of(positions: list[list[int]] | None, words: list[list[int]]) -> list[list[int]] | None:
+    """The words that some positions of each prompt belong to."""
+    if positions is None:
+        return None
+    return [sorted({of_token[at] for at in row}) for row, of_token in zip(positions, words, strict=True)]
+
+
 def _word_sides(sides: list[str], words: list[int], count: int) -> list[str]:
     """The side of each word of a prompt, that of its first token; empty where the prompt has fewer words."""
     side_of = dict(zip(words[::-1], sides[::-1], strict=True))
@@ -436,6 +529,9 @@ def _check_prompts(result: Attribution) -> None:
             continue
         if len(lines) != batch or any(not isinstance(line, list | tuple) or len(line) != key for line in lines):
             raise ValueError(f"tokens are not {key} for each of {batch} prompts")
+    for lines in (result.special, result.left_out):
+        if lines is not None and (len(lines) != batch or not all(0 <= at < key for line in lines for at in line)):
+            raise ValueError("special tokens, or those left out, are not positions of the prompts")
     if not all(isinstance(token, str) for line in result.tokens for token in line):
         raise ValueError("tokens are not text")
     if not all(isinstance(start, bool) for line in result.word_starts or () for start in line):

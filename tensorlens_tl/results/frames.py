@@ -24,7 +24,8 @@ COLUMNS: Mapping[str, str] = {
     "key_token": "its token",
     "key_side": "of an encoder–decoder: its side",
     "head": "the number of a head, where an attribution has an axis of heads",
-    "kind": '`token`, `bias`, `total`, or `rest`: all tokens that a data set did not store (`keep="top:N"`)',
+    "kind": "`token`, `bias`, `total`, `left out` (tokens that `without` leaves out, together), or `rest`: all tokens "
+    'that a data set did not store (`keep="top:N"`)',
     "generated": "whether the model wrote the source token",
     "target": "what is explained, in words; for head scores, what is attended to",
     "term": "the name of a part: a head, an MLP, a path, a feature",
@@ -63,12 +64,13 @@ COLUMNS: Mapping[str, str] = {
 def long_frame(result: Shown) -> "pd.DataFrame":
     """One line per prompt, query and source token, and where a result has them one for each bias and total.
 
-    Lines of the kinds ``"token"`` and ``"bias"`` sum to that of the kind ``"total"`` where the result is additive.
+    Lines of all other kinds sum to that of the kind ``"total"`` where the result is additive.
     """
     import pandas as pd
 
     tokens = _token_lines(result)
-    sums = [_lines_of_queries(result, name) for name in ("bias", "total") if getattr(result, name) is not None]
+    numbers = {"left out": left_out_sums(result), "bias": result.bias, "total": result.total}
+    sums = [_lines_of_queries(result, kind, values) for kind, values in numbers.items() if values is not None]
     frame = pd.concat([tokens, *sums], ignore_index=True)
     frame = frame.sort_values(["batch", "row"], kind="stable", ignore_index=True).drop(columns="row")
     numbers = ["key", *[axis for axis in result.axes if axis not in AXES]]
@@ -86,8 +88,10 @@ def _token_lines(result: Shown) -> "pd.DataFrame":
     frame["row"] = frame["query"]
     frame["score"] = _numbers(result.scores)
     frame["kind"] = "token"
-    real = result.mask.cpu().numpy()[frame["batch"], frame["key"]]
-    frame = frame.loc[real]
+    listed = np.zeros(tuple(result.mask.shape), dtype=bool)
+    for number in range(len(listed)):
+        listed[number, result.listed(number)] = True
+    frame = frame.loc[listed[frame["batch"], frame["key"]]]
     batch, key = (frame[name].to_list() for name in ("batch", "key"))
     frame["key_token"] = [result.tokens[b][k] for b, k in zip(batch, key, strict=True)]
     ranges: Sequence[Sequence[int]] = result.options.get(OF_GENERATED[0], [(0, 0)] * len(result.tokens))
@@ -97,12 +101,20 @@ def _token_lines(result: Shown) -> "pd.DataFrame":
     return _with_queries(result, frame)
 
 
-def _lines_of_queries(result: Shown, name: str) -> "pd.DataFrame":
-    """One line per query, of a number that belongs to no token."""
+def left_out_sums(result: Shown) -> Tensor | None:
+    """What the tokens that are left out give to each query, `[batch, query]`; None where there are none."""
+    if not result.left_out or result.axes != AXES:
+        return None
+    rows = zip(result.scores, result.left_out, strict=True)
+    return torch.stack([scores[:, positions].sum(-1) for scores, positions in rows])
+
+
+def _lines_of_queries(result: Shown, kind: str, values: Tensor) -> "pd.DataFrame":
+    """One line per query, of a number that belongs to no single token."""
     import pandas as pd
 
     batch, row = np.indices(tuple(result.queries.shape)).reshape(2, -1)
-    frame = pd.DataFrame({"batch": batch, "row": row, "score": _numbers(getattr(result, name)), "kind": name})
+    frame = pd.DataFrame({"batch": batch, "row": row, "score": _numbers(values), "kind": kind})
     frame["key_token"] = ""
     frame["generated"] = False
     if result.sides is not None:

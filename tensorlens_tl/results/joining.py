@@ -44,6 +44,7 @@ def joined(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], optio
         **tensors,
         tokens=_rows(padded, "tokens", order),
         word_starts=_rows(padded, "word_starts", order),
+        special=_rows(padded, "special", order),
         target=_target([part.target for part in parts]),
         options=first.options | options | _tokens_of_queries(parts, order),
     )

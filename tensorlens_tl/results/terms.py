@@ -28,7 +28,6 @@ from tensorlens_tl.results.entry import (
     shown_query,
     shown_target,
     some_numbers,
-    with_others,
     with_style,
 )
 from tensorlens_tl.results.means import less, mean_over_prompts
@@ -181,13 +180,13 @@ class Terms(Result):
         """
         return query_row(self.queries, self.mask, self.tokens, query, batch)
 
-    def top(self, k: int = 10, query: int | str = -1, batch: int = 0, *, names: str = "*") -> list[Entry]:
-        """The k parts of largest absolute score for one query.
+    def top(self, k: int = 10, query: int | str = -1, batch: int | None = None, *, names: str = "*") -> list[Entry]:
+        """The k parts of largest absolute score for one query, as `show` lists them.
 
         Args:
             k: how many.
             query: which of the held queries, counted over the prompt's real ones, or a text.
-            batch: the prompt.
+            batch: one prompt; None for the only one, or for the mean over several.
             names: of parts of such names only: ``"L*H*"`` are heads, ``"L3H*"`` those of one layer, ``"MLP*"`` MLPs.
 
         Raises:
@@ -197,6 +196,9 @@ class Terms(Result):
         >>> len(effects.top(3))
         3
         """
+        if batch is None and len(self.tokens) > 1:
+            return self._of_query(query).mean().top(k, names=names)
+        batch = batch or 0
         indices = [i for i, name in enumerate(self.names) if fnmatchcase(name, names)]
         row = self.scores[batch, self.query_row(query, batch)]
         return largest(row[indices], [self.names[i] for i in indices], k, labels=self.labels)
@@ -267,10 +269,11 @@ class Terms(Result):
         check_batch(batch, self.tokens)
         row = self.query_row(query, batch)
         entries = self.top(k, query, batch)
-        everything = float(self.scores[batch, row].double().sum())
         lines = [(entry.labelled, entry.score) for entry in entries]
         if self.additive:
-            lines = with_others(entries, everything, len(self))
+            scores = self.scores[batch, row].double()
+            rest = self._rest(scores, [self.names.index(entry.name) for entry in entries])
+            lines += [(name, float(scores[indices].sum())) for name, indices in rest.items()]
         if self.remainder is not None and bool(self.remainder[batch, row]):
             lines.append(("everything not listed", float(self.remainder[batch, row])))
         which = shown_query(self.queries, self.mask, self.tokens, row, batch)
@@ -282,6 +285,26 @@ class Terms(Result):
                 note += f"; {left} more"
             return " · ".join(filter(None, (which, note))), lines, []
         return which, lines, [("total", total)]
+
+    def _rest(self, scores: Float[Tensor, "term"], shown: Sequence[int]) -> dict[str, list[int]]:
+        """The parts that are not shown, by the name of their row.
+
+        It is one row, unless that would be larger than every part shown: then there is one for each kind of part, or
+        where all are of one kind for each layer.
+        """
+        left = sorted(set(range(len(self))) - set(shown))
+        if not left:
+            return {}
+        together = {_counted(len(left), ""): left}
+        if abs(float(scores[left].sum())) <= float(scores[list(shown)].abs().max()):
+            return together
+        for kind_of in (_kind, _layer):
+            by_kind: dict[str, list[int]] = {}
+            for i in left:
+                by_kind.setdefault(kind_of(self.names[i]), []).append(i)
+            if len(by_kind) > 1:
+                return {_counted(len(indices), kind): indices for kind, indices in by_kind.items()}
+        return together
 
     @property
     def _by_token(self) -> str:
@@ -373,9 +396,12 @@ class Terms(Result):
         columns = [scores[:, chosen]]
         names = [entry.labelled for entry in entries]
         if self.additive:
-            left = total - scores[:, chosen].sum(1)
-            if len(names) < len(self) or bool(left.abs().max() > NOISE * total.abs().max()):
-                names.append("all others")
+            for name, indices in self._rest(scores.mean(0), chosen).items():
+                names.append(name)
+                columns.append(scores[:, indices].sum(1, keepdim=True))
+            left = total - scores.sum(1)
+            if bool(left.abs().max() > NOISE * total.abs().max()):
+                names.append("everything not listed")
                 columns.append(left[:, None])
             columns.append(total[:, None])
         values = torch.cat(columns, dim=1)
@@ -439,6 +465,33 @@ class Terms(Result):
 def _at_rows(values: Shaped[Tensor, "batch query *term"], rows: Int[Tensor, "batch 1"]) -> Tensor:
     """One query of each prompt."""
     return torch.take_along_dim(values, rows.reshape(*rows.shape, *(1,) * (values.ndim - 2)), dim=1)
+
+
+def _counted(count: int, kind: str) -> str:
+    """The name of a row of parts that are not shown: ``"297 others"``, ``"12 other heads"``."""
+    plural = "" if count == 1 else "s"
+    if not kind:
+        return f"{count} other{plural}"
+    noun, space, where = kind.partition(" ")
+    return f"{count} other {noun}{plural}{space}{where}"
+
+
+KINDS = {
+    r"L\d+(\.cross\.)?H\d+": "head",
+    r"MLP\d+": "MLP",
+    r"MLP\d+\.N\d+": "neuron",
+    r".* → .*": "path",
+}
+"""What parts of these names are."""
+
+
+def _kind(name: str) -> str:
+    return next((kind for pattern, kind in KINDS.items() if re.fullmatch(pattern, name)), "part")
+
+
+def _layer(name: str) -> str:
+    match = re.match(r"(?:L|MLP)(\d+)", name)
+    return f"part of layer {match[1]}" if match else "part"
 
 
 def _cell(name: str) -> tuple[int, str] | None:

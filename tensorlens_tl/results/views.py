@@ -12,6 +12,7 @@ from torch import Tensor
 from tensorlens_tl.drawing import figure, generated, heat_maps, images, page, printed_text, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.results.entry import (
+    MINUS,
     Entry,
     check_batch,
     provenance_note,
@@ -49,6 +50,7 @@ class Shown(Result):
     total: Float[Tensor, "batch query"] | None
     gap: Float[Tensor, "batch query"] | None
     image: Float[Tensor, "batch channel height width"] | None
+    left_out: list[list[int]] | None
     additive: bool
     target: str
     options: dict[str, Any]
@@ -150,8 +152,12 @@ class Shown(Result):
     def _print_table(self, k: int, query: int | str, batch: int) -> None:
         row = self.query_row(query, batch)
         entries = self.top(k, query, batch)
-        everything = float((self.plane(batch)[row] * self.mask[batch]).double().sum())
-        lines = with_others(entries, everything, int(self.mask[batch].sum()))
+        scores = self.plane(batch)[row].double()
+        listed = self.listed(batch)
+        lines = with_others(entries, float(scores[listed].sum()), len(listed))
+        left = self.left_out[batch] if self.left_out else []
+        if left:
+            lines.append((f"{len(left)} left out", float(scores[left].sum())))
         rows = [(str(entry.position), repr(entry.name), number(entry.score)) for entry in entries]
         rows += [("", name, number(score)) for name, score in lines[len(entries) :]]
         headings = ["position", "token", "score"]
@@ -169,7 +175,7 @@ class Shown(Result):
         if self.queries.shape[1] > 1:
             which += "; show(query=...) shows another"
         title = " · ".join(filter(None, [self.describe(batch, row), which]))
-        terminal.show_table(title, headings, rows, sums, left=("token", "side"))
+        terminal.show_table(title, headings, rows, sums, left=("token", "side"), caption=self._sink_note(batch, row))
 
     def plot(
         self, batch: int = 0, *, query: int | str | None = None, ax: Any = None, values: bool | None = None
@@ -212,11 +218,29 @@ class Shown(Result):
             title = self._strip_title(batch, rows[0])
             return figure.heat_map(square, labels[:height], labels[:width], title, ax, values, names)
         columns = {position: column for column, position in enumerate(keys)}
-        marked = [columns[position] for position in self._explained(batch, rows[0])]
+        marked = [columns[position] for position in self._explained(batch, rows[0]) if position in columns]
         first = None
         if self._is_generated():
             first = columns[self.options["generated"][batch][0]]
         return printed_text.text(tokens, plane[0], self._strip_title(batch, rows[0]), ax, marked=marked, first=first)
+
+    def _left_out_note(self, batch: int, row: int) -> str:
+        left = self.left_out[batch] if self.left_out else []
+        if not left:
+            return ""
+        return f"{len(left)} left out: {number(float(self.plane(batch)[row][left].sum()))}"
+
+    def _sink_note(self, batch: int, row: int) -> str:
+        """What to do where most of a query's score is the first token's, which says little about the text."""
+        listed = self.listed(batch)
+        sizes = self.plane(batch)[row].abs()[listed]
+        if len(listed) < 3 or listed[0] == int(self.queries[batch, row]) or not bool(sizes[0] > sizes[1:].sum()):
+            return ""
+        share = float(sizes[0] / sizes.sum())
+        note = f"position {listed[0]} has {share:.0%} of all scores; without({listed[0]}) leaves it out"
+        if MINUS not in self.target:
+            note += ", and a contrast (minus=) often cancels it"
+        return f"{note}."
 
     def _is_generated(self) -> bool:
         return set(OF_GENERATED) <= set(self.options)
@@ -236,11 +260,16 @@ class Shown(Result):
 
     # ------------------------------------------------------------------ arrays
 
+    def listed(self, batch: int) -> list[int]:
+        """The positions of real source tokens that are not left out."""
+        left = set(self.left_out[batch] if self.left_out else ())
+        return [position for position, real in enumerate(self.mask[batch].tolist()) if real and position not in left]
+
     def _shown(self, batch: int) -> tuple[dict[int, str], list[int]]:
         """Real source tokens by position, and the rows of real queries."""
         check_batch(batch, self.tokens)
         mask = self.mask[batch].tolist()
-        keys = {position: token for position, token in enumerate(self.tokens[batch]) if mask[position]}
+        keys = {position: self.tokens[batch][position] for position in self.listed(batch)}
         return keys, [row for row, position in enumerate(self.queries[batch].tolist()) if mask[position]]
 
     def _prompt_html(self, batch: int) -> str:
@@ -254,6 +283,8 @@ class Shown(Result):
         if self.additive and self.bias is not None and self.total is not None and len(rows) == 1:
             bias, total = (float(t[batch, rows[0]]) for t in (self.bias, self.total))
             notes.append(f"bias, from no token: {number(bias)} · total: {number(total)}")
+        if len(rows) == 1:
+            notes += filter(None, [self._left_out_note(batch, rows[0]), self._sink_note(batch, rows[0])])
         stacks = []
         for name, planes in self._stacks(batch):
             chosen = rows

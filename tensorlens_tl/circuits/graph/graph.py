@@ -136,7 +136,7 @@ def contribution_graph(
         weighed.walk()
         edges.selection = weighed.largest(strongest)
         builder.prepared = weighed.prepared
-    return builder.graph(_prediction(readout, target, minus, direction))
+    return builder.graph(_prediction(readout, target, minus))
 
 
 def check_options(threshold: Any, neurons: Share, sources: Share, features: Share = None) -> None:
@@ -176,7 +176,7 @@ def _of_largest(name: str, value: int | float, largest: float) -> Choice:
     return Choice(name, graph_nodes.MOST_NODES, sys.maxsize, value * largest)
 
 
-def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike, direction: Direction) -> dict[str, Any]:
+def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike) -> dict[str, Any]:
     """What others' formats say about the model and its prediction besides the graph."""
     frozen = readout.stream.frozen
     (query,) = readout.positions[0].tolist()
@@ -191,7 +191,7 @@ def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike, dire
         "d_vocab": _vocabulary(view),
         "provenance": frozen.provenance(),
     }
-    if direction is None and minus is None and view.unembedding is not None:
+    if target is not None and minus is None and view.unembedding is not None:
         run = frozen.a if isinstance(frozen, Difference) else frozen
         logits = upcast(view.logits(run.unembedded()[0, query]))
         token = int(target_ids(frozen, readout.positions, target)[0])

@@ -31,7 +31,7 @@ from tensorlens_tl.passes.inputs.prompts import (
     token_inputs,
     token_rows,
 )
-from tensorlens_tl.passes.inputs.readable import readable_tokens
+from tensorlens_tl.passes.inputs.readable import readable_tokens, special_positions
 from tensorlens_tl.passes.inputs.signals import image_tokens
 from tensorlens_tl.passes.inputs.spans import find, find_real, without_mark, word_ids, word_starts
 
@@ -64,6 +64,7 @@ __all__ = [
     "query_positions",
     "readable_tokens",
     "span_positions",
+    "special_positions",
     "taken",
     "token_inputs",
     "token_rows",

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from tensorlens_tl.models import ModelView
@@ -26,6 +27,17 @@ def readable_tokens(view: ModelView, tokens: Tensor) -> Readable:
             starts[-1].append(after_gap or token in special or not known[token].continues)
             after_gap = token in special or known[token].text[-1:].isspace()
     return [[known[token].text for token in row] for row in rows], starts
+
+
+def special_positions(view: ModelView, prompt: Any) -> list[list[int]] | None:
+    """The positions of special tokens in each prompt, its real tokens only; None where no tokenizer names them."""
+    if prompt.kwargs["input"].is_floating_point():
+        return [list(range(prompt.special)) for _ in prompt.tokens]
+    if view.tokenizer is None:
+        return None
+    special = torch.tensor(view.tokenizer.all_special_ids, dtype=torch.long)
+    is_special = torch.isin(prompt.tokens.cpu(), special) & prompt.mask.cpu()
+    return [row.nonzero()[:, 0].tolist() for row in is_special]
 
 
 class _Token(NamedTuple):

@@ -145,7 +145,8 @@ class FrozenOperator(FrozenTensor):
             target: a token (string or id), one per prompt, one per query (``[batch][query]``), or `NEXT`: the token
                 that follows each query in its prompt; or ``"first-choice"``, the token that the model predicts there.
             minus: another token, for ``logit(target) − logit(minus)``; or ``"runner-up"``, the token of largest logit
-                besides the target at each query.
+                besides the target at each query. Without target, minus and direction it is the first choice against
+                the runner-up.
             query: the positions whose predictions are explained, the last real token by default.
             direction: instead of a token, a vector at the operator's output (a probe, a feature, a classifier column):
                 `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]`.
@@ -250,7 +251,7 @@ class FrozenOperator(FrozenTensor):
         self, target: TokenLike, minus: TokenLike, direction: Any, positions: Int[Tensor, "batch query"]
     ) -> tuple[Target, AffineMap]:
         """The target after its checks, and the map from the operator's input to where the target is read."""
-        if target is not None and direction is None and not self.reaches_end:
+        if direction is None and not self.reaches_end:
             raise InvalidInputError(
                 f"target: this operator ends at {self.end}, before the unembedding; use direction=, or all layers "
                 "with their final norm."

@@ -248,7 +248,8 @@ def resolve_target(
     Args:
         frozen: the pass.
         target: a token (string or id), one per prompt, or one per prompt and query; see `token_ids`. `NEXT` is each
-            query's own next token, and ``"first-choice"`` the token that the model predicts there.
+            query's own next token, and ``"first-choice"`` the token that the model predicts there. None: see
+            `explained_tokens`.
         minus: another token, for ``logit(target) − logit(minus)``; ``"runner-up"`` is the token of largest logit
             besides the target, at each query. Of a difference, both words mean the tokens of its first run.
         direction: instead of a token, a vector `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]` at the
@@ -256,8 +257,8 @@ def resolve_target(
         positions: the queries, None for each prompt's last real token.
 
     Raises:
-        InvalidInputError: no target, both kinds, target and minus the same, several tokens, out of the vocabulary, or
-            a wrong shape.
+        InvalidInputError: both kinds, target and minus the same, several tokens, out of the vocabulary, or a wrong
+            shape.
         UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
     """
     check_linearisation(frozen)
@@ -268,12 +269,7 @@ def resolve_target(
             raise InvalidInputError("target: pass either tokens or direction=, not both.")
         vectors = _directions(frozen, direction, positions.shape[1])
         return Target(vectors, vectors.new_zeros(vectors.shape[:2]), False, "direction")
-    if target is None:
-        beside = "" if minus is None else f" (minus={minus!r} is compared with it)"
-        raise InvalidInputError(
-            f"target: missing{beside}. Pass a token (target=' Paris'), or direction=Tensor[d_model]. "
-            "target='first-choice' is what the model itself predicts."
-        )
+    target, minus = explained_tokens(frozen, target, minus, positions)
     with frozen.view.loaded("unembedding"):  # where it is offloaded, it is read once
         vectors, constant = unembedding_rows(frozen, positions, target, minus)
         return Target(vectors, constant, True, logit_label(frozen.view, target, minus))
@@ -296,6 +292,27 @@ def _directions(frozen: Linearisation, direction: Any, queries: int) -> Float[Te
     if not bool(torch.isfinite(direction).all()):
         raise InvalidInputError("direction has values that are not finite.")
     return direction.expand(batch, queries, width)
+
+
+def explained_tokens(
+    frozen: Linearisation, target: TokenLike, minus: TokenLike, positions: Int[Tensor, "batch query"]
+) -> tuple[TokenLike, TokenLike]:
+    """Target and minus, or what is explained where they are left out: the first choice against the runner-up.
+
+    The difference of two runs explains the token that the first predicts against the one that the second predicts;
+    where both predict the same token, its runner-up in the first run takes the second's place. Where only `minus` is
+    given, the target is the first choice.
+    """
+    if target is not None:
+        return target, minus
+    if minus is not None:
+        return FIRST_CHOICE, minus
+    if frozen.view.unembedding is None or len(frozen.runs) == 1:
+        return FIRST_CHOICE, RUNNER_UP
+    first, second = (likeliest(run, positions) for run in frozen.runs)
+    if bool((first == second).all()):
+        return FIRST_CHOICE, RUNNER_UP
+    return first.tolist(), torch.where(first == second, likeliest(frozen, positions, first), second).tolist()
 
 
 def target_ids(
