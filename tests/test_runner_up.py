@@ -46,6 +46,7 @@ CALLS = {
     "feature_effects": lambda s, **how: circuits.feature_effects(s.found, **how),
     "logit_attribution": lambda s, **how: circuits.logit_attribution(s.frozen, **how),
     "patch_scores": lambda s, **how: circuits.patch_scores(s.frozen, s.corrupted, **how),
+    "logit_lens": lambda s, **how: circuits.logit_lens(s.frozen, **how),
     "paths": lambda s, **how: circuits.paths(s.frozen, **how),
     "routes": lambda s, **how: circuits.routes(tlens.difference(s.frozen, s.corrupted), **how),
     "run_circuits": lambda s, **how: circuits.run_circuits(s.frozen, s.corrupted, s.circuit, **how),

@@ -269,15 +269,16 @@ class Attribution(Shown):
                 )
             starts = [first for first, _ in self.options.get(OF_GENERATED[0], [])] or [len(masks[0])] * len(masks)
             return [[at for at in row if at < start] for row, start in zip(self.special, starts, strict=True)]
-        found: list[list[int]] = []
+        by_prompt: list[list[int]] = []
         for number, mask in enumerate(masks):
             try:
-                found.append([place for span in find_real(self.tokens[number], mask, one) for place in span])
+                spans = find_real(self.tokens[number], mask, one)
             except InvalidInputError:
-                found.append([])
-                if number == len(masks) - 1 and not any(found):
+                if number == len(masks) - 1 and not any(by_prompt):
                     raise
-        return found
+                spans = []
+            by_prompt.append([place for span in spans for place in span])
+        return by_prompt
 
     def normalize(self) -> "Attribution":
         """Scores divided by the sum of their absolute values, per query; no longer additive.

@@ -146,7 +146,7 @@ class ChangeRoutes(Result):
             soft_cap=self.soft_cap, provenance=self.provenance,
         )  # fmt: skip
 
-    def top(self, k: int = 10, query: int | str = -1, batch: int = 0, *, layer: int) -> list[Entry]:
+    def top(self, k: int = 10, query: int | str = -1, batch: int | None = None, *, layer: int) -> list[Entry]:
         """The k routes of largest absolute score through one layer.
 
         Raises:
