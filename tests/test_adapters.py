@@ -493,3 +493,62 @@ def test_offloaded_weights_with_adapters(tmp_path):
     scores = [tlens.attribute(model, some_tokens(), target=5).scores for model in (made, expected)]
     assert close(*scores, atol=1e-6)
     assert close(circuits.ov(made, 0, 1).AB, circuits.ov(expected, 0, 1).AB)
+
+
+# ------------------------------------------------------------------ layers of a class that nobody knows
+
+
+class OwnLoRA(nn.Module):
+    """An adapter as people write it themselves; `bend` makes it something that is no linear layer."""
+
+    def __init__(self, base_layer, rank=2, bend=0.0):
+        super().__init__()
+        self.base_layer = base_layer
+        d_out, d_in = (
+            base_layer.weight.shape if isinstance(base_layer, nn.Linear) else base_layer.base_layer.weight.shape
+        )
+        self.A = nn.Parameter(torch.randn(d_in, rank, dtype=torch.float64) * 0.3)
+        self.B = nn.Parameter(torch.randn(rank, d_out, dtype=torch.float64) * 0.3)
+        self.dropout = nn.Dropout(0.5)
+        self.scaling = 1.5
+        self.bend = bend
+
+    def forward(self, x):
+        change = self.dropout(x) @ self.A @ self.B
+        return self.base_layer(x) + self.scaling * (change + self.bend * change.tanh())
+
+    def merged(self):
+        base = self.base_layer.merged() if isinstance(self.base_layer, OwnLoRA) else self.base_layer
+        base.weight.data += self.scaling * (self.A @ self.B).T
+        return base
+
+
+def with_own_adapters(nested=False, **options):
+    torch.manual_seed(0)
+    module = module_of("llama")
+    for layer in module.model.layers:
+        for owner, part in ((layer.self_attn, "v_proj"), (layer.self_attn, "o_proj"), (layer.mlp, "gate_proj")):
+            wrapped = OwnLoRA(getattr(owner, part), **options)
+            setattr(owner, part, OwnLoRA(wrapped) if nested else wrapped)
+    merged = copy.deepcopy(module)
+    for layer in merged.model.layers:
+        for owner, part in ((layer.self_attn, "v_proj"), (layer.self_attn, "o_proj"), (layer.mlp, "gate_proj")):
+            setattr(owner, part, getattr(owner, part).merged())
+    return bridge(module.eval()), bridge(merged.eval())
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_adapter_of_an_unknown_class_is_read_by_what_it_does(nested):
+    made, expected = with_own_adapters(nested)
+    assert close(circuits.ov(made, 0, 1).AB, circuits.ov(expected, 0, 1).AB)
+    for activation in ("ratio", "ig", "split", "tangent"):
+        scores = [
+            tlens.freeze(m, some_tokens()).operator(activation=activation).target(5).scores for m in (made, expected)
+        ]
+        assert close(*scores, atol=1e-6)  # Llama's own norms compute in float32
+
+
+def test_an_adapter_of_an_unknown_class_that_is_not_linear_is_refused_by_name():
+    model, _ = with_own_adapters(bend=1.0)
+    with pytest.raises(UnsupportedModelError, match=r"v_proj|o_proj|W_V|W_O|OwnLoRA"):
+        circuits.ov(model, 0, 1)

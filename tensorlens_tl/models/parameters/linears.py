@@ -2,7 +2,8 @@
 
 A plain module (torch's `Linear`, Hugging Face's `Conv1D`, nothing put on it) is its weight by definition. Anything else
 is run on a few random vectors, once for the weights and adapters that it has, and refused by name where ``r·W + b`` is
-not what it gives. An adapter's layer is read as the weight that it would have with its adapters merged.
+not what it gives. An adapter's layer is read as the weight that it would have with its adapters merged; a layer of an
+unknown class with a `base_layer`, as what it does to basis vectors.
 """
 
 from collections.abc import Callable
@@ -110,6 +111,8 @@ def _stored(module: Any, name: str, refuse: Refuse) -> LinearWeights:
 
 def _adapted(module: Any, name: str, refuse: Refuse) -> LinearWeights:
     """The weight that an adapter's layer would have with its adapters merged."""
+    if not is_adapter(module):
+        return _by_behaviour(module, name, refuse)
     base = module.base_layer
     if not is_plain(base):
         raise refuse(
@@ -132,6 +135,28 @@ def _adapted(module: Any, name: str, refuse: Refuse) -> LinearWeights:
     if output is not None:
         _refuse_unlike(module, read, output, name, refuse)
         _compared[module] = state
+    return read
+
+
+def _by_behaviour(module: Any, name: str, refuse: Refuse) -> LinearWeights:
+    """What a layer of an unknown class that wraps a linear layer does: to basis vectors, and compared on others."""
+    base = module
+    while "base_layer" in base._modules:
+        base = base.base_layer
+    if not is_plain(base):
+        raise refuse(f"{name} ({_kind(module)}) wraps a {_kind(base)}, which is no plain linear layer.")
+    wide = copied(module)
+    basis = torch.eye(len(stored_linear(base))).to(next(wide.parameters()))
+    try:
+        with torch.no_grad():
+            bias = wide(torch.zeros_like(basis[None, :1]))[0, 0]
+            read = LinearWeights(floating(wide(basis[None])[0] - bias, name, refuse), bias)
+    except Exception as error:  # a layer of which nothing is known
+        raise refuse(
+            f"{name} ({_kind(module)}) wraps a linear layer and is not read: run on basis vectors it raised "
+            f"{type(error).__name__}: {error}. Merge what it adds into the weight of its base_layer."
+        ) from error
+    _refuse_unlike(module, read, _run(module, wide, read, name, refuse), name, refuse)
     return read
 
 
