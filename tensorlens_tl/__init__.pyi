@@ -97,5 +97,6 @@ from tensorlens_tl.results import (
 
 __version__: str
 from tensorlens_tl.whitening import (
+    unwhiten as unwhiten,
     whiten as whiten,
 )

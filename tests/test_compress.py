@@ -185,6 +185,7 @@ def test_passes_are_refused_inside_and_valid_afterwards(model_named):
 def test_a_copy_is_the_compressed_model(name, model):
     before = everything(model)
     plan = compress.plan(model, [1], ratio=2)
+    model(some_tokens())  # what a run leaves in its modules has a gradient's history
     other = plan.copied()
     with plan.applied():
         assert close(logits(other), logits(model), 1e-12)

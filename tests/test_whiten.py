@@ -455,6 +455,34 @@ def test_what_cannot_be_whitened(plain):
             tlens.whiten(plain, reads=reads)
 
 
+@pytest.mark.parametrize("reads", ["stream", "attention"])
+def test_whitening_is_taken_off_again(plain, reads):
+    """Logits, state dict, hook points and processing are those of before; it can be whitened again, in another way."""
+    before, names, state = logits(plain, some_tokens()), set(plain.hook_dict), set(plain.state_dict())
+    scores = tlens.freeze(plain, some_tokens()).operator().in_out().scores
+    hooks = [len(module._forward_pre_hooks) for module in plain.modules()]
+    for way in (reads, "stream"):
+        tlens.whiten(plain, init="random", reads=way)
+        assert not close(logits(plain, some_tokens()), before)
+        assert tlens.unwhiten(plain) is plain
+        assert torch.equal(logits(plain, some_tokens()), before)
+        assert (set(plain.hook_dict), set(plain.state_dict())) == (names, state)
+        assert not any(type(value).__name__ == "Uncentred" for value in vars(plain).values())
+        assert [len(module._forward_pre_hooks) for module in plain.modules()] == hooks
+        assert set(plain.run_with_cache(some_tokens())[1]) <= names
+        assert torch.equal(tlens.freeze(plain, some_tokens()).operator().in_out().scores, scores)
+    with pytest.raises(tlens.InvalidInputError, match="is not whitened"):
+        tlens.unwhiten(plain)
+
+
+@pytest.mark.skipif("hooked/ln" not in model_names(), reason="no HookedTransformer")
+def test_values_that_were_dropped_do_not_come_back():
+    model = tlens.whiten(tiny_model("hooked/ln"), values="dropped")
+    with pytest.raises(tlens.InvalidInputError, match="replaced its W_V"):
+        tlens.unwhiten(model)
+    assert hasattr(model.blocks[0], "whitening")
+
+
 def test_attention_with_inputs_of_its_own_is_refused(plain):
     model = tlens.whiten(plain, reads="attention")
     switch = getattr(model, "set_use_split_qkv_input", None)

@@ -4,7 +4,6 @@ A plan holds the compressed factors of each layer. ``with plan.applied():`` give
 for; they are dense while a model runs, and so is ``plan.copied()``: what is small is the plan, and its file.
 """
 
-import copy
 import inspect
 import os
 from collections.abc import Generator, Mapping, Sequence
@@ -27,7 +26,7 @@ from tensorlens_tl.compress.replacements import KINDS, Dense, Replacement, Share
 from tensorlens_tl.errors import FileFormatError, InvalidInputError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import lock_of, refuse_attached, unheld_run
 from tensorlens_tl.models import HookedModel, ModelLike, ModelView
-from tensorlens_tl.models.lifecycle import fingerprint
+from tensorlens_tl.models.lifecycle import copied, fingerprint
 from tensorlens_tl.models.writing import checked, refuse_shared, writable, write, written
 from tensorlens_tl.results.storage import read as read_file, write as write_file
 
@@ -279,18 +278,18 @@ class Plan:
         with lock_of(self.model), unheld_run(self.model):
             view = self.check_fits()
             try:
-                other = copy.deepcopy(view.model)
+                other = copied(view.model)
             except (TypeError, RuntimeError, AttributeError) as error:
                 raise UnsupportedModelError(
                     f"{view.description} cannot be copied ({type(error).__name__}: {error}). Use plan.applied()."
                 ) from error
         addresses = {parameter.untyped_storage().data_ptr() for parameter in view.model.parameters()}
-        copied = ModelView(other)
+        other_view = ModelView(other)
         if any(parameter.untyped_storage().data_ptr() in addresses for parameter in other.parameters()):
             raise UnsupportedModelError(f"a copy of {view.description} shares its weights. Use plan.applied().")
-        write(copied, self.weights())
+        write(other_view, self.weights())
         try:
-            as_pass(copied)  # proves every block against what the copy computes
+            as_pass(other_view)  # proves every block against what the copy computes
         except TensorLensError as error:
             raise UnsupportedModelError(
                 f"a copy of {view.description} does not run on its own weights. Use plan.applied()."

@@ -7,7 +7,6 @@
 * `agreement`: how alike do methods rank the tokens?
 """
 
-import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from tensorlens_tl.evaluate.arguments import Methods, Share, WholeNumber
 from tensorlens_tl.evaluate.scorers import Scorer, query_rows, scorers_of, usable
 from tensorlens_tl.hooks import hooked, lock_of
 from tensorlens_tl.models import ModelLike
+from tensorlens_tl.models.lifecycle import copied
 from tensorlens_tl.passes import FrozenPass, freeze
 from tensorlens_tl.passes.inputs import InputLike
 from tensorlens_tl.results import Attribution, Evaluation
@@ -104,7 +104,7 @@ def randomisation(
     frozen.view.refuse_encoder_decoder("randomisation")
     scorers, skipped = usable(scorers, frozen, -1, skip=methods is None)
     before = torch.stack([scorer(frozen) for scorer in scorers])
-    other: Any = copy.deepcopy(model)
+    other: Any = copied(model)
     generator = torch.Generator().manual_seed(seed)
     layers = frozen.n_layers
     curve = [spearman(before, before, frozen.mask)]

@@ -137,8 +137,8 @@ class Capture:
 
         Weights that were changed, moved or cast, adapters that were switched, scaled or merged; also writes through
         ``.data`` (see `WeightState`). Weights that were changed and restored in place are those of the pass. It waits
-        for another thread that runs the model, or that has given it other weights for a while. Inside ``torch.autocast``, whose products are
-        not the pass's, it raises `InvalidInputError`.
+        for another thread that runs the model, or that has given it other weights for a while. Inside
+        ``torch.autocast``, whose products are not the pass's, it raises `InvalidInputError`.
         """
         refuse_autocast(self.view.device)
         checked = _checked.get()

@@ -15,13 +15,13 @@ True
 | `stream` | how white and stationary is what a model has at its hook points? |
 | `picture` | the same over a model's depth |
 | `layer` | whitening as a layer to train |
-| `insertion` | `whiten`, which puts the layer on a TransformerLens model |
+| `insertion` | `whiten` and `unwhiten`, which put the layer on a TransformerLens model and take it off |
 | `adapters` | what of that depends on the model's class? |
 """
 
 from tensorlens_tl.whitening.estimation import WhiteningFilter, estimate
-from tensorlens_tl.whitening.insertion import whiten
-from tensorlens_tl.whitening.layer import Whitening, attach
+from tensorlens_tl.whitening.insertion import unwhiten, whiten
+from tensorlens_tl.whitening.layer import Whitening, attach, detach
 from tensorlens_tl.whitening.measures import Stationarity, Whiteness, stationarity, whiteness
 from tensorlens_tl.whitening.picture import picture
 from tensorlens_tl.whitening.stream import SETTLING as SETTLING, measure, stream_filters
@@ -32,11 +32,13 @@ __all__ = [
     "Whitening",
     "WhiteningFilter",
     "attach",
+    "detach",
     "estimate",
     "measure",
     "picture",
     "stationarity",
     "stream_filters",
+    "unwhiten",
     "whiten",
     "whiteness",
 ]

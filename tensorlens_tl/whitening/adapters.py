@@ -73,6 +73,15 @@ class WhiteningAdapter(ABC):
     def list_hook_points(self, layers: Sequence[Whitening]) -> None:
         """List the hook points of whitening layers that were put on the blocks, one for each."""
 
+    @abstractmethod
+    def forget_hook_points(self, layers: Sequence[Whitening]) -> None:
+        """Take those of layers that were taken off out of the list again."""
+
+    def allow_centring(self) -> None:
+        """Allow again what `refuse_centring` refuses."""
+        for name in self.processing:
+            self.model.__dict__.pop(name, None)
+
     def refuse_centring(self) -> None:
         """Refuse to centre weights from now on."""
         for name in self.processing:
@@ -115,6 +124,10 @@ class HookedAdapter(WhiteningAdapter):
         """The model finds its hook points by itself."""
         self.model.setup()
 
+    def forget_hook_points(self, layers: Sequence[Whitening]) -> None:
+        """As they are listed."""
+        self.model.setup()
+
 
 class BridgeAdapter(WhiteningAdapter):
     """For TransformerBridge, which lists its components and hook points."""
@@ -145,6 +158,17 @@ class BridgeAdapter(WhiteningAdapter):
                 name = f"blocks.{layer}.{prefix}.{end}"
                 setattr(self.model, name, getattr(whitening, end))  # a Bridge lists each hook point assigned to it
                 delattr(self.model, name)  # which belongs to the layer all the same
+
+    def forget_hook_points(self, layers: Sequence[Whitening]) -> None:
+        """Take the layer out of the components, and its hook points out of the registry."""
+        blocks = self.model.adapter.component_mapping["blocks"]
+        for component in (blocks, blocks.submodules.get("attn")):
+            if component is not None:
+                component.submodules.pop("whitening", None)
+        gone = {id(point) for layer in layers for point in (layer.hook_in, layer.hook_out)}
+        registry = self.model._hook_registry
+        for name in [name for name, point in registry.items() if id(point) in gone]:
+            del registry[name]
 
 
 def adapter_of(view: ModelView) -> WhiteningAdapter:

@@ -12,7 +12,7 @@ from tensorlens_tl.hooks import refuse_attached
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.whitening.adapters import adapter_of
 from tensorlens_tl.whitening.estimation import WhiteningFilter
-from tensorlens_tl.whitening.layer import Whitening, attach
+from tensorlens_tl.whitening.layer import Whitening, attach, detach
 
 Model = TypeVar("Model", bound=ModelLike)
 Filters = Sequence[tuple[Tensor, Tensor]]
@@ -108,9 +108,47 @@ def whiten(model: Model, *, init: Init = "identity", reads: Reads = "stream", va
             layer.L_inv.weight.copy_(L_inv)
             layer.M.weight.copy_(M)
     for parent, layer in zip(parents, layers, strict=True):
+        layer.values = options.values
         attach(parent, layer.train(core.training))
     adapter.list_hook_points(layers)
     adapter.refuse_centring()
+    return model
+
+
+def unwhiten(model: Model) -> Model:
+    """Take off what `whiten` put on: the layers, their hook points, and the refusal to centre weights.
+
+    All other weights stay as they are, with what they learned beside the layers.
+
+    Args:
+        model: a model that `whiten` changed; changed in place, and returned.
+
+    Raises:
+        InvalidInputError: it is not whitened, or was with ``values="dropped"``, whose W_V are gone.
+        UnsupportedModelError: a model of another class.
+
+    >>> bridge = tlens.load_demo_model(kind="bridge")
+    >>> logits = bridge(text)
+    >>> torch.equal(tlens.unwhiten(tlens.whiten(bridge, init="random"))(text), logits)
+    True
+    """
+    view = ModelView(model)
+    adapter = adapter_of(view)
+    refuse_attached(view.model)
+    blocks: list[Any] = [block.module for block in view.blocks]
+    modules = [*blocks, *(block.attn for block in blocks)]
+    parents = [module for module in modules if getattr(module, "whitening", None) is not None]
+    if not parents:
+        raise InvalidInputError(f"unwhiten: this {view.description} is not whitened.")
+    layers = [parent.whitening for parent in parents]
+    if any(parent.whitening.values == "dropped" for parent in parents):
+        raise InvalidInputError(
+            "unwhiten: this model was whitened with values='dropped', which replaced its W_V; load it again."
+        )
+    for parent in parents:
+        detach(parent)
+    adapter.forget_hook_points(layers)
+    adapter.allow_centring()
     return model
 
 
@@ -129,7 +167,9 @@ def _parents(view: ModelView, options: WhitenOptions) -> list[nn.Module]:
     blocks = [block.module for block in view.blocks]
     attentions = [block.attn for block in blocks]
     if any(getattr(module, "whitening", None) is not None for module in (*blocks, *attentions)):
-        raise InvalidInputError("whiten: this model is whitened already; load it again to whiten it in another way.")
+        raise InvalidInputError(
+            "whiten: this model is whitened already; take that off by unwhiten(model), or load it again."
+        )
     if options.reads == "stream":
         return blocks
     return attentions

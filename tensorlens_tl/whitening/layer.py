@@ -46,6 +46,7 @@ class Whitening(nn.Module):
         hook_in, hook_out: TransformerLens hook points: the stream x before whitening, and w.
         reads: which of a module's inputs are whitened: ``"stream"``, or an attention layer's ``"attention"`` or
             ``"keys and values"``.
+        values: whether the model's W_V were ``"kept"`` when it was put on, or ``"dropped"``.
     """
 
     # TransformerBridge reads these of its components
@@ -56,6 +57,7 @@ class Whitening(nn.Module):
         super().__init__()
         self.layer = layer
         self.reads = reads
+        self.values = "kept"
         self.submodules: dict[str, Any] = {}
         self.hook_aliases: dict[str, str] = {}
         self.L_inv = nn.Linear(width, width, bias=False)
@@ -128,6 +130,27 @@ def attach(module: nn.Module, whitening: nn.Module) -> None:
     module.whitening = whitening
     if _whitened not in module._forward_pre_hooks.values():  # it stays when somebody takes the layer away
         module.register_forward_pre_hook(_whitened, with_kwargs=True)
+
+
+def detach(module: nn.Module) -> None:
+    """Take a whitening layer off a module that `attach` put it on.
+
+    >>> from tensorlens_tl.whitening import Whitening, attach, detach
+    >>> block = torch.nn.Identity()
+    >>> attach(block, Whitening(4, layer=0))
+    >>> detach(block)
+    >>> len(block._forward_pre_hooks)
+    0
+
+    Raises:
+        InvalidInputError: the module has none.
+    """
+    if getattr(module, "whitening", None) is None:
+        raise InvalidInputError("detach: this module is not whitened.")
+    del module.whitening
+    for number in [number for number, hook in module._forward_pre_hooks.items() if hook is _whitened]:
+        del module._forward_pre_hooks[number]
+        module._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
 def _whitened(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

@@ -1,6 +1,7 @@
 """What state a model is in: its weights, its configuration, and what its checkpoint left out."""
 
 from tensorlens_tl.models.lifecycle.checkpoint import Untrained
+from tensorlens_tl.models.lifecycle.copies import copied
 from tensorlens_tl.models.lifecycle.once import OncePerWeights
 from tensorlens_tl.models.lifecycle.settings import changed, compact, configuration
 from tensorlens_tl.models.lifecycle.weight_state import (
@@ -18,6 +19,7 @@ __all__ = [
     "changed",
     "compact",
     "configuration",
+    "copied",
     "fingerprint",
     "refuse_devices",
     "refuse_dropout",

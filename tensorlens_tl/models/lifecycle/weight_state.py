@@ -31,8 +31,8 @@ class WeightState:
     """What tells the weights of now from those of another time, without a copy of them.
 
     `versions` (storage and torch's own count of writes) change when a weight is replaced, moved, cast, or written to in
-    place. Writes through ``.data`` are not counted by torch, so some numbers are stored as well (`sample`: one or more
-    of every row and every column of each matrix of each attention head) and the sum of the bits of each weight (`sums`).
+    place. Writes through ``.data`` are not counted by torch, so some numbers are stored as well (`sample`: of every
+    row and every column of each matrix of each attention head) and the sum of the bits of each weight (`sums`).
     A head, neuron, channel, token embedding or any single number that was changed is seen; two numbers whose bits
     change by opposite amounts, or a buffer, may not be. Where a write was counted, `hashes` tell whether the numbers
     are those of before again: a weight that was ablated and restored in place is the same weight. Of weights that are
