@@ -185,10 +185,11 @@ class FrozenGeneration:
         if self.positions.shape != other.positions.shape or not torch.equal(self.positions, other.positions):
             raise InvalidInputError(
                 f"difference: the generated tokens stand elsewhere, {self.generated_ranges()} and "
-                f"{other.generated_ranges()}. Pass continuations of one length to prompts of one length. Two answers of "
-                "different lengths to one prompt: attribute each by itself (span='all', minus='runner-up', since logits "
-                "of different tokens have no common zero) and compare the scores of the prompt's tokens; or explain the "
-                "first token in which they differ, attribute(model, prompt and what they share, token, minus=other)."
+                f"{other.generated_ranges()}. Pass continuations of one length to prompts of one length. Two answers "
+                "of different lengths to one prompt: attribute each by itself (span='all', minus='runner-up', since "
+                "logits of different tokens have no common zero) and compare the scores of the prompt's tokens; or "
+                "explain the first token in which they differ, attribute(model, prompt and what they share, "
+                "token, minus=other)."
             )
         return FrozenGeneration(difference(first, second), self.positions)
 

@@ -18,8 +18,9 @@ QUESTIONS = ("target", "minus", "direction")
 
 
 PROBABILITIES = (
-    " A probability is no sum over tokens. With minus= scores sum to a difference of two logits, which is that of the two "
-    "tokens' log-probabilities; method='leave-one-out' measures how a probability changes (of='log_probability')."
+    " A probability is no sum over tokens. With minus= scores sum to a difference of two logits, which is that of "
+    "the two tokens' log-probabilities; method='leave-one-out' measures how a probability changes "
+    "(of='log_probability')."
 )
 
 
