@@ -99,8 +99,7 @@ def foreign_hooks(model: Any) -> list[PlacedHook]:
             for hook in _at_points(model)
             if not hook.holds_fixed and not _module_of(hook.function).startswith("transformer_lens.")
         ]
-        registered = [hook for hook in _on_modules(model) if not _module_of(hook.function).startswith(OURS)]
-        return placed + [hook for hook in registered if not hook.permanent]
+        return [*placed, *_on_modules(model, foreign=True)]
 
 
 def unembeds_by_libraries(model: Any) -> bool:
@@ -157,37 +156,47 @@ def _at_points(model: Any) -> Iterator[PlacedHook]:
             yield PlacedHook(name, getattr(handle, "user_hook", None), permanent, handle.hook.id)
 
 
-def _on_modules(model: Any) -> Iterator[PlacedHook]:
-    """Torch's own hooks, and functions in the place of a module's `forward`."""
+def _on_modules(model: Any, *, foreign: bool = False) -> Iterator[PlacedHook]:
+    """Torch's own hooks, and functions in the place of a module's `forward`; those alone that neither the libraries nor
+    we put there, if `foreign`: a loaded Bridge has a dozen of the libraries' per block."""
+    names: dict[int, str] = {}
+    for module, function, number, what in _registered(model):
+        permanent = _is_of_libraries(function)
+        if foreign and (permanent or _module_of(function).startswith(OURS)):
+            continue
+        names = names or _names(model)
+        yield PlacedHook(f"{names.get(id(module), 'the model')} ({what})", function, permanent, number)
+    for table in EVERY_MODULE:
+        for number, function in (getattr(torch_modules, table, None) or {}).items():
+            permanent = _is_of_libraries(function)
+            if not (foreign and (permanent or _module_of(function).startswith(OURS))):
+                yield PlacedHook("every module (torch hook)", function, permanent, number)
+
+
+def _registered(model: Any) -> Iterator[tuple[nn.Module, Any, int, str]]:
+    """Each module with a function on it, torch's number of it, and what it is."""
     for module in modules(model):
         attributes = vars(module)
         for table in TABLES:
-            if attributes[table]:
-                yield from _registered(model, module, attributes[table])
+            for number, function in attributes[table].items():
+                if not _module_of(function).startswith("transformer_lens."):  # what is at a hook point is listed there
+                    yield module, function, number, "torch hook"
         if "forward" in attributes:
-            forward = attributes["forward"]
-            name = f"{_name_of(model, module)} (forward replaced)"
-            yield PlacedHook(name, forward, _is_of_libraries(forward), id(forward))
-    for table in EVERY_MODULE:
-        for number, function in (getattr(torch_modules, table, None) or {}).items():
-            yield PlacedHook("every module (torch hook)", function, _is_of_libraries(function), number)
+            yield module, attributes["forward"], id(attributes["forward"]), "forward replaced"
 
 
-def _registered(model: Any, module: nn.Module, table: dict[int, Callable[..., Any]]) -> Iterator[PlacedHook]:
-    for number, function in table.items():
-        if not _module_of(function).startswith("transformer_lens."):  # what is at a hook point is listed there
-            name = f"{_name_of(model, module)} (torch hook)"
-            yield PlacedHook(name, function, _is_of_libraries(function), number)
-
-
-def _name_of(model: Any, wanted: nn.Module) -> str:
-    """A module's name in a model, by the shortest way to it."""
-    names = [name for name, module in model.named_modules(remove_duplicate=False) if module is wanted]
+def _names(model: Any) -> dict[int, str]:
+    """Every module's name in a model, by the shortest way to it."""
+    names: dict[int, str] = {}
     inner = getattr(model, "original_model", None)  # a Bridge's own tree leaves some of its modules out
-    if not names and inner is not None:
-        inside = (f"original_model.{name}" for name, module in inner.named_modules() if module is wanted)
-        names = [name.removesuffix(".") for name in inside]
-    return min(names, key=len) or "the model"
+    ways = {"": model} if inner is None else {"": model, "original_model.": inner}
+    for prefix, tree in ways.items():
+        shortest: dict[int, str] = {}
+        for name, module in tree.named_modules(remove_duplicate=False):
+            name = (prefix + name).removesuffix(".") or "the model"
+            shortest[id(module)] = min(shortest.get(id(module), name), name, key=len)
+        names = shortest | names
+    return names
 
 
 def _is_of_libraries(function: Any) -> bool:
