@@ -154,6 +154,13 @@ class ModelView:
         """Inside, what a property reads stays loaded; it is dropped at the end of the outermost one, if offloaded."""
         return self._residences[name].opened(vars(self), name) if self.offloaded else nullcontext()
 
+    @cached_property
+    def rotary_modules(self) -> list[Any]:
+        """What gives the angles of rotary positions in the model that a Bridge wraps: one walk for all layers."""
+        inner = getattr(self.model, "original_model", nn.Identity())
+        rotary = [module for name, module in inner.named_modules() if name.endswith("rotary_emb")]
+        return [getattr(module, "original_component", module) for module in rotary]
+
     def refuse_split_inputs(self) -> None:
         """Refuse a model that runs with a copy of its residual stream for each head.
 

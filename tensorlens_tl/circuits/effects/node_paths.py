@@ -171,11 +171,13 @@ def top_paths(
     stream = readout.stream
     names: list[tuple[str, ...]] = [()]
     scores = [_direct_path(readout)[:, 0]]
+    # of each length the k largest: a deep model has a hundred times as many candidates, and a name each takes longer
     partial = _Partial(readout.seed, torch.tensor([len(stream.steps)]), [()])
     while partial.names:
         candidates, through, alone = _candidates(stream, partial)
-        names += _named(stream, partial, candidates)
-        scores.append(alone[:, 0])
+        largest = alone[:, 0].abs().topk(min(k, len(candidates))).indices
+        names += _named(stream, partial, candidates[largest.cpu()])
+        scores.append(alone[largest, 0])
         best = through[:, 0].abs().topk(min(width, len(candidates))).indices.cpu()
         partial = _extend(stream, partial, candidates[best.sort().values])
     everything = torch.cat(scores)
@@ -257,13 +259,13 @@ def _candidates(stream: Stream, partial: _Partial) -> tuple[Tensor, Tensor, Tens
     for number, rows, cotangent in _sweep(stream, partial):
         step = stream.steps[number]
         nodes = 0
-        for sublayer, hidden, constant in zip(
-            step.sublayers, stream.hidden[number], stream.direct_hidden[number], strict=True
-        ):
-            pulled = sublayer.write.pull(cotangent)
-            for values, scores in ((hidden, through), (constant, alone)):
-                shares = torch.einsum("rbpnc,bpnc->rnb", upcast(sublayer.split(pulled)), upcast(sublayer.split(values)))
-                scores.append(shares.flatten(0, 1))
+        for sublayer, values in zip(step.sublayers, stream.shown[number], strict=True):
+            reached = cotangent if len(sublayer.nodes) == 1 else sublayer.write.pull(cotangent)
+            shares = torch.einsum(
+                "rbpnc,vbpnc->vrnb", upcast(sublayer.split(reached)), upcast(sublayer.split(values))
+            ).flatten(1, 2)
+            through.append(shares[0])
+            alone.append(shares[1])
             node = torch.arange(nodes, nodes + len(sublayer.nodes))
             nodes += len(sublayer.nodes)
             candidates.append(torch.cartesian_prod(rows, torch.tensor([number]), node))

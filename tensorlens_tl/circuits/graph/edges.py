@@ -53,6 +53,9 @@ class Edges:
         selection: nodes between which edges are kept, by their numbers, the target last; None for all. Of other
             heads' edges nothing is computed.
         entering: Σ abs of all edges into nodes, `[row, pos]`, by the first of the rows.
+        tables: sources, targets and weights of the edges so far.
+        largest: the size of the largest edge so far.
+        count: how many edges the tables hold.
     """
 
     reads_sources: ClassVar = True
@@ -63,6 +66,7 @@ class Edges:
     entering: dict[int, Tensor] = field(default_factory=dict)
     tables: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     largest: float = 0.0
+    count: int = 0
 
     def into_positionwise(
         self,
@@ -173,7 +177,8 @@ class Edges:
         self.largest = max(self.largest, float(sizes.max()))
         large = (sizes >= self.threshold * self.largest) & (sizes > 0)
         self.tables.append((source.expand_as(weights)[large], target.expand_as(weights)[large], weights[large]))
-        if sum(len(edge[2]) for edge in self.tables) > 4 * self.most:
+        self.count += len(self.tables[-1][2])
+        if self.count > 4 * self.most:
             self._leave_small()  # the largest edge may come late, and with it what the threshold means
             self._check_count(4 * self.most)
 
@@ -189,7 +194,7 @@ class Edges:
         return source.cpu(), target.cpu(), upcast(weight).cpu()
 
     def _check_count(self, most: int) -> None:
-        if sum(len(edge[2]) for edge in self.tables) > most:
+        if self.count > most:
             raise SizeError(
                 f"contribution_graph: more than {most:,} edges are at least {self.threshold:g} of the largest "
                 f"so far. Raise threshold={self.threshold:g}, shorten the prompt, or raise "
@@ -200,6 +205,7 @@ class Edges:
         source, target, weights = (torch.cat(column) for column in zip(*self.tables, strict=True))
         large = weights.abs() >= self.threshold * self.largest
         self.tables = [(source[large], target[large], weights[large])]
+        self.count = len(self.tables[0][2])
 
 
 class NoEdges(Edges):

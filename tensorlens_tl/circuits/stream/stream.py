@@ -199,6 +199,20 @@ class Stream:
             for step, x in zip(self.steps, self.direct, strict=False)
         ]
 
+    @cached_property
+    def shown(self) -> list[tuple[Float[Tensor, "2 batch pos width"], ...]]:
+        """Each sublayer's hidden vector, and that of `direct_hidden`; of a single node what it writes for the two.
+
+        Many vectors then meet a node where it writes, and need not be pulled into a hidden layer that is wider.
+        """
+        return [
+            tuple(
+                sublayer.write.push(torch.stack(both)) if len(sublayer.nodes) == 1 else torch.stack(both)
+                for sublayer, *both in zip(step.sublayers, hidden, direct, strict=True)
+            )
+            for step, hidden, direct in zip(self.steps, self.hidden, self.direct_hidden, strict=True)
+        ]
+
 
 @dataclass(frozen=True, eq=False)
 class StreamTarget:

@@ -1,6 +1,7 @@
 """What reads the residual stream and writes to it, one step after the other: the parts of a `Stream`."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from einops import rearrange
@@ -161,7 +162,7 @@ class Step:
         """The nodes of all sublayers, in their order, each once."""
         return tuple(dict.fromkeys(node for sublayer in self.sublayers for node in sublayer.nodes))
 
-    @property
+    @cached_property
     def part_names(self) -> tuple[str, ...]:
         """The nodes of each sublayer, those of the same heads in several apart."""
         return tuple(name for sublayer in self.sublayers for name in sublayer.part_names)

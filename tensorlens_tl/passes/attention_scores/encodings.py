@@ -71,13 +71,9 @@ def _angle_tables(maps: BlockMaps, attn: nn.Module, inner: nn.Module, x: Tensor)
         sin, cos = table.chunk(2, dim=-1)
         yield cos, sin
     positions = torch.arange(x.shape[1], device=x.device)[None]
-    owner = getattr(maps.capture.model, "original_model", None)
-    if owner is None:
-        return
     kind = _layer_kind(inner)
     arguments = [()] if kind is None else [(kind,), ()]
-    for module in [module for name, module in owner.named_modules() if name.endswith("rotary_emb")]:
-        module = getattr(module, "original_component", module)
+    for module in maps.view.rotary_modules:
         for extra in arguments:
             with suppress(TypeError), torch.no_grad():  # only some classes take the layer's kind
                 tables = module(x, positions, *extra)
