@@ -5,7 +5,7 @@ any module, or a `forward` that was put in the place of a module's own. All thre
 libraries that a model is made of do themselves is not somebody else's.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
