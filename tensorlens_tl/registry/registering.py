@@ -74,13 +74,16 @@ def register_method(
     Raises:
         RegistryError: the name belongs to another function, or `needs` names no requirement.
 
+    >>> from tensorlens_tl.passes.inputs import query_positions
     >>> @tlens.register_method("first-pattern", needs=("patterns",))
     ... def first_pattern(frozen, *, query=-1):
     ...     \"\"\"The first layer's attention, averaged over heads.\"\"\"
-    ...     scores = frozen.pattern(0).mean(1)[:, [query]]
+    ...     rows = query_positions(frozen.prompt, query)
+    ...     scores = frozen.pattern(0).mean(1).take_along_dim(rows[..., None], dim=1)
     ...     return tlens.Attribution.of(frozen, scores, method="first-pattern", query=query)
     >>> round(float(first_pattern(frozen).scores.sum()), 4)
     1.0
+    >>> report = tlens.testing.check_method("first-pattern")  # what every method promises, on tiny models
     """
     _check_name(name, "register_method('my-method')")
     if needs is not None and not callable(needs):

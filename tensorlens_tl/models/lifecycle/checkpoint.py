@@ -114,8 +114,10 @@ class Untrained:
             if missing:
                 lacking += f", and {some_of(missing)} of this one are newly initialised: its logits are noise"
             return (
-                f"this is the checkpoint of a {self.classifier}, whose head {lacking}. Explain the classifier's own "
-                "numbers with direction= (a class's row of its head less another's)."
+                f"this is the checkpoint of a {self.classifier}, whose head {lacking}. To explain a classifier with a "
+                "linear head, load it with transformers, language.model = classifier.model, wrap the language model "
+                "(boot_transformers(folder, hf_model=language)), and pass direction=score.weight[i] - score.weight[j] "
+                "(page Troubleshooting, Classifiers)."
             )
         if not missing:
             return None
