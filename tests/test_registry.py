@@ -95,6 +95,44 @@ def test_a_built_in_name_cannot_be_taken_before_anything_is_loaded():
     assert "rollout" in printed
 
 
+def test_an_interrupted_import_is_taken_up_again():
+    """Ctrl-C every few lines while methods are imported: the next call goes on, and in the end nothing is missing."""
+    code = (
+        "import sys\n"
+        "import tensorlens_tl as tlens\n"
+        "left = interrupts = 0\n"
+        "def trace(frame, event, argument):\n"
+        "    global left\n"
+        "    if 'tensorlens_tl' not in frame.f_code.co_filename:\n"
+        "        return None\n"
+        "    left -= event == 'line'\n"
+        "    if left == 0:\n"
+        "        raise KeyboardInterrupt\n"
+        "    return trace\n"
+        "while True:\n"
+        "    left = 40 + 20 * interrupts\n"
+        "    sys.settrace(trace)\n"
+        "    try:\n"
+        "        names = tlens.list_methods()\n"
+        "        break\n"
+        "    except KeyboardInterrupt:\n"
+        "        interrupts += 1\n"
+        "    finally:\n"
+        "        sys.settrace(None)\n"
+        "print(interrupts, *names)"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    interrupts, *names = printed.split()
+    assert int(interrupts) > 10
+    built_in = [
+        name
+        for name in tlens.list_methods()
+        if tlens.get_method(name).function.__module__.startswith("tensorlens_tl.methods")
+    ]
+    assert set(built_in) <= set(names)
+    assert len(built_in) > 20
+
+
 def test_what_exec_defines_may_register_again(clean_registry):
     code = "@tlens.register_layer_map('executed', holds_residual=False)\ndef executed(frozen):\n    pass"
     for _ in range(2):

@@ -338,8 +338,8 @@ def _load_published(built_in: bool = False) -> None:
         ours = is_ours(point.value)
         if point.value in _LOADED or (built_in and not ours):
             continue
-        _LOADED.add(point.value)
         try:
+            _LOADED.add(point.value)
             loaded: Any = point.load()
             known = [entry.function for entry in (*_METHODS.values(), *_LAYER_MAPS.values())]
             if not ours and callable(loaded) and all(function is not loaded for function in known):
@@ -353,6 +353,9 @@ def _load_published(built_in: bool = False) -> None:
                 "the package that publishes it; everything else works.",
                 stacklevel=3,
             )
+        except BaseException:  # an interrupt: the next call loads the rest
+            _LOADED.discard(point.value)
+            raise
 
 
 def is_ours(value: str) -> bool:
