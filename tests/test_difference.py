@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import re
+import sys
 import warnings
 from dataclasses import replace
 
@@ -1025,3 +1026,31 @@ def test_a_wrong_difference_is_still_a_gap():
     size = terms.scores.abs().sum(-1)
     with pytest.warns(GapWarning, match="beyond rounding"):
         change.checked(wrong, stream_target(change, 5, None, None, -1, "ratio", one=False).noise / size)
+
+
+def test_special_tokens_stay_in_a_baseline_of_one_thing():
+    """BOS has no content, and without it streams may be thousands of times shorter."""
+    model = tlens.load_demo_model(kind="bridge", dtype=torch.float64)
+    frozen = tlens.freeze(model, ["If the", "while True"], prepend_bos=True)
+    first = frozen.tokens[:, 0]
+    assert set(first.tolist()) <= set(model.tokenizer.all_special_ids)
+    result = tlens.methods.difference(frozen, target=" the", baseline="mean")
+    assert not result.scores[..., 0].any()
+    other = tlens.methods.difference(frozen, target=" the", baseline=5)
+    tokens = torch.where(torch.arange(frozen.tokens.shape[1]) > 0, 5, frozen.tokens)
+    by_ids = tlens.methods.difference(frozen, target=" the", baseline=tokens)
+    assert torch.allclose(other.scores, by_ids.scores, rtol=1e-9, atol=1e-12)
+    whole = tlens.freeze(model, first[:1, None])
+    assert tlens.methods.difference(whole, target=" the", baseline=5).scores.any()
+
+
+def test_scores_that_are_rounding_are_refused_by_position(monkeypatch):
+    """As they are on a large model where one run has an attention sink and the other has none."""
+    model = tiny_model("bridge/llama")
+    frozen = tlens.freeze(model, [[3, 4, 5]])
+    short = frozen.resid_pre(0)[0].clone()
+    short[1] *= 1e-4
+    monkeypatch.setattr(sys.modules["tensorlens_tl.methods.difference"], "LARGEST_GAP", -1.0)
+    with pytest.raises(tlens.NumericalError, match=r"At position 1 one run's stream is up to 10000 times as long"):
+        tlens.methods.difference(frozen, target=7, baseline=short)
+    assert tlens.methods.difference(frozen, target=7, baseline=[5, 6, 7]).scores.any()

@@ -18,7 +18,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import relative_gap, upcast
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import Direction, Query, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, check_pass, difference as difference_of, freeze_changed
@@ -30,6 +30,12 @@ from tensorlens_tl.results import Attribution
 
 CHANGE = "change"
 """As `direction=`: along the change of each query's own output."""
+
+LARGEST_GAP = 0.1
+"""Scores that miss the change by more than this share of their size say nothing."""
+
+UNLIKE = 10
+"""How many times as long one run's stream has to be where that is the reason."""
 
 
 @register_method("difference", needs=("secants",), explains_differences=True)
@@ -59,9 +65,9 @@ def difference(
             frozen pass; or a list of several of these, over which scores are averaged. None is the mask token where
             there is one, else the mean. Images and sound are compared with another image (or sound), with ``"mean"``
             (each one's mean patch in all its places) or ``"zero"`` (position embeddings alone). A difference has its
-            baseline already. Of an encoder–decoder, what stands for a token stands in every place of both sides; a
-            text, or ids of the encoder's length, replace the source alone, and ids or embeddings `[pos, ..]` of all
-            positions both sides.
+            baseline already. Special tokens (BOS and the like) stay where one thing stands for every token. Of an
+            encoder–decoder, what stands for a token stands in every place of both sides; a text, or ids of the
+            encoder's length, replace the source alone, and ids or embeddings `[pos, ..]` of all positions both sides.
         memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
@@ -71,6 +77,7 @@ def difference(
     Raises:
         InvalidInputError: no such baseline, or one of another length; and what `FrozenOperator.target` refuses.
         UnsupportedModelError: see `tensorlens_tl.difference`.
+        NumericalError: the runs are so different that the scores are rounding.
 
     Source: ours; the rules are those of `tensorlens_tl.algebra.secants`.
 
@@ -140,7 +147,35 @@ def _change(
         change = torch.take_along_dim(upcast(of.output), query_positions(of.prompt, query)[..., None], dim=1)
         length = change.norm(dim=-1, keepdim=True)
         direction = change / length.clamp_min(torch.finfo(length.dtype).tiny)
-    return operator.target(target, minus, direction=direction, query=query, memory=memory)
+    change = operator.target(target, minus, direction=direction, query=query, memory=memory)
+    if change.gap is not None and not float(change.gap.max()) <= LARGEST_GAP:
+        _refuse_amplified(of, float(change.gap.max()))
+    return change
+
+
+def _refuse_amplified(of: Difference, gap: float) -> None:
+    """Refuse scores that miss their sum where the runs' streams are of very different length.
+
+    A norm's secant grows with the shorter one, so that rounding in the longer one is multiplied from block to block.
+    Runs that differ by rounding alone have a gap as well, and nothing to explain.
+
+    Raises:
+        NumericalError: naming the position.
+    """
+    lengths = [
+        torch.stack([upcast(run.resid_pre(layer)).norm(dim=-1) for layer in range(of.a.n_layers)])
+        for run in (of.a, of.b)
+    ]
+    ratios = (lengths[0] / lengths[1]).log().abs().where(of.a.mask, 0).flatten(0, 1).amax(0).exp()
+    largest, position = float(ratios.max()), int(ratios.argmax())
+    if largest < UNLIKE:
+        return
+    raise NumericalError(
+        f"difference: the scores miss the change that they should sum to by {gap:.1%} of their size. At position "
+        f"{position} one run's stream is up to {largest:.0f} times as long as the other's, and secants between such "
+        "runs multiply the model's own rounding, in float64 too where its norms compute in float32. Compare with a run "
+        "that has the same tokens there, such as a text of as many tokens with the same beginning."
+    )
 
 
 def baseline_pass(frozen: FrozenPass, baseline: Any) -> FrozenPass:
@@ -164,8 +199,22 @@ def baseline_pass(frozen: FrozenPass, baseline: Any) -> FrozenPass:
         chosen = Replacement.of(frozen.view, frozen.prompt, baseline, vocabulary_mean(frozen.view), alone=True)
     except InvalidInputError as error:
         raise InvalidInputError(f"baseline: {str(error).removeprefix('baseline: ')}") from error
+    return _replaced(frozen, chosen, _exchanged(frozen))
+
+
+def _exchanged(frozen: FrozenPass) -> Bool[Tensor, "batch pos"]:
+    """Where something else stands for the content of a position: not at special tokens, which have none.
+
+    Besides, streams at the first token (the attention sink) can be thousands of times larger with it than without it,
+    and secants between such runs multiply the model's own rounding. A prompt of nothing else is replaced as a whole.
+    """
     positions = torch.arange(frozen.tokens.shape[1], device=frozen.mask.device)
-    return _replaced(frozen, chosen, frozen.mask & (positions >= frozen.prompt.special))
+    real = frozen.mask & (positions >= frozen.prompt.special)
+    if frozen.view.reads != "tokens":
+        return real
+    special = torch.tensor(sorted(getattr(frozen.view.tokenizer, "all_special_ids", None) or []), dtype=torch.long)
+    content = real & ~torch.isin(frozen.tokens, special.to(frozen.tokens.device))
+    return torch.where(content.any(1, keepdim=True), content, real)
 
 
 def _is_signal(frozen: FrozenPass, values: Tensor) -> bool:
@@ -232,8 +281,11 @@ def _with_embeddings(frozen: FrozenPass, vectors: Tensor) -> FrozenPass:
 
 
 def _replaced(frozen: FrozenPass, replacement: Replacement, where: Bool[Tensor, "batch pos"]) -> FrozenPass:
-    inputs, hooks = Placement.of(frozen.view, frozen.prompt, replacement).put(dict(frozen.inputs), where)
-    return freeze_changed(frozen, inputs, hooks)
+    placement = Placement.of(frozen.view, frozen.prompt, replacement)
+    inputs, hooks = placement.put(dict(frozen.inputs), where, proves=False)
+    changed = freeze_changed(frozen, inputs, hooks)
+    placement.check(changed.resid_pre(0), where)
+    return changed
 
 
 def _wrong_shape(frozen: FrozenPass, given: str) -> InvalidInputError:

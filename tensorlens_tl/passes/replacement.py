@@ -212,7 +212,12 @@ class Placement:
         return cls(replacement, expected, overwritten)
 
     def put(
-        self, inputs: dict[str, Any], replaced: Bool[Tensor, "row pos"], rows: Int[Tensor, "row"] | None = None
+        self,
+        inputs: dict[str, Any],
+        replaced: Bool[Tensor, "row pos"],
+        rows: Int[Tensor, "row"] | None = None,
+        *,
+        proves: bool = True,
     ) -> tuple[dict[str, Any], list[FwdHook]]:
         """The inputs of a run with some tokens replaced, and the hooks that replace what stands there and prove it.
 
@@ -220,6 +225,8 @@ class Placement:
             inputs: the keyword arguments of the run.
             replaced: which positions are replaced; of a run that begins later, the last ones.
             rows: which of the prompts each row is; None is all of them, copy after copy.
+            proves: whether the hooks compare what arrives; else `check` does, of a pass that is run with other masks
+                beside.
         """
         count, width = replaced.shape
         if rows is None:
@@ -232,8 +239,19 @@ class Placement:
             side = slice(start, start + min(width, arrival.shape[1]))
             start = side.stop
             expected = arrival[rows.to(arrival.device)][:, -width:]
-            hooks.append((name, in_this_thread(_Arrives(self.replacement, name, expected, replaced[:, side], instead))))
+            arrives = _Arrives(self.replacement, name, expected, replaced[:, side], instead, proves)
+            hooks.append((name, in_this_thread(arrives)))
         return inputs, hooks
+
+    def check(self, stream: Float[Tensor, "batch pos d"], replaced: Bool[Tensor, "batch pos"]) -> None:
+        """Refuse a run of the prompts whose first blocks' input is not what was put there.
+
+        Raises:
+            FrozenModelError: naming the position.
+        """
+        if self.arrivals:
+            expected = torch.cat(list(self.arrivals.values()), dim=1)
+            _check_arrived(self.replacement, " and ".join(self.arrivals), stream, expected, replaced)
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,24 +263,36 @@ class _Arrives:
     expected: Float[Tensor, "row side d"]
     replaced: Bool[Tensor, "row side"]
     instead: Bool[Tensor, "row pos"]
+    proves: bool
 
     def __call__(self, stream: Tensor, *, hook: Any) -> Tensor | None:
-        expected = self.expected.to(stream)
         changed = bool(self.instead.any())
         if changed:  # models that read images have one stack
-            stream = torch.where(self.instead[..., None].to(stream.device), expected, stream)
-        error = (upcast(stream) - upcast(expected)).abs().amax(-1) - ARRIVED.get(
-            stream.dtype, 2e-2
-        ) * expected.abs().amax(-1)
-        lost = self.replaced.to(stream.device) & ~(error <= 0)
-        if bool(lost.any()):
-            row, position = lost.nonzero()[0].tolist()
-            raise FrozenModelError(
-                f"replacement={self.replacement.name}: what was put in the place of position {position} (row {row} of "
-                f"the run) did not arrive at {self.name}: the model or a hook writes something else there, or hooks "
-                "were taken off during the run. Take hooks at the embedding and at the first block off the model."
-            )
+            stream = torch.where(self.instead[..., None].to(stream.device), self.expected.to(stream), stream)
+        if self.proves:
+            _check_arrived(self.replacement, self.name, stream, self.expected, self.replaced)
         return stream if changed else None
+
+
+def _check_arrived(
+    replacement: Replacement,
+    name: str,
+    stream: Float[Tensor, "row pos d"],
+    expected: Float[Tensor, "row pos d"],
+    replaced: Bool[Tensor, "row pos"],
+) -> None:
+    """Refuse a stream that is not what was put in the place of tokens."""
+    wanted = upcast(expected.to(stream))
+    allowed = ARRIVED.get(stream.dtype, 2e-2) * wanted.abs().amax(-1)
+    arrived = (upcast(stream) - wanted).abs().amax(-1) <= allowed
+    lost = replaced.to(stream.device) & ~arrived
+    if bool(lost.any()):
+        row, position = lost.nonzero()[0].tolist()
+        raise FrozenModelError(
+            f"replacement={replacement.name}: what was put in the place of position {position} (row {row} of the run) "
+            f"did not arrive at {name}: the model or a hook writes something else there, or hooks were taken off "
+            "during the run. Take hooks at the embedding and at the first block off the model."
+        )
 
 
 def _at_points(
