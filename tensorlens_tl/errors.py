@@ -48,7 +48,7 @@ class NumericalError(TensorLensError, ArithmeticError):
 
 
 class GapWarning(UserWarning):
-    """A sum is further from the model's own number than the proof of its pass allows."""
+    """A sum is further from the model's own number than the proof of its pass allows, or gradients lose digits."""
 
 
 class UntrainedWarning(UserWarning):

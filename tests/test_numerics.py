@@ -1,6 +1,7 @@
 """Numbers at their limits, inside whole models: all holds as elsewhere, or is refused with a name and a place."""
 
 import copy
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -267,6 +268,29 @@ def test_a_result_says_how_many_of_its_digits_hold(dtype, capsys):
     shown = f"bfloat16 is off by up to {missed:.2g}" in capsys.readouterr().out
     assert shown == (dtype == torch.bfloat16)
     assert shown == (missed > 5e-4 * float(result.total.abs()))
+
+
+@pytest.mark.parametrize("method", ["input-x-gradient", "attnlrp", "gim", "chefer"])
+def test_gradients_that_lose_digits_say_so(method):
+    """In bfloat16, also in a strict pass; in float32 and by a method that pulls in float32 nothing is lost."""
+    prompt = tlens.demo.held_out_prompts(tlens.load_demo_model(kind="bridge"), 1, 32)
+    for dtype, strict in ((torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)):
+        frozen = tlens.freeze(tlens.load_demo_model(kind="bridge").to(dtype), prompt, strict=strict)
+        tlens.attribute(frozen, 5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", tlens.GapWarning)
+            if dtype == torch.float32:
+                tlens.attribute(frozen, 5, method=method)
+                continue
+            with pytest.raises(tlens.NumericalError if strict else tlens.GapWarning, match="digits to bfloat16"):
+                tlens.attribute(frozen, 5, method=method)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_quadrature_that_misses_its_integral_says_so(strict):
+    frozen = tlens.freeze(tiny_model("bridge/llama"), some_tokens(), strict=strict)
+    with pytest.raises(tlens.NumericalError) if strict else pytest.warns(tlens.GapWarning, match="steps=4"):
+        assert float(tlens.attribute(frozen, 5, method="integrated-gradients", steps=1).gap.max()) > 0.05
 
 
 ONE_CLASS = pytest.mark.skipif("hooked/ln" not in model_names(), reason="its patterns have 0 in the place of NaN")

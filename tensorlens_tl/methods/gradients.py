@@ -5,6 +5,7 @@ norm), in an encoder–decoder that of both its sides; the target is a logit at 
 run of the prompts serves all queries, and at the pass's own input it must repeat the pass.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, SupportsIndex
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import checked_arguments, whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import relative_gap
+from tensorlens_tl.errors import GapWarning, NumericalError
 from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.models.parameters import saved_by_name
@@ -84,7 +86,7 @@ def integrated_gradients(
     """x_j · ∫₀¹ ∂logit/∂x_j (αx) dα on the live model, from a zero baseline, by the midpoint rule.
 
     Scores and bias (the logit at the baseline) sum to the logit up to the quadrature's error, which `gap` shows;
-    near α = 0 norms bend sharply, so it falls slowly with `steps`.
+    near α = 0 norms bend sharply, so it falls slowly with `steps`. A gap above 0.05 is a `GapWarning`.
 
     Args:
         frozen: the pass; its prompt is used, and what enters its first block.
@@ -98,7 +100,8 @@ def integrated_gradients(
         InvalidInputError: no target, several tokens, fewer than one step, or a query out of range.
         UnsupportedModelError: the model predicts no tokens.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
-        NumericalError: the model's own gradients are not finite, as with padding on the left in some models.
+        NumericalError: the model's own gradients are not finite, as with padding on the left in some models; or the
+            pass is strict and the gap is above 0.05.
 
     >>> result = tlens.methods.integrated_gradients(frozen, target=" value", steps=8)
     >>> result.scores.shape, result.gap.shape
@@ -112,6 +115,8 @@ def integrated_gradients(
     midpoints = [(step + 0.5) / count for step in range(count)]
     gradients = (logit.at(midpoint)[1] / count for midpoint in midpoints)
     scores = logit.scores(sum(gradients, start=torch.zeros(())))
+    gap = relative_gap(scores, bias, total)
+    _note_quadrature(frozen, count, float(gap.max()))
     return Attribution.of(
         frozen,
         scores,
@@ -119,10 +124,28 @@ def integrated_gradients(
         query=query,
         bias=bias,
         total=total,
-        gap=relative_gap(scores, bias, total),
+        gap=gap,
         target=live_logits.label,
         options={"target": logit.live_logits.target, "minus": logit.live_logits.minus, "query": query, "steps": count},
     )
+
+
+MOST = 0.05
+"""The gap that the quadrature may leave without a warning."""
+
+
+def _note_quadrature(frozen: FrozenPass, steps: int, gap: float) -> None:
+    """Warn where these steps miss the integral; of a strict pass that is an error."""
+    if gap <= MOST:
+        return
+    message = (
+        f"integrated-gradients: {steps} steps miss the logit by {gap:.1e} of the scores' size, since norms bend "
+        f"sharply near the zero baseline. Take more (steps={4 * steps}), or a method that is exact: tensorlens, or the "
+        "difference of two prompts."
+    )
+    if frozen.strict:
+        raise NumericalError(message)
+    warnings.warn(message, GapWarning, stacklevel=2)
 
 
 class _Logit:

@@ -1,16 +1,17 @@
 """Logits of the live model, a token's or the difference of two, and their gradients."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import NumericalError
 from tensorlens_tl.hooks import FwdHook, in_this_thread, logits_at, run
 from tensorlens_tl.models import Query, TokenLike
-from tensorlens_tl.passes import FrozenPass
+from tensorlens_tl.passes import FrozenPass, note_rounding
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.operator import explained_tokens, logit_label, target_ids
 
@@ -40,6 +41,7 @@ class LiveLogits:
 
     def __init__(self, frozen: FrozenPass, target: TokenLike, minus: TokenLike, query: Query, what: str) -> None:
         self.live = frozen.live(what)
+        self._is_measured = False  # what half precision takes from gradients: once for all points of a path
         self.frozen = frozen
         self.positions = query_positions(frozen.prompt, query)
         self.in_logits = frozen.prompt.in_logits(self.positions)
@@ -145,6 +147,9 @@ class LiveLogits:
             gradients = _batched_gradients(numbers, tensors, seeds)
             for gradient in gradients:
                 self._check_finite(gradient)
+            if not self._is_measured:
+                note_rounding(self.frozen, *_products(numbers, tensors, seeds, gradients))
+                self._is_measured = True
             yield slice(rows.start, rows.stop), gradients
 
     def _check_finite(self, gradient: Tensor | None) -> None:
@@ -166,3 +171,15 @@ def _batched_gradients(
     return list(
         torch.autograd.grad(numbers, tensors, seeds, retain_graph=True, allow_unused=True, is_grads_batched=True)
     )
+
+
+def _products(
+    numbers: Tensor, tensors: Sequence[Tensor], seeds: Tensor, gradients: Sequence[Tensor | None]
+) -> tuple[list[Tensor | None], Callable[[float], list[Tensor | None]]]:
+    """Each tensor times its gradients, summed over its last axis; and the same of the numbers times a factor."""
+
+    def products(rows: Sequence[Tensor | None]) -> list[Tensor | None]:
+        pairs = zip(tensors, rows, strict=True)
+        return [None if row is None else (upcast(x.detach()) * upcast(row)).sum(-1) for x, row in pairs]
+
+    return products(gradients), lambda factor: products(_batched_gradients(numbers, tensors, factor * seeds))

@@ -20,7 +20,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tensorlens_tl.passes.backward import product_points as product_points, rule_scores as rule_scores
+from tensorlens_tl.passes.backward import (
+    note_rounding as note_rounding,
+    product_points as product_points,
+    rule_scores as rule_scores,
+)
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture, one_check as one_check
 from tensorlens_tl.passes.freezing import TOLERANCE as TOLERANCE, freeze, freeze_changed

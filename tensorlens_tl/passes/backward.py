@@ -5,7 +5,8 @@ live and passes its gradient on as the rule says (`tensorlens_tl.hooks.rules`). 
 pass, which is measured; one forward pass serves all queries, and their gradients are rows of batched backward passes.
 """
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_error, relative_gap, upcast
-from tensorlens_tl.errors import NumericalError, UnsupportedModelError
+from tensorlens_tl.errors import GapWarning, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import (
     AttentionPoints,
     BackwardRule,
@@ -60,7 +61,8 @@ def rule_scores(
         UnsupportedModelError: the model predicts no tokens; a block's attention is held as a whole, or a hook point
             does not show what the model computes with.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached.
-        NumericalError: gradients are not finite, or the run does not repeat the pass.
+        NumericalError: gradients are not finite, or the run does not repeat the pass; or of a strict pass, they lose a
+            hundredth to half precision, which is a `GapWarning` otherwise.
     """
     positions = query_positions(frozen.prompt, query)
     readout = resolve_target(frozen, target, minus, positions=positions)
@@ -85,6 +87,12 @@ def rule_scores(
         _check_run(frozen, live, outputs)
         cotangents = _at_output(frozen, rule, readout.vectors, positions, memory)
         rows = [_pulled(outputs, leaf, cotangent) for cotangent in cotangents]
+
+        def again(factor: float) -> list[Tensor | None]:
+            of_target = _at_output(frozen, rule, factor * readout.vectors, positions, memory)
+            return [_product(x, _pulled(outputs, leaf, cotangent)) for cotangent in of_target]
+
+        note_rounding(frozen, [_product(x, row) for row in rows], again)
     gradient = torch.cat(rows).transpose(0, 1)
     if not bool(torch.isfinite(gradient).all()):
         raise NumericalError(f"{frozen.view.description}: gradients are not finite; use float32 or float64.")
@@ -93,6 +101,55 @@ def rule_scores(
     total = ((upcast(explained) * readout.vectors).sum(-1) + readout.constant) * real
     gap = relative_gap(scores, torch.zeros_like(total), total)
     return Collapse(scores, total=total, gap=gap, soft_cap=frozen.view.soft_cap)
+
+
+def _product(x: Tensor, gradient: Float[Tensor, "row *any d"]) -> Float[Tensor, "row *any"]:
+    return (upcast(x.detach()) * upcast(gradient)).sum(-1)
+
+
+FACTORS = (1.37, 1.61)
+"""Numbers that a target is multiplied by, to see what rounding makes of its gradient: no powers of 2."""
+
+NOTABLE = 1e-2
+"""The share that rounding may take of gradients without a warning."""
+
+
+def note_rounding(
+    frozen: FrozenPass, gradients: Sequence[Tensor | None], again: Callable[[float], Sequence[Tensor | None]]
+) -> None:
+    """Measure what half precision takes from gradients of the live model, and warn where it is more than a hundredth.
+
+    A gradient is linear: of a target multiplied by a factor it is the same, multiplied by that. What differs is the
+    rounding of the backward pass. That of the forward pass comes on top of it, and is not seen here.
+
+    Args:
+        frozen: the pass.
+        gradients: of the target, `[row, …]` each, or what is linear in them.
+        again: the same of the target multiplied by a factor.
+
+    Raises:
+        NumericalError: instead of the warning, if the pass was frozen with ``strict=True``.
+    """
+    dtype = frozen.resid_pre(0).dtype
+    if dtype not in (torch.float16, torch.bfloat16):
+        return
+    lost = 0.0
+    for factor in FACTORS:
+        for first, second in zip(gradients, again(factor), strict=True):
+            if first is not None and second is not None and first.numel():
+                of_row = upcast(first).flatten(1)
+                missed = (upcast(second).flatten(1) / factor - of_row).norm(dim=1)
+                lost = max(lost, float((missed / of_row.norm(dim=1).clamp_min(torch.finfo(of_row.dtype).tiny)).max()))
+    if lost <= NOTABLE:
+        return
+    message = (
+        f"gradients of this {frozen.view.description} lose digits to {str(dtype).removeprefix('torch.')}: those of the "
+        f"same target times {' or '.join(map(str, FACTORS))} differ from it by {lost:.1e} of their size, and the run "
+        "itself was rounded, too. Load the model in float32."
+    )
+    if frozen.strict:
+        raise NumericalError(message)
+    warnings.warn(message, GapWarning, stacklevel=2)
 
 
 def _norms_loaded(frozen: FrozenPass, scales: Sequence[str]) -> AbstractContextManager[bool]:

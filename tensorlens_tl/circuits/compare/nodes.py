@@ -54,7 +54,7 @@ from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, summed_b
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, run
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.models.parameters import saved_by_name
-from tensorlens_tl.passes import FrozenPass, PassLike
+from tensorlens_tl.passes import FrozenPass, PassLike, note_rounding
 from tensorlens_tl.results import Terms
 
 BY = ("component", "head", "neuron", "stream")
@@ -296,7 +296,11 @@ class _LiveNodes:
             hooks += [(name, in_this_thread(partial(see, name=name))) for name in readout.points]
             run(frozen.model, frozen.inputs, hooks)
             number = self.live.number(read).sum()
-            gradients = torch.autograd.grad(number, [added[point] for point in self.points])
+            leaves = [added[point] for point in self.points]
+            is_half = leaves[0].dtype.itemsize == 2
+            gradients = torch.autograd.grad(number, leaves, retain_graph=is_half)
+            if is_half:
+                note_rounding(frozen, [_in_a_row(gradients)], partial(_of_multiple, number, leaves))
         refuse_nan("gradients of the live model", *gradients)
         pairs = zip(self.points, gradients, strict=True)
         return {point: self._side_by_side(point, gradient) for point, gradient in pairs}
@@ -332,3 +336,12 @@ def _live_nodes(live: LiveTarget, by: str) -> Iterator[NodeChange]:
         # the stream before a block is what the block before it gives; of an encoder–decoder that of its side
         side = -1 if layer >= captured.view.encoder_layers else 0
         yield NodeChange(f"L{layer}.stream", (captured.stream_names(layer)[side],), layer=max(layer - 1, 0))
+
+
+def _of_multiple(number: Tensor, leaves: Sequence[Tensor], factor: float) -> list[Tensor | None]:
+    """The gradients of a number times a factor."""
+    return [_in_a_row(torch.autograd.grad(factor * number, leaves, retain_graph=True))]
+
+
+def _in_a_row(tensors: Sequence[Tensor]) -> Float[Tensor, "1 number"]:
+    return torch.cat([tensor.flatten() for tensor in tensors])[None]
