@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import close, hooks_left, some_tokens
+from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
@@ -322,3 +323,20 @@ def test_logits_that_are_nan_are_called_so():
     model.W_U.data[:, 3] = float("nan")
     with pytest.raises(tlens.NumericalError, match="target: the logits"):
         tlens.attribute(tlens.freeze(model, torch.arange(3, 9)[None]), 5)
+
+
+@pytest.mark.parametrize("clip", [1e3, 1e-4])
+def test_a_clip_that_acts_is_named(clip):
+    """OLMo's clip_qkv: where nothing is clipped the model is exact, elsewhere the refusal says what does it."""
+    from transformers import OlmoConfig, OlmoForCausalLM
+
+    sizes = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    config = OlmoConfig(**sizes, num_attention_heads=4, clip_qkv=clip, attn_implementation="eager")
+    model = build_bridge_from_module(OlmoForCausalLM(config).double().eval(), "OlmoForCausalLM", hf_config=config)
+    if clip > 1:
+        assert max(tlens.freeze(model, some_tokens()).errors.values()) < 1e-6
+        return
+    with pytest.raises(tlens.UnsupportedModelError, match=r"clip_qkv=0\.0001") as raised:
+        tlens.freeze(model, some_tokens())
+    assert "reset_hooks" not in str(raised.value)

@@ -261,6 +261,13 @@ class _BlockProof:
                 "only what is added to the stream, or put in its place, is. Take it off, or make the change in the "
                 "weights."
             )
+        wrapped = getattr(self.maps.capture.model, "original_model", None)
+        clip = getattr(getattr(wrapped, "config", None), "clip_qkv", None)
+        if clip is not None:
+            return (
+                f"Its configuration clips queries, keys and values (clip_qkv={clip}), and a number that is clipped is "
+                "not what the weights give. Prompts on which nothing is clipped can be frozen."
+            )
         return (
             "Other hooks on the model (model.reset_hooks() takes them off), or a part that is not attention, norm or "
             "MLP, would explain it."
