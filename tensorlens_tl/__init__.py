@@ -11,7 +11,9 @@ that the command line can print its help without waiting for torch.
 """
 
 import ast
+import difflib
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_pointer(name)}")
     home = _HOMES[name]
     if home == __name__:
         member = importlib.import_module(f"{home}.{name}")
@@ -38,6 +40,19 @@ def __getattr__(name: str) -> Any:
         member = getattr(importlib.import_module(home), name)
     globals()[name] = member
     return member
+
+
+def _pointer(name: str) -> str:
+    """Where a name is that was looked for here, or which is near, to end a message."""
+    if name.startswith("_"):  # tools that look into modules ask for many of these
+        return ""
+    homes = [module for module, home in _HOMES.items() if home == __name__]
+    for home in homes:
+        text = Path(__file__).with_name(home).joinpath("__init__.py").read_text(encoding="utf-8")
+        if re.search(rf'^    "{re.escape(name)}",$', text, re.MULTILINE):  # in its __all__
+            return f"; it is tensorlens_tl.{home}.{name}"
+    near = difflib.get_close_matches(name, __all__, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def __dir__() -> list[str]:

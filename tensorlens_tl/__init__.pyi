@@ -56,6 +56,9 @@ from tensorlens_tl.generation import (
 from tensorlens_tl.layerwise import (
     implicit_attention as implicit_attention,
 )
+from tensorlens_tl.loading import (
+    load as load,
+)
 from tensorlens_tl.methods import (
     contextualisation as contextualisation,
 )

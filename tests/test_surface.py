@@ -372,7 +372,7 @@ def test_terms_graphs_and_scores_can_be_kept(frozen, tmp_path):
         assert repr(again) == repr(result)
         assert [e.name for e in again.top(3)] == [e.name for e in result.top(3)]
         assert again.to_dataframe().equals(result.to_dataframe())
-        with pytest.raises(tlens.FileFormatError, match="not Attribution; load it with"):
+        with pytest.raises(tlens.FileFormatError, match="not Attribution; tlens"):
             tlens.Attribution.load(path)
 
 
@@ -403,8 +403,12 @@ def test_public_names_come_from_where_they_are_listed():
     assert set(dir(tlens)) == {*tlens.__all__, "__version__"}
     for name in tlens.__all__:
         assert getattr(tlens, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
         _ = tlens.nothing
+    with pytest.raises(AttributeError, match=r"it is tensorlens_tl\.circuits\.logit_attribution$"):
+        _ = tlens.logit_attribution
+    with pytest.raises(AttributeError, match="did you mean 'attribute'"):
+        _ = tlens.atribute
 
 
 def test_a_model_is_what_it_can_do(model_named):

@@ -200,6 +200,15 @@ def read(
     return tensors, facts
 
 
+def written_kind(content: bytes) -> str:
+    """The class that is named in a file of ours, such as ``"Attribution"``; empty where it is none."""
+    try:
+        library, _, kind = _metadata(content).get("format", "").partition(".")
+    except (ValueError, AttributeError, RecursionError):
+        return ""
+    return kind if library == "tensorlens_tl" else ""
+
+
 def _metadata(content: bytes) -> dict[str, str]:
     """The texts in the header of a safetensors file."""
     length = int.from_bytes(content[:8], "little")
@@ -242,7 +251,7 @@ def _other_result(path: str | os.PathLike[str], kind: str, written: str) -> str:
     """What to say of a safetensors file that holds something else."""
     library, _, name = written.partition(".")
     if library == "tensorlens_tl" and name:
-        return f"{path}: holds {name}, not {kind}; load it with {name}.load({str(path)!r})."
+        return f"{path}: holds {name}, not {kind}; tlens.load({str(path)!r}) reads either."
     return (
         f"{path}: a safetensors file, but not one that this library saved; read its tensors with "
         f"safetensors.torch.load_file. {kind}.load reads what {kind}.save wrote."

@@ -99,16 +99,25 @@ class EdgeScores(Result):
         order = edge_order(scores, self.exists, self.sources, self.destinations)[: whole_number("k", k, least=1)]
         return [Entry(self._name(edge), float(scores.flatten()[edge])) for edge in order.tolist()]
 
-    def circuit(self, edges: Any, batch: int | None = None, *, absolute: bool = True, choice: str = "top") -> Circuit:
+    def circuit(
+        self,
+        edges: Any,
+        batch: int | None = None,
+        *,
+        absolute: bool = True,
+        choice: str = "top",
+        prune: bool = True,
+    ) -> Circuit:
         """The circuit of so many edges, without those that no path from the input to the target goes through.
 
         Args:
-            edges: how many are chosen. Those on no path from the input to the target are then taken out, so that the
-                circuit may have fewer, 28 of 30.
+            edges: how many are chosen. Those on no path from the input to the target are then taken out: of a small
+                circuit of a deep model that may be half of them.
             batch: by one prompt's scores, or (None) by the mean over prompts.
             absolute: choose by size; else by score, the most positive first.
             choice: ``"top"`` takes the best edges wherever they are, ``"greedy"`` the best of those that lead into
                 what is already reached, from the target backwards.
+            prune: False keeps all that are chosen, those on no such path as well; they do not act.
 
         Raises:
             InvalidInputError: more edges than there are, or no such choice or prompt.
@@ -117,13 +126,16 @@ class EdgeScores(Result):
         >>> edges = tlens.circuits.edge_scores(frozen, corrupted, " value", " name")
         >>> edges.circuit(5)
         Circuit(5 of 479 edges, 4 nodes)
+        >>> edges.circuit(20), edges.circuit(20, prune=False)
+        (Circuit(17 of 479 edges, 10 nodes), Circuit(20 of 479 edges, 11 nodes))
         """
         edges = whole_number("edges", edges, 0, len(self), why=f"this model has {len(self)} edges")
         scores = self._row(batch)
         order = edge_order(scores, self.exists, self.sources, self.destinations, absolute=absolute, choice=choice)
         selection = torch.zeros_like(self.exists)
         selection.view(-1)[order[:edges]] = True
-        selection = pruned(selection, self.sources, self.destinations)
+        if prune:
+            selection = pruned(selection, self.sources, self.destinations)
         return Circuit(
             self.sources, self.destinations, scores, self.exists, selection, self.config, self.target, self.provenance,
             self.method,
