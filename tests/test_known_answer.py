@@ -82,3 +82,18 @@ def test_bad_tasks(model_named):
     ]:  # fmt: skip
         with pytest.raises(tlens.InvalidInputError, match="pass"):
             make(**options)
+
+
+def test_the_answer_can_be_explained_less_another_token():
+    model, task = recall_model(), evaluate.recall(20, seed=3)
+    one = evaluate.known_answer(model, task, ["tensorlens target"], minus=5, only_correct=False)
+    each = evaluate.known_answer(model, task, ["tensorlens target"], minus=[5] * 20, only_correct=False)
+    alone = evaluate.known_answer(model, task, ["tensorlens target"], only_correct=False)
+    assert torch.equal(one.values, each.values)
+    assert not torch.equal(one.values, alone.values)
+    frozen = tlens.freeze(model, task.tokens[:1])
+    token, logits = evaluate.predictions(frozen)
+    scores = tlens.attribute(frozen, target=int(token), minus=int(logits.topk(2).indices[0, 1])).scores[0, -1].abs()
+    runner_up = evaluate.known_answer(model, task, ["tensorlens target"], minus="runner-up", only_correct=False)
+    mass = float((scores * task.sources[0]).sum() / scores.sum())
+    assert float(runner_up.values[list(runner_up.metrics).index("mass"), 0, 0]) == pytest.approx(mass, rel=1e-4)

@@ -14,15 +14,17 @@ from collections import Counter
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.arguments import Methods, WholeNumber
 from tensorlens_tl.evaluate.known.tasks import AnswerTask, KnownAnswers
 from tensorlens_tl.evaluate.perturbing import PROMPTS_AT_ONCE, rank
-from tensorlens_tl.evaluate.scorers import predictions, scorers_of, usable
-from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.evaluate.scorers import Explained, predictions, scorers_of, usable
+from tensorlens_tl.models import ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import freeze
+from tensorlens_tl.passes.operator import token_ids
 from tensorlens_tl.results import Evaluation
 
 METRICS = ("mrr", "precision", "mass")
@@ -34,9 +36,11 @@ def known_answer(
     methods: Methods = None,
     *,
     k: WholeNumber | None = None,
+    minus: TokenLike = None,
     only_correct: bool = True,
     absolute: bool = False,
     seed: int = 0,
+    progress: bool = True,
 ) -> Evaluation:
     """Rank of the tokens that determine the answer, by each method's scores for the last token.
 
@@ -45,9 +49,12 @@ def known_answer(
         task: prompts, answers and true sources.
         methods: see `tensorlens_tl.evaluate.scorers`; None is every standard method that fits the model, and random.
         k: of `precision`; None is each prompt's number of true sources.
+        minus: explain the predicted token's logit less this one's: a token, one for each prompt, or ``"runner-up"``,
+            which also takes the place of a token that is itself predicted. None explains the logit alone.
         only_correct: leave out prompts that the model answers wrongly, where the true sources need not have been used.
         absolute: rank by absolute score.
         seed: of the random baseline and of the order of equal scores.
+        progress: whether to show a bar.
 
     Returns:
         An Evaluation with `mrr`, `precision` and `mass` per prompt; ``settings["accuracy"]`` is the model's, and
@@ -69,21 +76,42 @@ def known_answer(
         k = whole_number("k", k, 1, task.tokens.shape[1])
     scorers = scorers_of(methods, seed=seed)
     ModelView(model).refuse_encoder_decoder("known_answer")
-    first = freeze(model, task.tokens[:1])
-    scorers, skipped = usable(scorers, first, -1, skip=methods is None)
     parts = [slice(start, start + PROMPTS_AT_ONCE) for start in range(0, len(task), PROMPTS_AT_ONCE)]
-    passes = (freeze(model, task.tokens[part], verify=part.start == 0) for part in parts)
+    first = freeze(model, task.tokens[parts[0]])
+    others: Tensor | None = None
+    if minus is not None and minus != "runner-up":
+        others = token_ids(first.view, minus, len(task), "minus")[:, 0]
+    skipped: dict[str, str] = {}
+    if methods is None or len(parts) > 1:  # otherwise each method is tried by what it is for
+        scorers, skipped = usable(scorers, freeze(model, task.tokens[:1]), -1, skip=methods is None)
+    bar = tqdm(total=len(parts) * len(scorers), desc="known answers", leave=False, delay=2.0, disable=not progress)
     generator = torch.Generator().manual_seed(seed)
     rankings = []
     is_answered = []
-    for part, frozen in zip(parts, passes, strict=True):
+    for part in parts:
+        frozen = first
+        if part.start:
+            frozen = freeze(model, task.tokens[part], verify=False)
         sources = task.sources[part]
         ties = torch.rand(sources.shape, generator=generator, dtype=torch.float64)
-        is_answered.append(predictions(frozen)[0].cpu() == task.answers[part])
-        scores = torch.stack([scorer(frozen).cpu() for scorer in scorers])
+        predicted, logits = predictions(frozen)
+        is_answered.append(predicted.cpu() == task.answers[part])
+        explained: Explained | None = None
+        if minus is not None:
+            less = logits.topk(2).indices[:, 1]
+            if others is not None:
+                given = others[part].to(less)
+                less = torch.where(given == predicted, less, given)
+            explained = Explained(predicted.tolist(), less.tolist())
+        by_method: list[Tensor] = []
+        for scorer in scorers:
+            by_method.append(scorer(frozen, -1, explained).cpu())
+            bar.update()
+        scores = torch.stack(by_method)
         if absolute:
             scores = scores.abs()
         rankings.append(torch.stack([ranking(row, sources, ties, k) for row in scores], dim=1))
+    bar.close()
     values = torch.cat(rankings, dim=2)
     correct = torch.cat(is_answered)
     accuracy = float(correct.double().mean())
@@ -109,6 +137,7 @@ def known_answer(
             "tokens": task.tokens.shape[1],
             "accuracy": accuracy,
             "random_mrr": _random_mrr(task.sources[numbers]),
+            "minus": None if minus is None else str(minus),
             "absolute": absolute,
             "seed": seed,
         },
