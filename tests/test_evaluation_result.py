@@ -219,3 +219,22 @@ def test_a_figure_names_random_and_methods_with_the_same_numbers():
     assert line.get_ydata().tolist() == curves[0, -1].mean(0).tolist()
     few = result.plot(methods=["random", "best"])
     assert [text.get_text() for text in few.figure.legends[0].get_texts()] == ["random", "best"]
+
+
+@pytest.mark.parametrize(("higher", "values", "noted"), [
+    (True, [0.378, 0.379, 0.3785], True),
+    (True, [0.378, 0.379, 0.2], False),
+    (False, [0.5, 0.1, 0.05], True),
+    (False, [0.5, 0.1, 0.3], False),
+])  # fmt: skip
+def test_a_table_in_which_random_is_no_worse_says_so(capsys, higher, values, noted):
+    table = Evaluation(
+        kind="positive perturbation",
+        values=torch.tensor(values, dtype=torch.float64)[None, :, None],
+        metrics={"aopc": higher},
+        methods=["one", "two", "random"],
+        units=["prompt 0"],
+        settings={"replacement": "mean"},
+    )
+    table.show()
+    assert ("random does as well as every method" in " ".join(capsys.readouterr().out.split())) is noted

@@ -26,6 +26,9 @@ _ENDS = ("mean", "low", "high")
 BASELINE = "random"
 """The method that a figure always names."""
 
+AS_GOOD = 0.01
+"""By which share of the best value a random order has to be behind for a table to tell methods apart."""
+
 
 def area(
     curves: Float[Tensor, "metric method unit step"], axis: Float[Tensor, "step"]
@@ -253,9 +256,31 @@ class Evaluation(Result):
         if self.settings.get("dropped"):
             notes.append(f"{self.settings['dropped']} prompts dropped, which the model answers wrongly")
         notes += self._same_notes()
+        notes += self._random_notes()
         notes += [f"left out: {name}: {why}" for name, why in self.skipped.items()]
         caption = "\n".join(notes)
         terminal.show_table(title, headings, rows, left=("method",), caption=caption)
+
+    def _random_notes(self) -> list[str]:
+        """Metrics in which a random order of replacement does as well as the best method: they tell none apart."""
+        if BASELINE not in self.methods or "replacement" not in self.settings:
+            return []
+        notes: list[str] = []
+        means = np.nanmean(np.asarray(self.values), axis=-1)  # [metric, method]
+        random = self.methods.index(BASELINE)
+        for (name, higher), row in zip(self.metrics.items(), means, strict=True):
+            others = np.delete(row, random)
+            if higher is None or not np.isfinite(others).any():
+                continue
+            best = np.nanmax(others) if higher else np.nanmin(others)
+            lead = best - row[random] if higher else row[random] - best
+            if lead <= AS_GOOD * abs(best):
+                notes.append(
+                    f"{name}: random does as well as every method, so that this says nothing of them. With replacement "
+                    f"{self.settings['replacement']!r} a single token may break the prediction whichever it is: name a "
+                    "token that fits anywhere (replacement=' the'), or larger fractions."
+                )
+        return notes
 
     def plot(self, metric: str | None = None, methods: list[str] | None = None, *, ax: Any = None) -> Any:
         """Mean curves with 95 % bootstrap intervals, or bars where there are none (extra ``plot``).
