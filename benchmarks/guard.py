@@ -2,7 +2,8 @@
 
 Three blocks of GPT-2 small's shape with random weights, prompts of 64 tokens, one thread and its processor time,
 candidates interleaved, minima. The limits stand half again above what was measured when they were set; a cost above its
-limit is marked and fails nothing, because machines differ.
+limit is marked and fails nothing, because machines differ. Then what freezing and two backward questions cost on loaded
+models of 4 and 48 layers (`depth.py`), in forwards of each: a cost that grows with depth is marked as well.
 
     python benchmarks/guard.py
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from depth import random_costs
 from shapes import gpt2_small
 from timing import interleaved
 
@@ -34,6 +36,11 @@ LIMITS = {
     "text of 16 tokens, two hops": 9.0,
 }
 """Forwards of the model's blocks."""
+
+DEPTHS = (4, 48)
+DEEP = ("freeze", "difference", "attnlrp")
+MOST_GROWTH = 1.5
+"""How many times as many forwards a question may cost on the deeper model; machines are noisy."""
 
 
 def candidates() -> dict[str, Callable[[], Any]]:
@@ -71,6 +78,11 @@ def main() -> None:
         cost = spent / forward
         mark = "" if cost <= LIMITS[name] else "  above its limit"
         print(f"{name:34} {cost:8.2f} {LIMITS[name]:7.1f}{mark}")
+    shallow, deep = random_costs(DEPTHS, DEEP).values()
+    print(f"\n{'':34} " + " ".join(f"{layers:>2} layers" for layers in DEPTHS))
+    for name in DEEP:
+        mark = "" if deep[name] <= MOST_GROWTH * shallow[name] else "  grows with depth"
+        print(f"{name:34} {shallow[name]:9.2f} {deep[name]:9.2f}{mark}")
 
 
 if __name__ == "__main__":

@@ -54,6 +54,26 @@ def test_errors_speak_of_options(words, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["dataset", "ROWS", "--text", "tx", "-o", "RUN"], "there is no column 'tx', only 'txt'"),
+        (["dataset", "ROWS", "--text", "txt", "--target-column", "answer", "-o", "RUN"], "no column 'answer'"),
+        (["dataset", "NONE", "-o", "RUN"], "there is no file"),
+        (["evaluate", "perturbation", "--prompts", "ROWS"], "its columns are 'txt'"),
+        (["compress", "--prompts", "ROWS"], "its columns are 'txt'"),
+        (["whiteness", "--prompts", "ROWS"], "its columns are 'txt'"),
+    ],
+)
+def test_files_are_looked_at_before_a_model_is_loaded(words, message, tmp_path, capsys):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("txt\nReturn the value\n", encoding="utf-8")
+    places = {"ROWS": str(rows), "RUN": str(tmp_path / "run"), "NONE": str(tmp_path / "none.csv")}
+    nowhere = ["--model", str(tmp_path / "no_model")]
+    assert main([*(places.get(word, word) for word in words), *nowhere]) == 1
+    assert message in capsys.readouterr().err
+
+
 def test_calls_and_quotations_are_not_options():
     parser = commands.parser().commands["dataset"]
     for text in ("call freeze(model, query=-1)", "the text ' target=5'", "columns={'target': 1}", "collapse='target'"):

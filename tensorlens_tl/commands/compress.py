@@ -18,7 +18,7 @@ from tensorlens_tl.commands.options import (
     task_of,
     write_result,
 )
-from tensorlens_tl.commands.prompts import HELP as PROMPTS_HELP, prompts_of
+from tensorlens_tl.commands.prompts import HELP as PROMPTS_HELP, check_prompts, prompts_of
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 
 HELP = "Compress a model's attention, and measure what that costs on held-out prompts."
@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> None:
     tucker_options = given(**{name: getattr(args, name) for name in TUCKER})
     if tucker_options and "tucker" not in methods:
         raise InvalidInputError(f"--{next(iter(tucker_options))}: it is for tucker, which is not among --methods.")
+    check_prompts(args)
     model = loaded_model(args)
     task = _task(args, model)
     options_of = dict.fromkeys(methods, given(mlp=args.mlp, matrices=args.matrices or None))

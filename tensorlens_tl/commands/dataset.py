@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run what is left of the run, and say what came of it."""
     import tensorlens_tl as tlens
-    from tensorlens_tl.datasets import CIRCUITS
+    from tensorlens_tl.datasets import CIRCUITS, Reading, check_rows
 
     run_imports(args)
     check_output(args.summary, "--summary")
@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> None:
     options: dict[str, Any] = dict(_option(option) for option in args.options)
     options |= given(target=args.target, minus=args.minus, query=args.query, memory=args.memory)
     logits = args.method in CIRCUITS or tlens.get_method(args.method).explains_prediction(options)
+    columns = given(target=args.target_column or None, minus=args.minus_column or None)
+    check_rows(args.rows, Reading(text=args.text, id=args.id, columns=columns))
     results = tlens.attribute_dataset(
         loaded_model(args, logits=logits),
         args.rows,
@@ -79,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
         method=args.method,
         text=args.text,
         id=args.id,
-        columns=given(target=args.target_column or None, minus=args.minus_column or None),
+        columns=columns,
         tokens_per_batch=args.tokens_per_batch,
         keep=args.keep,
         truncate=args.truncate,

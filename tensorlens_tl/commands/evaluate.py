@@ -22,7 +22,7 @@ from tensorlens_tl.commands.options import (
     task_of,
     write_result,
 )
-from tensorlens_tl.commands.prompts import HELP as PROMPTS_HELP, prompts_of, questions_of
+from tensorlens_tl.commands.prompts import HELP as PROMPTS_HELP, check_prompts, prompts_of, questions_of
 from tensorlens_tl.errors import InvalidInputError
 
 HELP = "Which method is faithful? A table over methods, and a saved result."
@@ -152,6 +152,7 @@ def run(args: argparse.Namespace) -> None:
         run_imports(args)
     if args.what in OF_PROGRAMS:
         named_program(args.model)  # before a model is loaded
+    check_prompts(args)
     model = loaded_model(args)
     result = _RUN.get(args.what, _check)(args, model)
     if args.what == "agreement":

@@ -40,6 +40,13 @@ def prompts_of(args: argparse.Namespace, model: Any, *, most: int = PROMPTS, len
     return read_prompts(args.prompts)
 
 
+def check_prompts(args: argparse.Namespace) -> None:
+    """Raise `InvalidInputError` for a file of prompts that `read_prompts` refuses: before a model is loaded."""
+    path = getattr(args, "prompts", None)
+    if path is not None:
+        read_prompts(path)
+
+
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file; empty lines of a text file are left out.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorlens_tl.commands.options import add_model_arguments, check_output, count, loaded_model
-from tensorlens_tl.commands.prompts import HELP as PROMPTS_HELP, prompts_of
+from tensorlens_tl.commands.prompts import HELP as PROMPTS_HELP, check_prompts, prompts_of
 from tensorlens_tl.errors import InvalidInputError
 
 HELP = "How white and how stationary is the residual stream, as it is and after a filter made from it?"
@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> None:
         and len(args.points) < 2
     ):
         raise InvalidInputError("--points: a page draws curves over 2 hook points or more; save one as .csv.")
+    check_prompts(args)
     model = loaded_model(args, logits=False)
     tokens = _tokens(args, model)
     half = len(tokens) // 2

@@ -15,6 +15,7 @@ from tensorlens_tl.datasets.rows import (
     FILES as FILES,
     Rows as Rows,
     RowSource as RowSource,
+    check_rows as check_rows,
     file_rows as file_rows,
 )
 from tensorlens_tl.datasets.running import read_prompts as read_prompts, run_work as run_work

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +172,16 @@ def _tables(source: Any, text: str) -> Iterator[Mapping[str, Any]]:
         if not isinstance(row, Mapping):
             row = {text: row}
         yield row
+
+
+def check_rows(path: Path, reading: Reading) -> None:
+    """Look at the first row of a file, which says whether its columns are there: before a model is loaded.
+
+    Raises:
+        InvalidInputError: no such file, a first row that cannot be read, or no such column.
+    """
+    for row in islice(file_rows(path), 1):
+        _check_present(row, reading)
 
 
 def file_rows(path: Path) -> Iterable[Mapping[str, Any]]:
