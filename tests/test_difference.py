@@ -755,6 +755,12 @@ def test_several_baselines_are_averaged(name, model_named):
         assert close(getattr(together, part), torch.stack([getattr(one, part) for one in alone]).mean(0), 1e-12)
 
 
+@pytest.mark.parametrize(("baseline", "meant"), [("average", "mean"), ("zeros", "zero"), ("maen", "mean")])
+def test_a_misspelt_baseline_is_not_only_a_prompt_of_another_length(demo_model, baseline, meant):
+    with pytest.raises(tlens.InvalidInputError, match=f"'{meant}'( here.|\\?)$"):
+        tlens.attribute(demo_model, "Return the value. Return the", method="difference", baseline=baseline)
+
+
 def test_texts_and_masks_as_baselines(demo_model):
     text = "If the file is not found"
     frozen = tlens.freeze(demo_model, [text, text])

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_arguments
+from tensorlens_tl._arguments import checked_arguments, nearest
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import relative_gap, upcast
 from tensorlens_tl.errors import InvalidInputError, NumericalError
@@ -230,7 +230,8 @@ def _with_tokens(frozen: FrozenPass, baseline: Any) -> FrozenPass:
     try:
         other = _other_tokens(frozen, baseline)
     except InvalidInputError as error:
-        raise InvalidInputError(f"baseline: {str(error).removeprefix('baseline: ')}") from error
+        near = nearest(baseline, REPLACEMENTS, {"average": "mean", "zeros": "zero", "padding": "pad"})
+        raise InvalidInputError(f"baseline: {str(error).removeprefix('baseline: ')}{near}") from error
     tokens = torch.where(frozen.mask, other, frozen.tokens)
     inputs = {**frozen.inputs, "input": tokens}
     encoder = frozen.prompt.encoder_length
