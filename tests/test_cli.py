@@ -135,7 +135,6 @@ def test_attribute_saves(tmp_path):
     [
         (["attribute", "the", "--method", "tensorlns"], "Did you mean 'tensorlens'"),
         (["attribute", "the", "--target", "two words"], "a target is one token"),
-        (["attribute", ""], "empty"),
         (["verify", "--model", "no/such/folder"], "no such folder, and the hub gives no model"),
     ],
 )
