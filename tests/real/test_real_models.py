@@ -136,7 +136,9 @@ def of_every_kind(real):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32], ids=str)
 def test_prompts_of_every_kind(real, dtype, request):
     if (real.name, dtype) == ("gemma3", torch.bfloat16):
-        request.applymarker(pytest.mark.xfail(strict=True, reason="a gain of 1 + w is read as w in bfloat16"))
+        request.applymarker(
+            pytest.mark.xfail(strict=True, reason="its MLPs round there by more than the proof of a pass allows")
+        )
     batches = of_every_kind(real)
     exact = [[real.logits(ids, torch.float64) for ids in rows] for rows in batches]
     own = [[real.logits(ids, dtype) for ids in rows] for rows in batches]
@@ -414,7 +416,7 @@ def test_a_data_set_of_200_rows_that_is_interrupted(real, tmp_path, monkeypatch)
 COMMANDS = {
     "attribute": [CLEAN, "--target", ANSWER, "--minus", OTHER, "-o", "saved.safetensors"],
     "verify": [],
-    "report": [CLEAN, "--target", ANSWER, "--minus", OTHER, "-o", "page.html"],
+    "report": [CLEAN, "--target", ANSWER, "--minus", OTHER, "--methods", "tensorlens", "-o", "page.html"],
     "dataset": ["rows.jsonl", "--target-column", "answer", "--minus-column", "other", "-o", "run"],
 }
 
@@ -434,7 +436,8 @@ def test_the_command_line(real, command, tmp_path):
     if command == "dataset":
         assert float(sums(tlens.load_results(tmp_path / "run")["0"])) == pytest.approx(expected, abs=real.allowed)
     if command == "report":
-        assert f"{expected:+.4g}" in (tmp_path / "page.html").read_text(encoding="utf-8")
+        page = (tmp_path / "page.html").read_text(encoding="utf-8")
+        assert float(re.search(r"total</th><td>([^<]+)", page)[1]) == pytest.approx(expected, rel=1e-3)
     if command == "verify":
         assert "Every weight is the checkpoint's" in done.stdout
 
