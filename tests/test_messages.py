@@ -388,7 +388,7 @@ MISTAKES = {
         "attribute",
         "attribute(frozen, ' Paris')",
     ),
-    "no input": (lambda c: tlens.attribute(c.model), "missing", "`input`", "pass a string"),
+    "no input": (lambda c: tlens.attribute(c.model), "missing", "`input`", "pass text"),
     "a collapse": (lambda c: tlens.attribute(c.frozen, collapse="in-out"), "'in-out'", "collapse=", "'in_out'"),
     "an activation rule": (
         lambda c: tlens.attribute(c.frozen, " value", activation="relu"),
@@ -499,13 +499,13 @@ MISTAKES = {
         lambda c: tlens.Attribution.load(c.saved_terms),
         "holds Terms, not Attribution",
         "terms.safetensors",
-        "Terms.load(",
+        "tlens.load(",
     ),
     "a file of an attribution": (
         lambda c: tlens.Terms.load(c.saved_attribution),
         "holds Attribution, not Terms",
         "attribution",
-        "Attribution.load(",
+        "tlens.load(",
     ),
     "somebody else's file": (
         lambda c: tlens.Attribution.load(c.others_file),

@@ -35,16 +35,18 @@ def prompts_of(args: argparse.Namespace, model: Any, *, most: int = PROMPTS, len
                 f"--prompts: {args.model} has no text of its own here; pass a file, a prompt a line."
             )
         return demo.held_out_prompts(model, args.n or most, length)
-    if args.n is not None:
-        raise InvalidInputError("-n: it counts prompts that we make; with --prompts every line of the file is one.")
     return read_prompts(args.prompts)
 
 
 def check_prompts(args: argparse.Namespace) -> None:
-    """Raise `InvalidInputError` for a file of prompts that `read_prompts` refuses: before a model is loaded."""
+    """Raise `InvalidInputError` for a file of prompts that `read_prompts` refuses, or with `-n`: before a model is
+    loaded."""
     path = getattr(args, "prompts", None)
-    if path is not None:
-        read_prompts(path)
+    if path is None:
+        return
+    if getattr(args, "n", None) is not None:
+        raise InvalidInputError("-n: it counts prompts that we make; with --prompts every line of the file is one.")
+    read_prompts(path)
 
 
 def read_prompts(path: Path) -> list[str]:

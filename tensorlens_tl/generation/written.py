@@ -17,7 +17,7 @@ from tensorlens_tl.generation.pulled_hops import GeneratedTokens, sent_on_by_pul
 from tensorlens_tl.generation.writing import Continuation, Count, Text, texts_of
 from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import Difference, PassOrDifference, difference, freeze, one_check
-from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find
+from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find, joined
 from tensorlens_tl.passes.operator import EACH_NEXT, RANKED, UNCAPPED, Collapse, logit_word
 from tensorlens_tl.results import EACH_GENERATED, EACH_MINUS, EACH_SPAN, Attribution, span_text
 
@@ -69,7 +69,7 @@ class FrozenGeneration:
     @property
     def texts(self) -> list[str]:
         """What was generated after each prompt."""
-        return ["".join(self._tokens(row)) for row in range(len(self.positions))]
+        return [joined(self._tokens(row)) for row in range(len(self.positions))]
 
     def attribute(
         self,

@@ -12,6 +12,7 @@ from tensorlens_tl.drawing.page import Picture, folded, table
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.models import ModelLike, Query, TokenLike
 from tensorlens_tl.passes import FrozenPass, freeze
+from tensorlens_tl.passes.inputs import joined
 from tensorlens_tl.registry import attribute, get_method, list_methods
 from tensorlens_tl.report.answer import answer_html
 from tensorlens_tl.report.groups import grouped_html
@@ -82,7 +83,7 @@ def explain(
         parts += ["<h2>What each method says</h2>", grouped_html(said.shown, prediction.position)]
     parts += [sections, *map(note, said.failed.values()), _refusals(refused)]
     parts.append(_proofs(frozen, {name: float(r.max()) for name, r in proofs.items() if r is not None}))
-    text = "".join(frozen.str_tokens[0])
+    text = joined(frozen.str_tokens[0])
     return Picture(f"Where a prediction comes from: {short(text, 60)}", "".join(parts))
 
 

@@ -13,6 +13,7 @@ from tensorlens_tl.drawing.page import Picture, folded, table
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.generation import FrozenGeneration, check_hops, freeze_generation
 from tensorlens_tl.models import RUNNER_UP, ModelLike, TokenLike
+from tensorlens_tl.passes.inputs import joined
 from tensorlens_tl.report.answer import components_card, tokens_card
 from tensorlens_tl.results import Attribution, Terms
 
@@ -113,7 +114,7 @@ def _hops(steps: dict[Any, Attribution], first: int) -> str:
 def _opening(text: FrozenGeneration, tokens: Attribution, whole: Attribution, minus: TokenLike) -> str:
     """What was written, and the tokens and components that the explained stretch comes from."""
     assert whole.total is not None
-    before = "".join(text.frozen.str_tokens[0][: text.generated_ranges()[0][0]])
+    before = joined(text.frozen.str_tokens[0][: text.generated_ranges()[0][0]])
     named = [tokens_card(whole, f"The tokens that moved {_stretch(whole)}")]
     components = stretch_components(text, whole, minus)
     if components is not None:
@@ -128,7 +129,7 @@ def _opening(text: FrozenGeneration, tokens: Attribution, whole: Attribution, mi
 
 def _stretch(whole: Attribution) -> str:
     """The stretch that is explained, in quotes."""
-    return repr(short("".join(whole.tokens[0][at] for at in whole.options["asked"][0]), 40))
+    return repr(short(joined([whole.tokens[0][at] for at in whole.options["asked"][0]]), 40))
 
 
 def stretch_components(text: FrozenGeneration, whole: Attribution, minus: TokenLike) -> Terms | None:

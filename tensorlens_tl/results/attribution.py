@@ -14,6 +14,7 @@ from tensorlens_tl.models import Query
 from tensorlens_tl.passes import Difference, FrozenPass
 from tensorlens_tl.passes.inputs import (
     find_real,
+    joined,
     query_positions,
     special_positions,
     without_mark,
@@ -200,7 +201,7 @@ class Attribution(Shown):
             spans = [[place] for place in range(len(tokens))[where] if mask[place]]
         else:
             spans = [[self._position(where, mask)]]
-        return [Entry("".join(tokens[i] for i in span), float(row[span].sum()), span[0]) for span in spans]
+        return [Entry(joined([tokens[i] for i in span]), float(row[span].sum()), span[0]) for span in spans]
 
     @staticmethod
     def _position(where: Any, mask: list[bool]) -> int:
@@ -442,11 +443,11 @@ class Attribution(Shown):
 
 def _word_texts(tokens: list[str], words: list[int], count: int) -> list[str]:
     """The text of each word of a prompt: its tokens joined, without their marks of a word's start."""
-    texts = [""] * count
+    parts: list[list[str]] = [[] for _ in range(count)]
     for token, word in zip(tokens, words, strict=True):
         if word >= 0:
-            texts[word] += without_mark(token)
-    return texts
+            parts[word].append(without_mark(token))
+    return list(map(joined, parts))
 
 
 def _words_of(positions: list[list[int]] | None, words: list[list[int]]) -> list[list[int]] | None:

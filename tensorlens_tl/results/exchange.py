@@ -32,6 +32,7 @@ import numpy as np
 from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.drawing.marks import visible
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.passes.inputs import joined
 from tensorlens_tl.results.targets import number_of
 
 Graph = Any
@@ -130,7 +131,7 @@ def metadata(
         "scan": scan,
         "transcoder_list": [],
         "prompt_tokens": tokens,
-        "prompt": "".join(tokens),
+        "prompt": joined(tokens),
         "node_threshold": threshold,
         "schema_version": 1,
         "info": {

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import plain
 from tensorlens_tl.models import NEXT
+from tensorlens_tl.passes.inputs import joined
 from tensorlens_tl.passes.operator import EACH_NEXT, RANKED
 from tensorlens_tl.results.entry import LIST_OF_TOKENS, MINUS, shown_target
 
@@ -62,7 +63,7 @@ def query_texts(result: Explained, batch: int) -> list[str]:
     if isinstance(result.options.get("query"), str) and result.options["query"] == "mean":
         return [MEAN_QUERY]
     tokens = result.tokens[batch]
-    return ["".join(tokens[place] for place in places) for places in explained_positions(result, batch)]
+    return [joined([tokens[place] for place in places]) for places in explained_positions(result, batch)]
 
 
 def target_texts(result: Explained, batch: int) -> list[str]:
@@ -93,7 +94,8 @@ def target_of_prompt(result: Explained, batch: int, row: int | None = None) -> s
     """
     shown = shown_target(result.target)
     of_each = row is not None and (EACH_GENERATED in shown or EACH_NEXT in shown)
-    if len(result.tokens) == 1 and shown == result.target and not of_each:
+    names_rank = any(rank in shown for rank in RANKED.values())
+    if len(result.tokens) == 1 and shown == result.target and not of_each and not names_rank:
         return shown
     texts = target_texts(result, batch)
     if row is not None:
@@ -138,7 +140,7 @@ def span_text(tokens: Sequence[str]) -> str:
         count = f"{len(tokens)} generated tokens"
     if len(tokens) > 12:
         return count
-    return f"{count} {''.join(tokens)!r}"
+    return f"{count} {joined(tokens)!r}"
 
 
 def _spans(result: Explained, batch: int) -> list[int]:

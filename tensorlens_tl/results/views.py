@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tensorlens_tl.drawing import figure, generated, heat_maps, images, page, printed_text, terminal
 from tensorlens_tl.drawing.marks import number
+from tensorlens_tl.passes.inputs import joined
 from tensorlens_tl.results.entry import (
     MINUS,
     Entry,
@@ -252,7 +253,7 @@ class Shown(Result):
     def _strip_title(self, batch: int, row: int) -> str:
         notes = [self.describe(batch, row)]
         if self._is_generated():
-            text = "".join(self.tokens[batch][position] for position in self._explained(batch, row))
+            text = joined([self.tokens[batch][position] for position in self._explained(batch, row)])
             if repr(text) not in notes[0]:
                 notes.append(f"of {text!r}")
         notes.append(shown_prompt(batch, len(self.tokens)))

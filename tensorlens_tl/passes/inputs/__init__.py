@@ -31,9 +31,9 @@ from tensorlens_tl.passes.inputs.prompts import (
     token_inputs,
     token_rows,
 )
-from tensorlens_tl.passes.inputs.readable import readable_tokens, special_positions
+from tensorlens_tl.passes.inputs.readable import readable_tokens, special_positions, text_ids, token_text
 from tensorlens_tl.passes.inputs.signals import image_tokens
-from tensorlens_tl.passes.inputs.spans import find, find_real, without_mark, word_ids, word_starts
+from tensorlens_tl.passes.inputs.spans import find, find_real, joined, without_mark, word_ids, word_starts
 
 __all__ = [
     "CacheLike",
@@ -54,6 +54,7 @@ __all__ = [
     "find_real",
     "image_tokens",
     "is_all",
+    "joined",
     "like_length",
     "memory_batches",
     "one_per_prompt",
@@ -66,8 +67,10 @@ __all__ = [
     "span_positions",
     "special_positions",
     "taken",
+    "text_ids",
     "token_inputs",
     "token_rows",
+    "token_text",
     "tokenized",
     "without_mark",
     "word_ids",

@@ -1,7 +1,11 @@
 """Text among tokens: where a text stands in a prompt, and which tokens make a word."""
 
+import re
 import string
-from collections.abc import Sequence
+import unicodedata
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from tensorlens_tl.errors import InvalidInputError
 
@@ -17,6 +21,7 @@ def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
     """Every occurrence of a text that begins and ends with whole tokens, as ``(first, last + 1)``.
 
     White space at its ends does not count, nor punctuation where the text occurs only with it; ``##`` continues a word.
+    Bytes of a character that several tokens share are written as `readable_bytes` writes them.
 
     >>> find(["If", " the", " file", " is", " un", "readable"], "file")
     [(2, 3)]
@@ -24,33 +29,74 @@ def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
     [(4, 6)]
     >>> find([" of", " strings."], "strings")
     [(1, 2)]
+    >>> find(["so", " <0xF0><0x9F>", "<0x98>", "<0x82>"], "😂")
+    [(1, 4)]
 
     Raises:
         InvalidInputError: no such occurrence.
     """
-    pieces = any(token.startswith("##") for token in tokens)
-    texts = [_continued(token) for token in tokens] if pieces else tokens
+    lines = [(tokens, text)]
+    is_pieces = any(token.startswith("##") for token in tokens)
+    if is_pieces or not any(map(str.isspace, "".join(tokens))):  # nor does a prompt of WordPiece need to have a ##
+        apart = [_continued(token) for token in tokens]
+        lines = [*lines[is_pieces:], (apart, text), (apart, _punctuation_apart(text))]
     for trimmed in (str.strip, _bare):
-        wanted = trimmed(text)
-        matches: list[tuple[int, int]] = []
-        for first in range(len(texts) if wanted else 0):
-            start = trimmed(texts[first])
-            if not start or not wanted.startswith(start):
-                continue
-            joined = ""
-            for last in range(first, len(texts)):
-                joined += texts[last]
-                if trimmed(joined) == wanted:
-                    matches.append((first, last + 1))
-                    break
-                if len(trimmed(joined)) > len(wanted):
-                    break
-        if matches:
-            return matches
+        for texts, searched in lines:
+            matches = _occurrences(texts, trimmed(searched), trimmed)
+            if matches:
+                return matches
     hint = ""
     if text in NO_TEXTS:
         hint = f" {NO_TEXTS[text]}"
     raise InvalidInputError(f"{text!r} does not occur as whole tokens; the prompt's tokens are {list(tokens)}.{hint}")
+
+
+def _occurrences(texts: Sequence[str], wanted: str, trimmed: Callable[[str], str]) -> list[tuple[int, int]]:
+    """The tokens over which each occurrence of a text lies, where these hold besides it only what is trimmed.
+
+    A token that holds part of a character covers it, as in the offsets of a tokenizer, whatever else the token holds.
+    """
+    pieces = [token_bytes(text) for text in texts]
+    whole = b"".join(pieces).decode("utf-8", "surrogateescape")
+    characters = list(accumulate((len(each.encode("utf-8", "surrogateescape")) for each in whole), initial=0))
+    limits = list(accumulate(map(len, pieces), initial=0))
+    after = [bisect_left(characters, limit) for limit in limits]  # of a limit inside a character, what follows it
+    before = [bisect_right(characters, limit) - 1 for limit in limits]
+    matches: dict[tuple[int, int], None] = {}
+    at = whole.find(wanted) if wanted else -1
+    while at >= 0:
+        end = at + len(wanted)
+        first = bisect_right(after, at, lo=1) - 1
+        last = bisect_left(before, end, hi=len(texts))
+        shares_first = before[first + 1] == at < after[first + 1]  # the token ends inside the text's first character
+        shares_last = before[last - 1] < end == after[last - 1]
+        if (shares_first or not trimmed(whole[after[first] : at])) and (
+            shares_last or not trimmed(whole[end : before[last]])
+        ):
+            matches[first, last] = None
+        at = whole.find(wanted, at + 1)
+    return list(matches)
+
+
+def joined(tokens: Sequence[str]) -> str:
+    """Tokens as one text, in which a character of several tokens is whole again.
+
+    >>> joined([" a", " <0xF0><0x9F>", "<0x98>", "<0x82>"])
+    ' a 😂'
+    """
+    return readable_bytes(b"".join(map(token_bytes, tokens)))
+
+
+def readable_bytes(data: bytes) -> str:
+    """UTF-8 as text, with each byte that belongs to no whole character as ``<0xF0>``."""
+    text = data.decode("utf-8", "surrogateescape")
+    return re.sub("[\udc80-\udcff]", lambda byte: f"<0x{ord(byte[0]) - 0xDC00:02X}>", text)
+
+
+def token_bytes(token: str) -> bytes:
+    """The UTF-8 of a token, in which parts of characters are bytes again."""
+    data = token.encode("utf-8", "surrogatepass")
+    return re.sub(rb"<0x([89A-F][0-9A-F])>", lambda byte: bytes([int(byte[1], 16)]), data)
 
 
 def find_real(tokens: Sequence[str], mask: Sequence[bool], text: str) -> list[list[int]]:
@@ -66,6 +112,12 @@ def find_real(tokens: Sequence[str], mask: Sequence[bool], text: str) -> list[li
 def _continued(token: str) -> str:
     """A token of WordPiece as it joins the text before it: after a space, or without one where it continues a word."""
     return without_mark(token) if token.startswith("##") else f" {token}"
+
+
+def _punctuation_apart(text: str) -> str:
+    """A text with a space on either side of each sign, as tokens of WordPiece are joined."""
+    signs = {sign for sign in text if sign in string.punctuation or unicodedata.category(sign).startswith("P")}
+    return " ".join("".join(f" {each} " if each in signs else each for each in text).split())
 
 
 def _bare(text: str) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import nearest, plain
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.models import FIRST_CHOICE, NEXT, RUNNER_UP, ModelView, TokenLike
-from tensorlens_tl.passes.inputs import Prompt, query_positions
+from tensorlens_tl.passes.inputs import Prompt, query_positions, text_ids, token_text
 from tensorlens_tl.passes.linearisation import Linearisation, check_linearisation
 
 EACH_NEXT = "each query's next token"
@@ -123,7 +123,7 @@ def _refuse_token_text(view: ModelView, word: str, name: str) -> None:
     """Raise `InvalidInputError` where a word for a rank is also the text of a token, or a label."""
     numbers = [number for number, label in view.labels.items() if word in map(str.strip, label.split(","))]
     if not view.labels and view.tokenizer is not None:
-        ids = view.tokenizer(word, add_special_tokens=False)["input_ids"]
+        ids = text_ids(view, word)
         if len(ids) == 1 and ids[0] != getattr(view.tokenizer, "unk_token_id", None):
             numbers = ids
     if numbers:
@@ -134,24 +134,24 @@ def _refuse_token_text(view: ModelView, word: str, name: str) -> None:
 
 
 def _id_of_text(view: ModelView, text: str, name: str) -> int:
-    """The id of a text that is one token."""
+    """The id of a text that is one token.
+
+    Without a space before it a text continues a word, with one it begins a word; where only one of the two is a token,
+    it is that. What the tokenizer puts before a text by itself does not count.
+    """
     tokenizer = view.tokenizer
     if tokenizer is None:
         others = " or ".join(["a token id", *map(repr, RANKED_IDS.get(name, {}))])
         raise InvalidInputError(f"{name}={text!r}: this model has no tokenizer; pass {others}.")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = text_ids(view, text)
     if not ids:
         raise InvalidInputError(f"{name}={text!r} is empty; pass the text of one token, or its id.")
     if len(ids) != 1:
-        pieces = [tokenizer.decode([piece]) for piece in ids]
-        message = (
+        pieces = [token_text(view, piece) for piece in ids]
+        raise InvalidInputError(
             f"{name}={text!r} is {len(ids)} tokens {pieces}; a target is one token, such as the first of these, or an "
-            "id. attribute_generation explains a whole answer."
+            "id. attribute_generation explains a whole answer." + nearest(text, RANKED_IDS.get(name, {}))
         )
-        spaced = " " + text.lstrip()
-        if len(tokenizer(spaced, add_special_tokens=False)["input_ids"]) == 1:
-            message += f" Words inside a text often start with a space: try {spaced!r}."
-        raise InvalidInputError(message + nearest(text, RANKED_IDS.get(name, {})))
     if ids[0] == getattr(tokenizer, "unk_token_id", None) and text != tokenizer.unk_token:
         raise InvalidInputError(f"{name}={text!r} is not in the vocabulary; pass a token the tokenizer knows.")
     return int(ids[0])
@@ -174,7 +174,21 @@ def token_label(view: ModelView, token: int) -> str:
     """A token id, or the number of a class, as readable text."""
     if view.labels or view.tokenizer is None:
         return view.labels.get(token, str(token))
-    return view.tokenizer.decode([token])
+    return token_text(view, token)
+
+
+def _label_of_text(view: ModelView, text: str) -> str:
+    """The token that a text was taken for, and of a word without its space the token that it was not taken for."""
+    if view.labels or view.tokenizer is None:
+        return repr(text)
+    taken = token_label(view, _id_of_text(view, text, "target"))
+    spaced = f" {text}"
+    if taken != text or not text[:1].isalpha() or text_ids(view, spaced) == text_ids(view, text):
+        return repr(taken)
+    other = text_ids(view, spaced)
+    if len(other) != 1 or token_label(view, other[0]) != spaced:
+        return repr(taken)
+    return f"{taken!r} (not {spaced!r})"
 
 
 UNCAPPED = "uncapped logit"
@@ -206,6 +220,8 @@ def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None, *, 
     "logit of ' file'"
     >>> logit_label(frozen.view, " file", "runner-up")
     "logit of ' file' − the runner-up"
+
+    Of a text that is a token with a space before it as well, the label says that it was not taken for that one.
     """
 
     def named(token: Any) -> str:
@@ -215,6 +231,8 @@ def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None, *, 
             return EACH_NEXT
         if isinstance(token, str) and token in RANKED:
             return RANKED[token]
+        if isinstance(token, str):
+            return _label_of_text(view, token)
         if isinstance(token, int):
             token = token_label(view, token)
         return repr(token)
