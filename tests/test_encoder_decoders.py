@@ -422,8 +422,7 @@ def test_the_shipped_reversal_model():
     result = tlens.attribute(frozen, target="c", minus="b")
     assert result.top(1)[0][::2] == ("c", 3)
     assert result.merge_words().sides == [["encoder", "encoder", "decoder", "decoder"]]
-    with pytest.raises(tlens.InvalidInputError, match="decoder_input_ids: text number 0 is empty"):
-        tlens.freeze(model, "a b", decoder_input_ids="")
+    assert tlens.freeze(model, "a b", decoder_input_ids="").str_tokens[0][3:] == ["<|start|>"]
 
 
 def test_tiny_inputs(model_named):

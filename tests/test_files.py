@@ -134,7 +134,7 @@ def changed_scores(path):
 
 def changed_facts(path):
     tensors, metadata = parts(path)
-    metadata["facts"] = metadata["facts"].replace("in_out", "target")
+    metadata["facts"] = metadata["facts"].replace("first-choice", "runner-up")
     save_file(tensors, path, metadata=metadata)
 
 

@@ -110,14 +110,14 @@ def test_special_tokens_and_padding_are_never_replaced(monkeypatch):
     """Everything else is replaced at 100 %, and nothing but that is seen to change."""
     model, seen = demo.load_demo_model(), []
     texts = ["Return the value of the module", "If the file is not found, a FileNotFoundError is raised here today"]
-    original = model.run_with_hooks
+    original = type(model).forward
 
-    def spy(*args, **kwargs):
-        seen.append(kwargs["input"].clone())
-        return original(*args, **kwargs)
+    def spy(model, input, *args, **kwargs):
+        seen.append(input.clone())
+        return original(model, input, *args, **kwargs)
 
     frozen = tlens.freeze(model, texts)
-    monkeypatch.setattr(model, "run_with_hooks", spy)
+    monkeypatch.setattr(type(model), "forward", spy)
     evaluate.perturbation(model, texts, ["random"], fractions=(0, 1), replacement=9, metrics=["hs_mse"])
     last = seen[-1][1:-1]  # the first and the last are whole prompts
     assert bool((last[:, 0] == 0).all())  # <|bos|>
@@ -209,7 +209,6 @@ BAD = [
     ({"methods": {"x": 5}}, "'x' is 5"),
     ({"methods": {"x": ("rollout", {"shape": 1})}}, "no option 'shape'"),
     ({"methods": ["no-such"]}, "no method called 'no-such'"),
-    ({"methods": {"x": ("input-x-gradient", {"target": None})}}, "x: .*target: missing"),
     ({"methods": ["tensorlens"], "query": "mean"}, "it explains a prediction, and a target needs one query"),
     ({"methods": {"x": lambda frozen: torch.zeros(3)}}, r"x: gives \(3,\)"),
     ({"methods": {"x": lambda frozen: frozen.mask * float("nan")}}, "not finite"),

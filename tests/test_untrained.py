@@ -250,13 +250,14 @@ def headless(tmp_path):
         ["report", TEXT, "-o", "{out}"],
         ["graph", TEXT, "-o", "{out}"],
         ["generate-report", TEXT, "-o", "{out}"],
-        ["evaluate", "agreement", "--prompts", "{out}"],
+        ["evaluate", "agreement", "--prompts", "{prompts}"],
     ],
     ids=lambda command: " ".join(command[:1] + command[2:4]),
 )
 def test_logits_of_an_untrained_head_are_not_explained(tmp_path, headless, capsys, command):
     out = tmp_path / "out.html"
-    words = [word.replace("{out}", str(out)) for word in command]
+    (tmp_path / "prompts.txt").write_text(TEXT)
+    words = [word.format(out=out, prompts=tmp_path / "prompts.txt") for word in command]
     assert main([*words, "--model", headless]) == 1
     said = " ".join(capsys.readouterr().err.split())
     for part in ("does not have lm_head.weight", "newly initialised", "--collapse in_out", "--allow-untrained"):

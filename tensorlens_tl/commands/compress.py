@@ -75,6 +75,10 @@ def run(args: argparse.Namespace) -> None:
     tucker_options = given(**{name: getattr(args, name) for name in TUCKER})
     if tucker_options and "tucker" not in methods:
         raise InvalidInputError(f"--{next(iter(tucker_options))}: it is for tucker, which is not among --methods.")
+    if args.task is not None and args.prompts is not None:
+        raise InvalidInputError(
+            "--task: with --prompts the lines of the file are what is measured on; pass one of them."
+        )
     check_prompts(args)
     model = loaded_model(args)
     task = _task(args, model)
@@ -113,8 +117,4 @@ def run(args: argparse.Namespace) -> None:
 def _task(args: argparse.Namespace, model: Any) -> Any:
     if args.prompts is None and (args.task is not None or args.model in ("demo:recall", "demo:brackets")):
         return task_of(args, model)
-    if args.task is not None:
-        raise InvalidInputError(
-            "--task: with --prompts the lines of the file are what is measured on; pass one of them."
-        )
     return prompts_of(args, model)

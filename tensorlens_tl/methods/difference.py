@@ -23,7 +23,7 @@ from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import Direction, Query, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, check_pass, difference as difference_of, freeze_changed
 from tensorlens_tl.passes.inputs import prepare, query_positions
-from tensorlens_tl.passes.operator import Collapse, explained_tokens, logit_label
+from tensorlens_tl.passes.operator import Collapse, explained_tokens, logit_label, predicts_at
 from tensorlens_tl.passes.replacement import REPLACEMENTS, Placement, Replacement, embedding_points, vocabulary_mean
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
@@ -57,7 +57,7 @@ def difference(
         target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`; by default the
             token that the run predicts against its runner-up, or of a difference against the token that the second run
             predicts. ``direction="change"`` explains the length of the change of the query's own output, as a sum over
-            tokens; it is the default of a model that predicts no tokens.
+            tokens; it is the default where the model or a query predicts no token.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         baseline: what the prompt is compared with: ``"mask"`` or ``"pad"`` (the tokenizer's token in every place),
             ``"mean"`` (the vocabulary's mean embedding), ``"zero"``, a token id, a text or ids of the same length (a
@@ -85,10 +85,11 @@ def difference(
     >>> torch.allclose(result.scores.sum(-1) + result.bias, result.total, rtol=1e-3)
     True
     """
-    if direction is None and target is None and minus is None and frozen.view.unembedding is None:
+    positions = query_positions(frozen.prompt, query)
+    if target is None and minus is None and direction is None and not predicts_at(frozen, positions):
         direction = CHANGE
     if direction is None:
-        target, minus = explained_tokens(frozen, target, minus, query_positions(frozen.prompt, query))
+        target, minus = explained_tokens(frozen, target, minus, positions)
     if isinstance(direction, str) and direction != CHANGE:
         raise InvalidInputError(f"direction={direction!r}: pass a vector, or 'change'.")
     options = {"baseline": baseline, "target": target, "minus": minus, "query": query}

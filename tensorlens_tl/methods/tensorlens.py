@@ -9,7 +9,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Direction, HeadChoice, LayerRange, MlpChoice, Query, Rule, TokenLike
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
-from tensorlens_tl.passes.operator import FrozenOperator, explained_tokens, logit_label
+from tensorlens_tl.passes.operator import FrozenOperator, explained_tokens, logit_label, predicts_at
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
 
@@ -56,7 +56,7 @@ def tensorlens(
     Args:
         frozen: the pass.
         collapse: `"in_out"` (Eq. 22) and `"target"` (Eq. 24) are additive, `"norm"` (Eq. 21) is not. By default
-            `"target"`, and `"in_out"` where the model or the part of it predicts no tokens and no direction is given.
+            `"target"`, and `"in_out"` where the model, the part of it or a query predicts no token.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         target, minus, direction: what `"target"` explains, by default the model's first choice against its runner-up;
             see `FrozenOperator.target`.
@@ -81,10 +81,11 @@ def tensorlens(
     estimate: dict[str, Any] = {"probes": probes, "tol": tol}
     has_target = any(option is not None for option in (target, minus, direction))
     operator = frozen.operator(layers=layers, heads=heads, mlp=mlp, final_norm=final_norm, activation=activation)
-    predicts = operator.reaches_end and frozen.view.unembedding is not None and not frozen.view.untrained.head
+    positions = query_positions(frozen.prompt, query)
+    predicts = operator.reaches_end and not frozen.view.untrained.head and predicts_at(frozen, positions)
     chosen = _collapse(collapse, has_target, predicts, estimate, bias)
     if chosen == "target" and direction is None:
-        target, minus = explained_tokens(frozen, target, minus, query_positions(frozen.prompt, query))
+        target, minus = explained_tokens(frozen, target, minus, positions)
     explained: dict[str, Any] = {"target": target, "minus": minus, "direction": direction}
     match chosen:
         case "norm":

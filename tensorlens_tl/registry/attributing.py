@@ -147,6 +147,8 @@ def _logit_positions(method: Method, options: Mapping[str, Any]) -> Query | None
     query = options.get("query")
     if not method.explains_prediction(options) or options.get("direction") is not None:
         return None
+    if options.get("target") is None and not isinstance(query, int):
+        return None  # several queries need not all predict something
     if isinstance(query, str) and query == MEAN:
         return None
     return query

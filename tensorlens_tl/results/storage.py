@@ -132,7 +132,10 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
     }  # fmt: skip
     content = save(copies, metadata)  # save_file would create a file that only its owner can read
     with replacing(path) as temporary:
-        temporary.write_bytes(content)
+        try:
+            temporary.write_bytes(content)
+        except OSError as error:  # of a full disk, which names no file
+            raise OSError(error.errno, error.strerror, str(path)) from error
     return path
 
 

@@ -93,7 +93,7 @@ def check_method(
 
     Raises:
         ConformanceError: naming what does not hold, and where.
-        InvalidInputError: a target that is missing, or among the options as well.
+        InvalidInputError: a target that is among the options as well.
     """
     options = _with_target(options, target=target, minus=minus)
     report = MethodReport(name)
@@ -235,12 +235,6 @@ class MethodCase:
             _ = self.result
         except UnsupportedModelError as refusal:
             return str(refusal)
-        except InvalidInputError as error:
-            if "target" in self.options or not get_method(self.name).explains_prediction(self.options):
-                raise
-            raise InvalidInputError(
-                f"{self.who}: {error} check_method takes it as target=, such as target=5 or target='first-choice'."
-            ) from error
         return None
 
     @cached_property

@@ -15,6 +15,9 @@ from tensorlens_tl.models.names import ENTRY_NORM
 from tensorlens_tl.models.parameters import loaded, norm_weights
 from tensorlens_tl.passes import Difference, PassOrDifference
 
+WHOLE = {"embed": "hook_embed"}
+"""The sum of all parts on a BERT Bridge, norm and all."""
+
 PARTS: tuple[tuple[dict[str, str], str | None], ...] = (
     ({"embed": "hook_embed", "pos_embed": "hook_pos_embed"}, None),
     (
@@ -34,7 +37,7 @@ PARTS: tuple[tuple[dict[str, str], str | None], ...] = (
         "embed.ln",
     ),
     ({"embed": "embed.hook_out"}, f"blocks.0.{ENTRY_NORM}"),
-    ({"embed": "hook_embed"}, None),  # last: on a BERT Bridge it is the whole sum, norm and all
+    (WHOLE, None),
 )
 """Hook points that add up to the first block's input, and the norm that they go through where there is one."""
 
@@ -64,6 +67,8 @@ def embedding_parts(frozen: PassOrDifference) -> dict[str, Float[Tensor, "batch 
     best = float("inf")
     nearest = {"embed": x}
     for names, norm in PARTS:
+        if names == WHOLE and best < float("inf"):
+            break  # its parts are known
         if not all(name in activations for name in names.values()) or (
             norm is not None and scales[norm] not in activations
         ):

@@ -72,6 +72,14 @@ class Prompt:
             )
         return positions - self.encoder_length
 
+    def predicts(self, positions: Int[Tensor, "batch query"]) -> bool:
+        """Whether the model predicts something at all of these positions; see `in_logits`."""
+        try:
+            self.in_logits(positions)
+        except InvalidInputError:
+            return False
+        return True
+
     def again(self, rows: slice | Tensor = slice(None)) -> dict[str, Any]:
         """The arguments of `freeze` that run these prompts, or some of them, once more.
 

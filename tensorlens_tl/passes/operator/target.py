@@ -312,6 +312,11 @@ def _directions(frozen: Linearisation, direction: Any, queries: int) -> Float[Te
     return direction.expand(batch, queries, width)
 
 
+def predicts_at(frozen: Linearisation, positions: Int[Tensor, "batch query"]) -> bool:
+    """Whether the model predicts a token or a class at all of these positions."""
+    return frozen.view.unembedding is not None and frozen.prompt.predicts(positions)
+
+
 def explained_tokens(
     frozen: Linearisation, target: TokenLike, minus: TokenLike, positions: Int[Tensor, "batch query"]
 ) -> tuple[TokenLike, TokenLike]:
