@@ -1,5 +1,7 @@
 """Freezing inside TransformerLens workflows: every switch, any batch, gradients, and nothing left behind."""
 
+import warnings
+
 import pytest
 import torch
 from conftest import hooks_left, some_tokens
@@ -169,3 +171,21 @@ def test_no_graph_is_kept_alive(model_named):
     held = [cell.cell_contents for _, hook in hooks for cell in hook.__closure__ or ()]
     live = [value for thing in held if isinstance(thing, dict) for value in thing.values()]
     assert not live
+
+
+def test_only_the_warning_about_our_own_edits_of_a_scale_is_left_out():
+    """TransformerLens says of every edited scale that the output is computed from it: held scales are edited."""
+    bridge = tlens.testing.tiny_model("bridge/llama")
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    frozen = tlens.freeze(bridge, tokens)
+    edit = ("blocks.0.ln1.hook_scale", lambda scale, hook: scale * 2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        before = list(warnings.filters)
+        with frozen.attached():
+            bridge(tokens)
+            warnings.warn("another", UserWarning, stacklevel=1)
+        assert [str(warning.message) for warning in said] == ["another"]
+        assert warnings.filters == before
+        bridge.run_with_hooks(tokens, fwd_hooks=[edit])
+    assert str(said[-1].message).startswith("A forward hook edited")

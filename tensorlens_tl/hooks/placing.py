@@ -7,6 +7,8 @@ takes off what is left (`take_off_leftovers`).
 """
 
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +20,10 @@ BESIDE_THEM = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_f
 """Where torch keeps a module's forward hooks by number, and what else it notes about them by the same number."""
 
 _open: "WeakKeyDictionary[Any, list[Placing]]" = WeakKeyDictionary()  # of runs, by model
+
+
+EDITED = "A forward hook edited hook_scale/hook_normalized on the native-autograd path"
+"""How a Bridge's norm begins to warn that its scale was edited, and that its output is then computed from it."""
 
 
 class Placing:
@@ -66,6 +72,25 @@ class Placing:
                 self.then(lambda point=point, function=function: _off_point(point, function))
                 point.add_hook(function, level=level)
                 self._hooked.append((point, function))
+        if any(str(point.name).endswith((".hook_scale", ".hook_normalized")) for point, _ in self._hooked):
+            self._expecting_edits()
+
+    def _expecting_edits(self) -> None:
+        """Leave out the warning that a norm's scale was edited, which is what hooks of ours there are for.
+
+        Only this warning, in this thread, as long as the hooks are on. `warnings.catch_warnings` would put back what
+        another thread has changed meanwhile, and would make every other warning be said again after each run.
+        """
+        filters: Any = warnings.filters
+        ignored: Any = ("ignore", _InThisThread(EDITED), UserWarning, None, 0)
+
+        def restore() -> None:
+            for listed in (filters, warnings.filters):  # a `catch_warnings` inside has its own list
+                if ignored in listed:
+                    listed.remove(ignored)
+
+        self.then(restore)
+        filters.insert(0, ignored)
 
     @property
     def is_whole(self) -> bool:
@@ -93,6 +118,17 @@ class Placing:
 
         self.then(restore)
         attributes["forward"] = function
+
+
+class _InThisThread:
+    """A beginning of messages of the thread that made this, as a filter of warnings asks for it."""
+
+    def __init__(self, beginning: str) -> None:
+        self._beginning = beginning
+        self._home = threading.get_ident()
+
+    def match(self, message: str) -> bool:
+        return threading.get_ident() == self._home and message.startswith(self._beginning)
 
 
 def run_placing(model: Any) -> Placing:
