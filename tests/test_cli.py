@@ -360,6 +360,10 @@ def test_every_evaluation_has_an_example():
         (["verfy"], "there is no 'verfy'. Did you mean 'verify'?"),
         (["evaluate", "pertubation"], "Did you mean 'perturbation'?"),
         (["report", "--modle", "demo", "a text"], "there is no option '--modle'. Did you mean '--model'?"),
+        (["--foo"], "there is no option '--foo'"),
+        (["--quer=1"], "the following arguments are required: text"),  # short for --query
+        (["attribute", "--foo=1"], "there is no option '--foo'"),
+        (["dataset", "--modle", "demo"], "Did you mean '--model'?"),
         (["--modle", "demo", "a text"], "Did you mean '--model'?"),
         (["evaluate", "stability", "--prompt=a.txt", "--sed=1"], "Did you mean '--seed'?"),
         (["report", "--methods", "alti", "a text"], "before an option that takes several values, or after --"),

@@ -4,6 +4,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Any, NoReturn
 
 CHOICE = re.compile(
@@ -18,6 +19,9 @@ ARGUMENT = re.compile(
 )
 """An argument as Python writes it, ``target=``; calls and quotations are passed over."""
 
+OPTION = re.compile(r"--[A-Za-z][\w-]*(?=$|=)")
+"""The name of an option in a word."""
+
 FEW = 5
 """Choices that an error lists; of more it names the nearest."""
 
@@ -28,10 +32,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, example: str = "", **options: Any) -> None:
         if example:
             options["epilog"] = f"example:\n  {example}"
+        self._words: list[str] = []
         super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Arguments, and nothing that is left over: this parser knows its options, the one above does not."""
+        self._words = list(args or [])
         parsed, left = super().parse_known_args(args, namespace)
         if left:
             self.error(self._left_over(left))
@@ -76,6 +82,12 @@ class Parser(argparse.ArgumentParser):
             known = re.findall(r"[\w.+-]+", refused["known"])
             listed = f"; it is one of {', '.join(known)}" if len(known) <= FEW else ""
             return f"{refused['what']}: there is no {refused['word']!r}{listed or nearest(refused['word'], known)}"
+        if "required: " in message:  # perhaps because what is there is a misspelt option
+            names = [OPTION.match(word) for word in takewhile(lambda word: word != "--", self._words)]
+            known = " ".join(self._option_string_actions)
+            unknown = [name[0] for name in names if name and f" {name[0]}" not in f" {known}"]
+            if unknown:
+                return self._left_over(unknown)
         if message.endswith("required: text"):
             return f"{message}. It stands before an option that takes several values, or after --"
         return message
