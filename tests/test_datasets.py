@@ -210,11 +210,16 @@ def test_the_terms_of_each_row_and_their_summary(gpt2, tmp_path, options, many_s
         assert (made.additive, made.queries.tolist()) == (alone.additive, alone.queries.tolist())
         values.append(alone.scores[0])
     together = torch.cat(values)
+    deviations = torch.stack([(value - together.mean(0)).sum(0) for value in values])
+    ends = 1.96 * (len(rows) / (len(rows) - 1) * deviations.square().sum(0)).sqrt() / len(together)
+    if len(together) == len(rows):  # one query a row: the usual standard error
+        assert close(ends, 1.96 * together.std(0) / len(rows) ** 0.5)
     for memory in (None, 200):  # a few terms at a time
         table = results.summary((0, 0.3, 1), memory=memory)
         assert table.index.tolist() == alone.names
         assert set(table["count"]) == {len(together)}
         expected = {"mean": together.mean(0), "variance": together.var(0), "30%": together.quantile(0.3, 0)}
+        expected |= {"low": together.mean(0) - ends, "high": together.mean(0) + ends}
         expected |= {"0%": together.amin(0), "100%": together.amax(0), "std": together.std(0)}
         for column, numbers in expected.items():
             assert close(torch.tensor(table[column].tolist(), dtype=torch.float64), numbers.detach())

@@ -165,8 +165,10 @@ class DatasetResults:
             memory: what may be allocated at once, as ``"512MB"`` or bytes; less reads the shards more often.
 
         Returns:
-            A line for each component: `count`, `mean`, `variance` (with count − 1), `std`, and the quantiles as
-            ``"5%"``. Each query of each row is one value.
+            A line for each component: `count`, `mean`, `low` and `high`, `variance` (with count − 1), `std`, and the
+            quantiles as ``"5%"``. Each query of each row is one value. `low` and `high` are the ends of the mean's 95 %
+            interval, 1.96 standard errors away, where rows are independent and the queries of one row are not; it is
+            too narrow for fewer than some 30 rows, and NaN for one.
 
         Raises:
             InvalidInputError: the rows are no terms, no row is done, no such component, or no such quantile.

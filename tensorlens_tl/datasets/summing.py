@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
+ENDS = 1.96
+"""Standard errors from a mean to the ends of its 95 % interval."""
+
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 if TYPE_CHECKING:
@@ -40,31 +43,41 @@ def summary(tables: Tables, quantiles: Quantiles, names: str, memory: Memory) ->
     shares = _quantiles(quantiles)
     bound = in_bytes(memory)
     terms = list[str]()
-    count = 0
+    lengths = list[int]()  # of the rows, in queries
     for table in tables(["shape"]):
         terms += [name for name in facts_in(table).get("names", ()) if name not in terms]
-        count += sum(shape[0] for shape in table["shape"].to_pylist() if shape is not None)
+        lengths += [shape[0] for shape in table["shape"].to_pylist() if shape is not None]
     chosen = [name for name in terms if fnmatchcase(name, names)]
     if not chosen:
         raise InvalidInputError(f"names={names!r}: there are {', '.join(terms[:8])}, …")
+    count = sum(lengths)
     at_once = max(1, bound // (3 * 8 * max(1, count)))  # the values, and what the variance and the quantiles copy
     lines: list[list[float]] = []
     for start in range(0, len(chosen), at_once):
         values = _gathered(tables, chosen[start : start + at_once], count)
-        lines += _statistics(values, shares).tolist()
-    columns = ["mean", "variance", "std", *(f"{100 * share:g}%" for share in shares)]
+        lines += _statistics(values, lengths, shares).tolist()
+    columns = ["mean", "low", "high", "variance", "std", *(f"{100 * share:g}%" for share in shares)]
     frame = pd.DataFrame(lines, columns=pd.Index(columns), index=pd.Index(chosen, name="term"))
     frame.insert(0, "count", count)
     return frame
 
 
-def _statistics(values: np.ndarray, shares: Sequence[float]) -> np.ndarray:
-    """Mean, variance, standard deviation and quantiles of each line of `[term, value]`, which is overwritten."""
+def _statistics(values: np.ndarray, lengths: Sequence[int], shares: Sequence[float]) -> np.ndarray:
+    """Mean, its interval, variance, standard deviation and quantiles of each line of `[term, value]`.
+
+    The values of a row, as many as `lengths` says, stand side by side. What is handed over is overwritten.
+    """
     mean = values.mean(axis=1)
+    error = np.full(len(values), np.nan)
+    rows = len(lengths)
+    if rows > 1:  # each row's sum of deviations counts once, however many queries it has
+        starts = np.cumsum([0, *lengths[:-1]])
+        deviations = np.add.reduceat(values, starts, axis=1) - np.outer(mean, lengths)
+        error = np.sqrt(rows / (rows - 1) * (deviations**2).sum(axis=1)) / values.shape[1]
     variance = np.full(len(values), np.nan)
     if values.shape[1] > 1:
         variance = values.var(axis=1, ddof=1)
-    statistics = [mean, variance, np.sqrt(variance)]
+    statistics = [mean, mean - ENDS * error, mean + ENDS * error, variance, np.sqrt(variance)]
     if shares:
         statistics += list(np.quantile(values, shares, axis=1, overwrite_input=True))
     return np.column_stack(statistics)
