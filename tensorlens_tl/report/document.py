@@ -39,7 +39,7 @@ def explain(
         model: a TransformerLens model, or a `FrozenPass` of one prompt (then leave `input` out).
         input: a string or token ids.
         target, minus: the token that is explained, and one to compare it with. By default the model's first choice
-            against its second.
+            against its second; a `target` by itself is its plain logit, as `tensorlens_tl.attribute` has it.
         query: the position whose prediction it is, counted over the prompt's tokens. By default the last; in a masked
             language model the first mask.
         methods: names of methods; None takes every registered one. Methods that refuse this model are named with
