@@ -122,9 +122,45 @@ def of_offloaded(results: Tables) -> str:
     )
 
 
+def of_all_queries(results: Tables) -> str:
+    """What one query of all queries costs, beside the 0.42 forwards that are counted."""
+    rows = results["Freezing and target maps, in forwards"]
+    column = "all queries ÷ tokens"
+    measured = [(row["shape"], float(row[column])) for row in rows if row.get(column)]
+    decoders = [number for shape, number in measured if shape != "BERT base"]
+    encoder = [number for shape, number in measured if shape == "BERT base"]
+    return (
+        f"[Measured](cost.md), a query of all n took {min(decoders):.2f} to {max(decoders):.2f} forward passes on "
+        f"decoders and {min(encoder):.2f} to {max(encoder):.2f} on an encoder, which spares no position "
+        "(`python benchmarks/run.py`)."
+    )
+
+
+def of_hops(results: Tables) -> str:
+    """What two hops of a stretch cost beside the stretch alone, everything included."""
+    rows = results["Freezing, questions, generated text and rows from token ids to scores, in forwards"]
+    stretches = [f"Llama-like 160M, {tokens} tokens" for tokens in ("96 + 32", "768 + 256")]
+
+    def times(stretch: str, proof: str) -> str:
+        alone, hops = (
+            number(rows, "forwards", **{"model and input": stretch, "what": f"{what}, {proof} proof"})
+            for what in ("a span", "two hops")
+        )
+        return f"{hops / alone:.2f}"
+
+    whole, sampled = ([times(stretch, proof) for stretch in stretches] for proof in ("whole", "sampled"))
+    return (
+        "From token ids to scores, freezing and its whole proof included, `hops=2` of a stretch of 32 tokens after 96 "
+        f"took {whole[0]} times as long as the stretch without hops, and of 256 after 768 {whole[1]} times; with the "
+        f"sampled proof {sampled[0]} and {sampled[1]} times (a Llama-like model of 160M parameters)."
+    )
+
+
 SENTENCES: dict[tuple[Path, str], Callable[[Tables], str]] = {
     (HOWTO / "3_large_models_and_long_prompts.md", "costs"): of_long_prompts,
     (HOWTO / "3_large_models_and_long_prompts.md", "memory"): table_of_long_prompts,
+    (HOWTO / "10_generated_text.md", "hops"): of_hops,
+    (HOWTO.parent / "mathematics.md", "queries"): of_all_queries,
     (HOWTO / "17_data_sets.md", "costs"): of_data_sets,
     (HOWTO / "25_models_larger_than_memory.md", "costs"): of_offloaded,
 }
