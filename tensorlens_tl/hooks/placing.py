@@ -85,7 +85,8 @@ class Placing:
         ignored: Any = ("ignore", _InThisThread(EDITED), UserWarning, None, 0)
 
         def restore() -> None:
-            for listed in (filters, warnings.filters):  # a `catch_warnings` inside has its own list
+            now: Any = warnings.filters
+            for listed in (filters, now):  # a `catch_warnings` inside has its own list
                 if ignored in listed:
                     listed.remove(ignored)
 
