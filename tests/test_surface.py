@@ -407,6 +407,10 @@ def test_public_names_come_from_where_they_are_listed():
         _ = tlens.nothing
     with pytest.raises(AttributeError, match=r"it is tensorlens_tl\.circuits\.logit_attribution$"):
         _ = tlens.logit_attribution
+    with pytest.raises(AttributeError, match="It is called 'edge_scores' here"):
+        _ = tlens.circuits.path_patching
+    with pytest.raises(AttributeError, match="Did you mean 'logit_lens'"):
+        _ = tlens.circuits.logitlens
     with pytest.raises(AttributeError, match="did you mean 'attribute'"):
         _ = tlens.atribute
 

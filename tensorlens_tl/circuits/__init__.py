@@ -24,6 +24,9 @@
 | how wrong is it away from its input | `error_bound`, `frozen_error_bound` |
 """
 
+from typing import TYPE_CHECKING, Any
+
+from tensorlens_tl._arguments import nearest
 from tensorlens_tl.circuits.compare import edge_scores, patch_scores, run_circuits
 from tensorlens_tl.circuits.dictionary_features import (
     Features,
@@ -146,3 +149,16 @@ __all__ = [
     "total_effects",
     "virtual_head",
 ]
+
+if not TYPE_CHECKING:  # a checker would take every name for one of this package
+
+    def __getattr__(name: str) -> Any:
+        others = {
+            "path_patching": "edge_scores",
+            "edge_attribution_patching": "edge_scores",
+            "activation_patching": "patch_scores",
+            "attribution_patching": "patch_scores",
+            "direct_logit_attribution": "logit_attribution",
+        }
+        pointer = "" if name.startswith("_") else nearest(name, __all__, others)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{pointer}")
