@@ -315,14 +315,15 @@ def test_a_perturbation_test_over_rows_is_the_one_in_memory(gpt2, tmp_path, opti
     assert hooks_left(gpt2) == 0
 
 
-def test_rows_too_short_to_perturb_are_recorded(gpt2, tmp_path):
-    rows = [[3, 4], some_tokens(1, 9)[0].tolist(), [99]]
-    ask = partial(evaluate.perturbation_dataset, gpt2, methods=["random"], fractions=(0, 0.2), **SMALL)
+def test_rows_without_tokens_to_perturb_are_recorded(demo_model, tmp_path):
+    special = [demo_model.tokenizer.bos_token_id]
+    rows = [special, [special[0], 300, 400], [10**6]]
+    ask = partial(evaluate.perturbation_dataset, demo_model, methods=["random"], fractions=(0, 0.2), **SMALL)
     with pytest.warns(UserWarning, match="2 of 3 rows failed"):
         results = ask(rows, tmp_path / "run")
-    assert results.errors()["error"].str.contains("this row has 2 tokens|0 to 47").all()
+    assert results.errors()["error"].str.contains("this row has no token that may|1000000").all()
     assert (results.evaluation().units, results.evaluation().settings["failed"]) == (["1"], 2)
-    for bad, message in (([[3, 4]], "longest row cannot be tested. .*2 tokens"), ([[]], "none is a prompt")):
+    for bad, message in (([special], "longest row cannot be tested. .*no token that may"), ([[]], "none is a prompt")):
         with pytest.raises(tlens.InvalidInputError, match=message):
             ask(bad, tmp_path / "other")
     with pytest.raises(tlens.InvalidInputError, match="order='up'"):

@@ -194,7 +194,6 @@ BAD = [
     ({"fractions": (0.1, 0.2)}, "the first 0"),
     ({"fractions": (0, 0.2, 0.1)}, "ascending"),
     ({"fractions": "a lot"}, "fractions='a lot'"),
-    ({"fractions": (0, 0.01)}, "prompt 0 has 6 tokens .* prompts of 50 or more"),
     ({"metrics": ["accuracy"]}, "metrics="),
     ({"metrics": []}, "metrics="),
     ({"query": "middle"}, "query='middle'"),
@@ -219,6 +218,25 @@ BAD = [
     ),
     ({"memory": "a bit"}, "memory="),
 ]
+
+
+def test_short_prompts_need_no_other_fractions(model_named):
+    """Each step replaces at least one token: the default fractions of 4 tokens are 1, of 6 tokens 1 and 2."""
+    model, methods, by_hand = model_named("bridge/gpt2"), ["rollout", "random"], {4: [1] * 6, 6: [1, 1, 1, 1, 2, 2]}
+    for length, counts in by_hand.items():
+        tokens = some_tokens(2, length)
+        found = evaluate.perturbation(model, tokens, methods, replacement=7)
+        exact = evaluate.perturbation(model, tokens, methods, replacement=7, fractions=(0, 1 / length, 2 / length))
+        assert found.curves[..., 1:].abs().amax() > 0
+        assert torch.equal(found.curves[..., 0], exact.curves[..., 0])
+        for step, count in enumerate(counts, 1):
+            assert close(found.curves[..., step], exact.curves[..., count])
+
+
+def test_a_prompt_of_special_tokens_alone_is_refused(demo_model):
+    texts = [[demo_model.tokenizer.bos_token_id], [demo_model.tokenizer.bos_token_id, 5]]
+    with pytest.raises(tlens.InvalidInputError, match="prompt 0 has no token that may be replaced"):
+        evaluate.perturbation(demo_model, texts, ["random"])
 
 
 @pytest.mark.parametrize(("options", "message"), BAD, ids=[message for _, message in BAD])

@@ -78,7 +78,7 @@ def perturbation_dataset(
     """`perturbation` over every row of a data set, each row's curves written to Parquet shards.
 
     The numbers are those of one call of `perturbation` with all rows; `DatasetResults.evaluation` gives them as one
-    `Evaluation`, with its table and comparisons. A row that is too short for the smallest fraction is written with its
+    `Evaluation`, with its table and comparisons. A row of which no token may be replaced is written with its
     error. Called again with the same arguments, an interrupted run is resumed.
 
     Args:

@@ -11,7 +11,8 @@ it was: lower is better. After a share f of a prompt's tokens has been replaced,
 | `logit` | the same token's logit(0) − logit(f) |
 
 An area under the curve is the trapezoid rule over the fractions, divided by their range: the damage averaged over it.
-Special tokens and padding are never replaced. (TensorLens 2026, Figures 3 to 7; AOPC: Samek et al. 2017.)
+Special tokens and padding are never replaced, and each step but the first replaces at least one token, so that short
+prompts can be measured with the same fractions. (TensorLens 2026, Figures 3 to 7; AOPC: Samek et al. 2017.)
 """
 
 from typing import Any
@@ -106,7 +107,7 @@ def perturbation(
     Raises:
         MethodError: a method fails with an error that is none of the library's; names it.
         InvalidInputError: fractions outside [0, 1] or not ascending, an unknown metric, order or replacement, prompts
-            too short for the smallest fraction, or methods that cannot be run with their options, or explain no span.
+            of special tokens alone, or methods that cannot be run with their options, or explain no span.
         UnsupportedModelError: the model cannot be frozen, or a metric needs a prediction and it has none.
 
     >>> from tensorlens_tl import evaluate

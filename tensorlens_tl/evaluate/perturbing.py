@@ -80,7 +80,7 @@ class PerturbationTest:
         """The query of some prompts as methods take it, "all" for the mean; prompts and model are checked.
 
         Raises:
-            InvalidInputError: prompts too short for the smallest fraction or for the query.
+            InvalidInputError: prompts of special tokens alone, or too short for the query.
             UnsupportedModelError: a metric needs a prediction, and the model has none.
         """
         query = _query(self.query, prompt)
@@ -293,20 +293,17 @@ def _query(query: PerturbationQuery, prompt: Prompt) -> int | Literal["all"]:
 
 
 def _counts(allowed: Bool[Tensor, "prompt pos"], steps: Sequence[float]) -> Int[Tensor, "prompt step"]:
-    """How many tokens each step replaces.
+    """How many tokens each step replaces: its share rounded, and at least one, so that short prompts need no others.
 
     Raises:
-        InvalidInputError: a prompt so short that the smallest fraction replaces none.
+        InvalidInputError: a prompt of which no token may be replaced.
     """
     tokens = allowed.sum(1)
     counts = (tokens[:, None] * torch.tensor(steps, dtype=torch.float64) + 0.5).long()
-    short = (counts[:, 1] == 0).nonzero()
-    if len(short):
-        row = int(short[0])
-        least = -int(-0.5 // steps[1])
+    counts[:, 1:].clamp_(min=1)
+    empty = (tokens == 0).nonzero()
+    if len(empty):
         raise InvalidInputError(
-            PromptNumber(row),
-            f" has {int(tokens[row])} tokens that may be replaced, and the fraction {steps[1]} of them is "
-            f"less than one token: use prompts of {least} or more, or larger fractions.",
+            PromptNumber(int(empty[0])), " has no token that may be replaced: all are special tokens or padding."
         )
     return counts
