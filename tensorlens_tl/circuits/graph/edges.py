@@ -108,7 +108,7 @@ class Edges:
             reads = reads[:, at]
             outputs = outputs[:, at]
         for part in reads.split(_at_once(max(outputs[..., 0].numel(), 1), outputs)):
-            weights = torch.einsum("rpd,mpd->rmp", part, outputs)
+            weights = _products(part, outputs).permute(1, 2, 0)
             self.entering[first] = part.new_zeros(len(part), pos)
             self.entering[first][:, at] = weights.abs().sum(1)
             rows = first + torch.arange(len(part), device=outputs.device)
@@ -163,7 +163,7 @@ class Edges:
         for start in range(0, len(at), at_once):
             queries = at[start : start + at_once]
             rows = place(cotangent[queries][:, None], queries[:, None], cotangent[None])
-            weights = torch.einsum("qkd,mkd->mqk", m.pull(rows)[:, 0], outputs)
+            weights = _products(m.pull(rows)[:, 0], outputs).permute(2, 1, 0)
             self.entering[row][0, queries] = weights.abs().sum((0, 2))
             self.add(carried.numbers[:, None], row * pos + queries[:, None], weights)
 
@@ -217,6 +217,13 @@ class NoEdges(Edges):
         """Nothing."""
 
     into_rows = into_heads = into_mixing = add = into_positionwise
+
+
+def _products(
+    reads: Float[Tensor, "row pos d_model"], outputs: Float[Tensor, "source pos d_model"]
+) -> Float[Tensor, "pos row source"]:
+    """Of every read and every output at a position; where an einsum would copy all outputs for each node."""
+    return reads.transpose(0, 1) @ outputs.permute(1, 2, 0)
 
 
 def _at_once(numbers: int, like: Tensor) -> int:
