@@ -24,6 +24,10 @@ from tensorlens_tl.passes.operator import token_ids
 
 if TYPE_CHECKING:
     import pandas as pd
+    from numpy.typing import NDArray
+
+    Texts = Sequence[object] | pd.Series | NDArray[Any] | None
+    """Texts, or chats; also as a column."""
 
     Table = Sequence[str] | Mapping[str, Sequence[str]] | pd.DataFrame | str | os.PathLike[str]
     """The clean prompts; or a frame, a mapping or a CSV file with columns ``clean`` and ``corrupted``."""
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
     Answers = Sequence[str | int] | None
     """One token for each prompt; None is what the model itself predicts."""
 else:
-    Table = Answers = Any  # our own errors say what is wrong
+    Texts = Table = Answers = Any  # our own errors say what is wrong
 
 COLUMNS = ("clean", "corrupted")
 OPTIONAL = ("answer", "other")
@@ -41,7 +45,7 @@ PROMPTS_AT_ONCE = 16
 def text_pairs(
     model: ModelLike,
     clean: Table,
-    corrupted: Sequence[str] | None = None,
+    corrupted: Texts = None,
     *,
     answers: Answers = None,
     others: Answers = None,
@@ -84,7 +88,7 @@ def text_pairs(
 def text_answers(
     model: ModelLike,
     clean: Table,
-    corrupted: Sequence[str] | None = None,
+    corrupted: Texts = None,
     *,
     answers: Answers = None,
     name: str = "texts",
@@ -125,7 +129,7 @@ class _Texts:
     others: Answers
 
     @classmethod
-    def of(cls, clean: Table, corrupted: Sequence[str] | None, answers: Answers, others: Answers) -> "_Texts":
+    def of(cls, clean: Table, corrupted: Texts, answers: Answers, others: Answers) -> "_Texts":
         """Two lists, or the columns of a table.
 
         Raises:
@@ -173,6 +177,7 @@ def _columns(table: Any) -> dict[str, list[str]]:
         InvalidInputError: no such file or table, or a column that is missing.
     """
     import pandas as pd
+    from numpy.typing import NDArray
 
     if isinstance(table, str | os.PathLike):
         path = Path(table)
