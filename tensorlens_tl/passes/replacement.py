@@ -165,7 +165,7 @@ class Placement:
     """
 
     replacement: Replacement
-    arrivals: dict[str, Float[Tensor, "batch side d"]]
+    arrivals: dict[str, Float[Tensor, "batch _side d"]]
     overwritten: Bool[Tensor, "batch pos"]
 
     @classmethod

@@ -200,7 +200,7 @@ class Stream:
         ]
 
     @cached_property
-    def shown(self) -> list[tuple[Float[Tensor, "2 batch pos width"], ...]]:
+    def shown(self) -> list[tuple[Float[Tensor, "2 batch pos _width"], ...]]:
         """Each sublayer's hidden vector, and that of `direct_hidden`; of a single node what it writes for the two.
 
         Many vectors then meet a node where it writes, and need not be pulled into a hidden layer that is wider.

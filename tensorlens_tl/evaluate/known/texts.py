@@ -121,10 +121,10 @@ def text_answers(
 
 @dataclass(frozen=True)
 class _Texts:
-    """Pairs of texts and what follows each."""
+    """Pairs of texts, or of chats, and what follows each."""
 
-    clean: list[str]
-    corrupted: list[str]
+    clean: list[Any]
+    corrupted: list[Any]
     answers: Answers
     others: Answers
 
@@ -177,7 +177,6 @@ def _columns(table: Any) -> dict[str, list[str]]:
         InvalidInputError: no such file or table, or a column that is missing.
     """
     import pandas as pd
-    from numpy.typing import NDArray
 
     if isinstance(table, str | os.PathLike):
         path = Path(table)
