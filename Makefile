@@ -24,8 +24,8 @@ test-whole: .venv/.ready .venv-tl4/.ready
 
 # the default run once more, every signature's types and shapes checked as it is called: twice as slow, so up to 4
 # cases of each test, evenly spread; without what runs in processes of its own, where nothing is checked, what repeats
-# calls, and what passes wrong things on purpose
-UNCHECKED = notebooks supply_chain changed_models inputs messages devices
+# calls, what passes wrong things on purpose, and what looks at the calls that are running
+UNCHECKED = notebooks supply_chain changed_models inputs messages devices interrupts
 test-shapes: .venv/.ready
 	.venv/bin/python -m pytest --cases=4 --jaxtyping-packages=tensorlens_tl,every_item.checked $(UNCHECKED:%=--ignore=tests/test_%.py)
 
