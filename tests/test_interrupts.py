@@ -111,10 +111,12 @@ def test_an_interrupt_at_any_instruction_leaves_no_hook(name, question):
 def test_what_a_second_interrupt_leaves_is_taken_off_by_the_next_run(name):
     model = tiny_model(name)
     own = model(PROMPT).detach()
+    kept = []  # as a traceback keeps them
 
-    def cut_short():
+    def cut_short(keep=kept.append):
         placing = run_placing(model)
         placing.at_points(model, model.hook_dict, [("blocks.0.hook_resid_pre", lambda stream, *, hook: 0 * stream)])
+        keep(placing)
 
     def running():
         placing = run_placing(model)
@@ -134,6 +136,9 @@ def test_what_a_second_interrupt_leaves_is_taken_off_by_the_next_run(name):
     frozen = tlens.freeze(model, PROMPT)
     assert not frozen.other_hooks
     _clean(model, own, "after")
+    with lock_of(model):
+        cut_short(keep=id)
+    _clean(model, own, "freed")
 
 
 @pytest.mark.parametrize("name", MODELS)

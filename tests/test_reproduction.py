@@ -210,7 +210,6 @@ def test_relations_follow_the_papers_protocol(made):
         ("table-1", TEXTS, {}, "none of the 2 texts has 128 tokens"),
         ("table-1", TEXTS, {"length": 300}, "the context of this model is 256"),
         ("table-1", TEXTS, {"length": 0}, "length=0"),
-        ("table-1", TEXTS, {"length": 6}, "use prompts of 10 or more"),
         ("table-1", torch.zeros(2, 20), {}, r"data is \(2, 20\) of torch.float32"),
         ("table-1", [[1, 2], [3]], {}, "neither texts nor one array"),
         ("table-1", [TEXTS[0], 5], {}, "neither texts nor one array"),

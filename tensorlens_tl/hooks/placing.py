@@ -2,8 +2,9 @@
 
 An interrupt (Ctrl-C) can come between any two instructions, also while hooks are put on or taken off. So what takes
 something off is noted before it is put on, does no harm if it is done twice, and is done twice: an interrupt that comes
-during the first time leaves the second. Where even that is cut short, by a second interrupt, the next run on the model
-takes off what is left (`take_off_leftovers`).
+during the first time leaves the second. Where even that is cut short, by a second interrupt or between the two, it is
+taken off as the placing is freed; a traceback that somebody keeps holds it, so the next run on the model takes off what
+is left too (`take_off_leftovers`).
 """
 
 import sys
@@ -11,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -19,8 +20,7 @@ TORCH_TABLES = ("_forward_hooks", "_forward_pre_hooks")
 BESIDE_THEM = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 """Where torch keeps a module's forward hooks by number, and what else it notes about them by the same number."""
 
-_open: "WeakKeyDictionary[Any, list[Placing]]" = WeakKeyDictionary()  # of runs, by model
-
+_runs: "WeakKeyDictionary[Any, WeakSet[Placing]]" = WeakKeyDictionary()  # by model; one whose run has ended is gone
 
 EDITED = "A forward hook edited hook_scale/hook_normalized on the native-autograd path"
 """How a Bridge's norm begins to warn that its scale was edited, and that its output is then computed from it."""
@@ -137,13 +137,10 @@ def run_placing(model: Any) -> Placing:
 
     To be called by the function that takes it off, while it holds the model's lock.
     """
-    runs = _open.setdefault(model, [])
-    if runs:
-        take_off_leftovers(model, 2)
+    take_off_leftovers(model, 2)
     placing = Placing()
     placing.frame = id(sys._getframe(1))
-    runs.append(placing)
-    placing.then(lambda: _forget(runs, placing))
+    _runs.setdefault(model, WeakSet()).add(placing)
     return placing
 
 
@@ -153,7 +150,7 @@ def take_off_leftovers(model: Any, depth: int = 1) -> None:
     >>> from tensorlens_tl.hooks import take_off_leftovers
     >>> take_off_leftovers(model)
     """
-    runs = _open.get(model)
+    runs = list(_runs.get(model, ()))
     if not runs:
         return
     frame = sys._getframe(depth).f_back
@@ -161,13 +158,9 @@ def take_off_leftovers(model: Any, depth: int = 1) -> None:
     while frame is not None:
         running.add(id(frame))
         frame = frame.f_back
-    for placing in [placing for placing in runs if placing.frame not in running]:
-        placing.take_off()
-
-
-def _forget(runs: list[Placing], placing: Placing) -> None:
-    if placing in runs:
-        runs.remove(placing)
+    for placing in runs:
+        if placing.frame not in running:
+            placing.take_off()
 
 
 def _off_point(point: Any, function: Callable[..., Any]) -> None:
