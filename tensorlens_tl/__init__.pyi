@@ -24,6 +24,9 @@ from tensorlens_tl import (
 from tensorlens_tl.circuits import (
     compare_models as compare_models,
 )
+from tensorlens_tl.classifiers import (
+    load_classifier as load_classifier,
+)
 from tensorlens_tl.datasets import (
     BatchAttributor as BatchAttributor,
     attribute_dataset as attribute_dataset,

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from conftest import close, some_tokens
+from conftest import some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl.commands import main
@@ -99,15 +99,21 @@ CLASSIFIERS = [
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_the_logits_of_a_classifier_without_its_head_are_no_answer(tmp_path, capsys, name):
+def test_the_logits_of_a_classifier_without_its_head_are_no_answer(tmp_path, name):
     folder = saved(tmp_path, name)
     model = booted(folder)
     assert ModelView(model).untrained.stack == ()
     frozen = tlens.freeze(model, some_tokens(1, 5))
     with pytest.warns(tlens.UntrainedWarning, match=f"the checkpoint of a {name}, whose head is not in this model"):
         tlens.attribute(frozen, target=3)
+
+
+def test_a_classifier_whose_head_is_not_read_is_refused_on_the_command_line(tmp_path, capsys):
+    folder = saved(tmp_path, "BertForMultipleChoice")
     assert main(["attribute", TEXT, "--model", folder]) == 1
-    assert f"the checkpoint of a {name}" in " ".join(capsys.readouterr().err.split())
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the checkpoint of a BertForMultipleChoice, whose head is not in this model" in said
+    assert "tlens.load_classifier" in said
 
 
 def test_tied_weights_are_the_checkpoints(tmp_path):
@@ -200,36 +206,6 @@ def test_a_folder_that_is_gone_changes_nothing(tmp_path, name):
     model = booted(saved(tmp_path / "model", name))
     shutil.rmtree(tmp_path / "model")
     assert newly_initialised(model) == ({"lm_head.weight"} if name == "LlamaModel" else set())
-
-
-LINEAR_HEADS = {
-    "LlamaForSequenceClassification": "score", "GPT2ForSequenceClassification": "score",
-    "LlamaForTokenClassification": "score", "LlamaForQuestionAnswering": "qa_outputs",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "head"), LINEAR_HEADS.items())
-def test_a_classifier_with_a_linear_head_is_explained_by_directions(tmp_path, name, head):
-    """The way that the warning names: the classifier's backbone in the language model's class."""
-    folder = saved(tmp_path, name)
-    options = {"attn_implementation": "eager", "dtype": torch.float64}
-    classifier = getattr(transformers, name).from_pretrained(folder, pad_token_id=49, **options).eval()
-    language = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-    setattr(language, language.base_model_prefix, classifier.base_model)
-    tokens = some_tokens(1, 5)
-    with torch.no_grad():
-        output = classifier(tokens)
-        direction = getattr(classifier, head).weight[1] - getattr(classifier, head).weight[0]
-    logits = output.logits if "logits" in output else torch.stack([output.start_logits, output.end_logits], dim=-1)
-    expected = logits.reshape(-1, logits.shape[-1])[-1].diff()
-    bias = getattr(classifier, head).bias
-    if bias is not None:
-        expected = expected - bias.detach().diff()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", tlens.UntrainedWarning)
-        attribution = tlens.attribute(booted(folder, hf_model=language), tokens, direction=direction, collapse="target")
-    assert close(attribution.total[0], expected, 1e-6)  # Llama's norms compute in float32
-    assert attribution.gap.max() < 1e-6
 
 
 # ------------------------------------------------------------------------------------------------ the command line

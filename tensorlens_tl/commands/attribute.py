@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> None:
     if prediction.best and (args.allow_untrained or not frozen.view.untrained.head):
         token = frozen.str_tokens[0][prediction.position]
         choices = ", ".join(f"{token!r} {chance:.1%}" for token, chance in prediction.best)
-        print(f"After {token!r} at position {prediction.position} the model predicts {choices}.")
+        place = "After" if frozen.view.classes is None else "At"
+        print(f"{place} {token!r} at position {prediction.position} the model predicts {choices}.")
     question: dict[str, Any] = {"query": prediction.query}
     if explains:
         question |= prediction.options

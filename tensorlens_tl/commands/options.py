@@ -3,10 +3,11 @@
 import argparse
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import torch
@@ -265,6 +266,8 @@ def _load_checkpoint(name: str, kind: Kind, placed: dict[str, Any]) -> Any:
     Raises:
         InvalidInputError: it cannot be loaded; carries the loader's own message.
     """
+    from tensorlens_tl.classifiers import is_classifier, load_classifier
+
     tried = "no such folder, and the hub gives no model"
     if Path(name).is_dir():
         if kind == "hooked":
@@ -282,6 +285,9 @@ def _load_checkpoint(name: str, kind: Kind, placed: dict[str, Any]) -> Any:
                     raise
         from transformer_lens.model_bridge import TransformerBridge
 
+        if is_classifier(name):
+            with suppress(UnsupportedModelError):  # the backbone alone, whose logits are then refused with the reason
+                return load_classifier(name, **placed)
         return TransformerBridge.boot_transformers(name, **placed)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         why = " ".join(str(error).split())

@@ -58,6 +58,8 @@ class PerturbedRuns:
         self.hidden_at = points.output if of_output else self.unembed_at
         self.positions = None if self.query == "all" else query_positions(prompt, query)
         self.predicts = bool(set(PREDICTED) & set(metrics))
+        for metric in set(metrics) & {"aopc", "aopc_abs"}:
+            view.require_probabilities(f"metrics={metric!r}")
         self.alone = bool(foreign_hooks(view.model))
         self._placement = Placement.of(view, prompt, replacement, singly=self.alone)
         self.rows = self._rows_at_once(view, memory)

@@ -29,11 +29,12 @@ def next_logits(passes: Passes, question: Question) -> Float[Tensor, "d_vocab"]:
     """The model's logits at the query.
 
     Raises:
-        UnsupportedModelError: a model without.
+        UnsupportedModelError: a model without, or without probabilities.
     """
     logits = passes.logits(question, query_of(passes, question))
     if logits is None:
         raise UnsupportedModelError("explorer: this model predicts no tokens, which the page asks about.")
+    passes.frozen(question).view.require_probabilities("explorer")
     return logits
 
 
@@ -43,11 +44,11 @@ def target_of(passes: Passes, question: Question) -> dict[str, int]:
     Raises:
         InvalidInputError: a number that is no token.
     """
-    size = passes.frozen(question).view.d_vocab
+    logits = next_logits(passes, question)
+    size = len(logits)
     for name, token in (("target", question.target), ("minus", question.minus)):
         if token is not None and token >= size:
             raise InvalidInputError(f"explorer: {name} is {token}; the vocabulary has {size} tokens.")
-    logits = next_logits(passes, question)
     best = logits.topk(min(2, size)).indices.tolist()
     target = question.target
     if target is None:

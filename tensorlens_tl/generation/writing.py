@@ -44,7 +44,7 @@ def refuse_non_causal(view: ModelView) -> None:
     """Refuse a model that does not write text from left to right.
 
     Raises:
-        UnsupportedModelError: an encoder, an encoder–decoder, or a model of images or sound.
+        UnsupportedModelError: an encoder, an encoder–decoder, a classifier, or a model of images or sound.
     """
     bidirectional = getattr(view.cfg, "attention_dir", "causal") == "bidirectional"
     if view.reads != "tokens":
@@ -53,6 +53,8 @@ def refuse_non_causal(view: ModelView) -> None:
         what = "is an encoder–decoder; attribute its decoder's tokens with tlens.attribute(..., decoder_input_ids=...)"
     elif view.is_hooked_encoder or hasattr(view.model, "mlm_head") or bidirectional:
         what = "is an encoder, which fills gaps and continues nothing"
+    elif view.classes is not None:
+        what = "is a classifier, which writes nothing"
     elif view.unembedding is None:
         what = "predicts no tokens"
     else:

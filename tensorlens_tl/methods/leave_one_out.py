@@ -96,6 +96,8 @@ def leave_one_out(
     """
     live_logits = LiveLogits(frozen, target, minus, query, "leave-one-out")
     in_bytes(memory)
+    if of != "logit":
+        frozen.view.require_probabilities(f"of={of!r}")
     if replacement == DELETE:
         _refuse_deletion(frozen)
         runs = _Deleted(frozen, live_logits, of)

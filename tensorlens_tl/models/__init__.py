@@ -36,6 +36,12 @@ from tensorlens_tl.models.blocks import (
     require_scaled_weights as require_scaled_weights,
     require_scores as require_scores,
 )
+from tensorlens_tl.models.classes import (
+    Classes as Classes,
+    ClassScores as ClassScores,
+    classes_of as classes_of,
+    name_classes as name_classes,
+)
 from tensorlens_tl.models.dictionaries import DictionaryWeights as DictionaryWeights, read_dictionary as read_dictionary
 from tensorlens_tl.models.kernels import in_one_kernel as in_one_kernel
 from tensorlens_tl.models.layouts import (

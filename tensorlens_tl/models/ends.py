@@ -6,6 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra.numerics import plus
+from tensorlens_tl.models.classes import class_scores
 from tensorlens_tl.models.names import UNSCALED
 from tensorlens_tl.models.parameters import (
     MLMHead,
@@ -96,11 +97,15 @@ def end_norm(model: Any, name: str) -> NormWeights | None:
 
 
 def read_mlm_head(model: Any, refuse: Refuse) -> MLMHead | None:
-    """A masked language model's transform before the unembedding, or None.
+    """A masked language model's transform before the unembedding, or the pooler of a classifier, or None.
 
     Raises:
         UnsupportedModelError: an activation function or a part that is not read.
     """
+    pooler = class_scores(model)
+    if pooler is not None and pooler.act is not None:
+        weight, bias = read_linear(pooler.dense, "the pooler's dense layer", refuse)
+        return MLMHead(weight, bias, pooler.act, None, None)
     head = getattr(model, "mlm_head", None)
     if head is None:
         return _prediction_head(model, refuse)

@@ -45,7 +45,7 @@ def weight_processing(blocks: Sequence[BlockView], unembedding: tuple[Tensor, Te
 
 
 def _zero_mean(rows: Tensor) -> bool:
-    return all(bool(row.mean().abs() <= 1e-4 * row.std()) for row in rows)  # the first one tells most often
+    return all(bool(row.mean().abs() <= 1e-4 * row.std(correction=0)) for row in rows)  # the first one tells most often
 
 
 @cache

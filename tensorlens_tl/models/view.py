@@ -20,6 +20,7 @@ from tensorlens_tl.algebra import on_device
 from tensorlens_tl.algebra.numerics import plus, refuse_autocast, times
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.blocks import BlockView, Owner, with_weights
+from tensorlens_tl.models.classes import Classes, classes_of
 from tensorlens_tl.models.ends import (
     Unembedding,
     embedding_weights,
@@ -317,9 +318,33 @@ class ModelView:
             return ClassHead(1, None)
         return None
 
+    @property
+    def classes(self) -> Classes | None:
+        """The classes of a classifier of text (`load_classifier`); None of any other model."""
+        return classes_of(self.model)
+
+    @property
+    def has_probabilities(self) -> bool:
+        """Whether one of what its logits are of excludes the others, so that their softmax says how likely each is."""
+        return self.classes is None or self.classes.exclude
+
+    def require_probabilities(self, what: str) -> None:
+        """Refuse a classifier whose outputs do not exclude each other.
+
+        Raises:
+            UnsupportedModelError: the model is one.
+        """
+        if not self.has_probabilities:
+            raise self._refuse(
+                f"{what}: the outputs of this classifier do not exclude each other, so they have no probabilities that "
+                "sum to 1. Ask about the logit of one of them, target=label."
+            )
+
     @cached_property
     def labels(self) -> dict[int, str]:
         """The names of a classifier's classes; empty for other models."""
+        if self.classes is not None:
+            return dict(self.classes.labels)
         if self.class_head is None:
             return {}
         return {int(number): str(label) for number, label in (getattr(self.config, "id2label", None) or {}).items()}

@@ -515,6 +515,8 @@ class BlockMaps(Blocks):
         dense = Linear(head.W, head.b)
         held = coefficients(head.activation, dense(self.capture.output), rule=activation)
         inside = (dense, Diagonal(held.through, held.rest))
+        if head.norm is None:
+            return Chain(inside)
         if head.scale_name is not None:
             return Chain((*inside, self._norm(head.norm, head.scale_name)))
         scale = head.norm.scale_of(Chain(inside)(self.capture.output))

@@ -31,7 +31,9 @@ def answer_html(frozen: FrozenPass, prediction: Prediction, tokens: Attribution,
     parts: list[str] = []
     if prediction.chances:
         place = "after"
-        if frozen.view.mlm_head is not None:
+        if frozen.view.classes is not None:
+            place = "at"
+        elif frozen.view.mlm_head is not None:
             place = "in place of"
         token = frozen.str_tokens[0][prediction.position]
         title = f"What it expects {place} {token!r}, position {prediction.position}"

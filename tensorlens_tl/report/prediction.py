@@ -22,7 +22,8 @@ class Prediction:
         query: the position, as a query of the library's functions.
         position: the same, counted over all tokens.
         chances: the likeliest tokens with their probabilities, and after them what is explained, where it is not
-            among them; none for a model that predicts no tokens.
+            among them; none for a model that predicts no tokens, and of a classifier whose answers do not exclude each
+            other.
         target, minus: the token that is explained, and the one that it is compared with.
         label: both in words.
     """
@@ -54,7 +55,8 @@ def predict(
     Args:
         frozen: a pass of one prompt.
         target, minus: a token, and one to compare it with. By default the model's first choice against its second.
-        query: one position. By default the last; in a masked language model the first mask.
+        query: one position. By default the last, or the one that a classifier reads; in a masked language model the
+            first mask.
 
     Raises:
         InvalidInputError: several positions, a token that is none, or a target of a model that predicts no tokens.
@@ -73,25 +75,28 @@ def predict(
     order = logits.argsort(descending=True).tolist()
     if target is None:
         target = order[0]
-        if minus is None:
+        if minus is None and frozen.view.has_probabilities:
             minus = order[1]
     ids, others = target_ids(frozen, at, target, minus)
     target_id = int(ids)
     minus_id = None if others is None else int(others)
     roles = {minus_id: "against", target_id: "explained"}
+    label = logit_label(frozen.view, target_id, minus_id)
+    if not frozen.view.has_probabilities:
+        return Prediction(number, position, [], target_id, minus_id, label)
     probabilities = logits.double().softmax(-1)
     chances = [
         cards.Chance(token_label(frozen.view, token), float(probabilities[token]), roles.get(token, ""))
         for token in dict.fromkeys([*order[:LISTED], target_id, minus_id])
         if token is not None
     ]
-    return Prediction(number, position, chances, target_id, minus_id, logit_label(frozen.view, target_id, minus_id))
+    return Prediction(number, position, chances, target_id, minus_id, label)
 
 
 def _default_query(frozen: FrozenPass) -> int:
     """The first mask of a masked language model, else the last token."""
     mask = getattr(frozen.view.tokenizer, "mask_token_id", None)
     real = frozen.tokens[0][frozen.mask[0]].tolist()
-    if frozen.view.mlm_head is not None and mask in real:
+    if frozen.view.mlm_head is not None and frozen.view.classes is None and mask in real:
         return real.index(mask)
     return -1

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl.classifiers import classifier_logits, loader_of, random_tokens, rows_of
 from tensorlens_tl.errors import ConformanceError
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import TOLERANCE
@@ -41,10 +42,15 @@ def check_checkpoint(model: ModelLike, *, seed: int = 0) -> float | None:
         return None
     if view.untrained.names or view.untrained.classifier:
         return None
+    loader: Any = type(inner) if view.classes is None else loader_of(view.classes.classifier)
     try:
-        loaded = _loaded_again(inner)
+        loaded = _loaded_again(inner, loader)
     except (AttributeError, ImportError, OSError, RuntimeError, TypeError, ValueError):
         return None  # TransformerLens helps some families to load
+    if view.classes is not None:
+        tokens = random_tokens(inner.config, seed).to(view.device)
+        theirs = classifier_logits(loaded, tokens)
+        return _compared(view.classes.classifier, rows_of(model, tokens, theirs), theirs)
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, view.d_vocab, (1, min(TOKENS, view.n_ctx)), generator=generator).to(view.device)
     decoder = {}
@@ -56,11 +62,11 @@ def check_checkpoint(model: ModelLike, *, seed: int = 0) -> float | None:
     return _compared(type(inner).__name__, ours[0], theirs[0])
 
 
-def _loaded_again(inner: Any) -> Any:
-    """What Hugging Face loads from the checkpoint of a model that a Bridge holds, of the same class."""
+def _loaded_again(inner: Any, loader: Any) -> Any:
+    """What Hugging Face loads from the checkpoint of a model that a Bridge holds, by a class."""
     config = inner.config
     weight = next(weight for weight in inner.parameters() if weight.is_floating_point())
-    loaded = type(inner).from_pretrained(
+    loaded = loader.from_pretrained(
         config._name_or_path,
         revision=getattr(config, "_commit_hash", None) or "main",
         attn_implementation=config._attn_implementation,

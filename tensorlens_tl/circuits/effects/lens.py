@@ -90,7 +90,8 @@ def _end(frozen: FrozenPass, layer: int, to_tokens: bool) -> Float[Tensor, "batc
         return x if classes.norm is None else _normed(frozen, classes.norm, "classifier_ln", x)
     if head is None:
         return x
-    return _normed(frozen, head.norm, head.scale_name, head.activation(Linear(head.W, head.b)(x)))
+    x = head.activation(Linear(head.W, head.b)(x))
+    return x if head.norm is None else _normed(frozen, head.norm, head.scale_name, x)
 
 
 def _normed(frozen: FrozenPass, norm: NormWeights, name: str | None, x: Tensor) -> Float[Tensor, "batch pos d_model"]:

@@ -195,7 +195,9 @@ def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike) -> d
         run = frozen.a if isinstance(frozen, Difference) else frozen
         logits = upcast(view.logits(run.unembedded()[0, query]))
         token = int(target_ids(frozen, readout.positions, target)[0])
-        facts |= {"token_id": token, "probability": float(logits.softmax(-1)[token])}
+        facts["token_id"] = token
+        if view.has_probabilities:
+            facts["probability"] = float(logits.softmax(-1)[token])
     return facts
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.errors import UntrainedWarning
+from tensorlens_tl.models.classes import class_scores, classes_of
 
 LOADED = "_is_hf_initialized"
 """transformers' mark: of a parameter, read from a checkpoint; of a module, initialised or read."""
@@ -63,6 +64,9 @@ class Untrained:
             return None
         computed = [re.compile(pattern) for pattern in getattr(inner, "_keys_to_ignore_on_load_missing", None) or ()]
         fresh = dict(_initialised(inner))
+        classes = classes_of(self.model)
+        if classes is not None:
+            fresh = {classes.name_of(name): weight for name, weight in fresh.items()}
         return {name: weight for name, weight in fresh.items() if not any(p.search(name) for p in computed)}
 
     @property
@@ -114,10 +118,9 @@ class Untrained:
             if missing:
                 lacking += f", and {some_of(missing)} of this one are newly initialised: its logits are noise"
             return (
-                f"this is the checkpoint of a {self.classifier}, whose head {lacking}. To explain a classifier with a "
-                "linear head, load it with transformers, language.model = classifier.model, wrap the language model "
-                "(boot_transformers(folder, hf_model=language)), and pass direction=score.weight[i] - score.weight[j] "
-                "(page Troubleshooting, Classifiers)."
+                f"this is the checkpoint of a {self.classifier}, whose head {lacking}. tlens.load_classifier(name) "
+                "boots it with its head, where that is linear or a dense layer with tanh stands before it (page "
+                "Explain a classifier)."
             )
         if not missing:
             return None
@@ -132,6 +135,8 @@ class Untrained:
 
     def _inside(self, parts: Sequence[str]) -> tuple[str, ...]:
         modules = [getattr(self.model, part, None) for part in parts]
+        if "unembed" in parts:
+            modules.append(class_scores(self.model))
         inside = {id(weight) for module in modules if module is not None for weight in module.parameters()}
         return tuple(name for name, weight in (self._weights or {}).items() if id(weight) in inside)
 

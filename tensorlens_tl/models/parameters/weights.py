@@ -252,11 +252,12 @@ class MLPWeights:
 class MLMHead:
     """The transform between a masked language model's encoder and its unembedding: norm(φ(x·W + b)).
 
-    `scale_name` is the hook point of its norm's scale, or None where that follows from what the norm reads.
+    `norm` is None in a classifier's pooler, which has none. `scale_name` is the hook point of its norm's scale, or None
+    where that follows from what the norm reads.
     """
 
     W: Float[Tensor, "d_model d_model"]
     b: Float[Tensor, "d_model"] | None
     activation: Activation
-    norm: NormWeights
+    norm: NormWeights | None
     scale_name: str | None

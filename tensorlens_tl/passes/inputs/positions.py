@@ -115,7 +115,7 @@ def _position(prompt: Prompt, query: object, name: str) -> Int[Tensor, "batch 1"
         return torch.tensor([[span[-1]] for span in _spans(prompt, query, name)], device=mask.device)
     query = whole_number(name, query, why='a position, a list or a slice of them, a text, or "all"')
     if query == -1 and prompt.class_at is not None and not name.startswith("key"):
-        return torch.full((len(mask), 1), prompt.class_at, device=mask.device)
+        query = prompt.class_at
     counts = mask.sum(1)
     shortest = int(counts.min())
     if not -shortest <= query < shortest:

@@ -30,8 +30,9 @@ class Prompt:
 
     `mask` is True at real tokens; `kwargs` is what the model's forward takes; `str_tokens` are for people, and
     `word_starts` says which of them begin a word (None without a tokenizer). A classifier reads its classes at
-    `class_at`; the first `special` positions of an image or a sound are no part of it; `image` is what its patches
-    tile exactly, where they do. `extra` names the keyword arguments that a multimodal model was given besides tokens.
+    `class_at`, counted over real tokens; the first `special` positions of an image or a sound are no part of it;
+    `image` is what its patches tile exactly, where they do. `extra` names the keyword arguments that a multimodal model
+    was given besides tokens.
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -60,7 +61,7 @@ class Prompt:
             InvalidInputError: a position of the encoder, or of a classifier that its classes are not read from: these
                 predict nothing.
         """
-        if self.class_at is not None and bool((positions != self.class_at).any()):
+        if self.class_at is not None and bool((positions != self.mask.long().argmax(1, keepdim=True)).any()):
             raise InvalidInputError(
                 f"query: this model predicts its classes at position {self.class_at} alone; use query={self.class_at} "
                 "(or leave it out), or direction= for another position."
@@ -172,7 +173,9 @@ def prepare(
     kwargs |= extra
     if decoder_input_ids is None:
         texts, starts = readable_tokens(view, tokens)
-        return Prompt(tokens, mask, kwargs, named_images(view, tokens, texts), starts, extra=tuple(extra))
+        texts = named_images(view, tokens, texts)
+        class_at = 0 if view.classes is not None and view.classes.at_first else None
+        return Prompt(tokens, mask, kwargs, texts, starts, class_at=class_at, extra=tuple(extra))
     try:
         decoder, real = read(decoder_input_ids, decoder_attention_mask, "decoder_attention_mask", view.decoder_vocab)
     except InvalidInputError as error:

@@ -112,6 +112,8 @@ def _token_id(view: ModelView, token: object, name: str) -> int:
     vocabulary = view.d_vocab
     if view.unembedding is not None:
         vocabulary = view.unembedding[0].shape[1]
+    if not 0 <= token < vocabulary and view.labels:
+        raise InvalidInputError(f"{name}={token} is no class of this model: they are 0 to {vocabulary - 1}.")
     if not 0 <= token < vocabulary:
         raise InvalidInputError(
             f"{name}={token} is outside the vocabulary of {vocabulary} tokens; ids are 0 to {vocabulary - 1}."
@@ -330,6 +332,9 @@ def explained_tokens(
         return target, minus
     if minus is not None:
         return FIRST_CHOICE, minus
+    classes = frozen.view.classes
+    if classes is not None and not classes.exclude:  # nothing stands against it
+        return FIRST_CHOICE, None
     if frozen.view.unembedding is None or len(frozen.runs) == 1:
         return FIRST_CHOICE, RUNNER_UP
     first, second = (likeliest(run, positions) for run in frozen.runs)
@@ -349,6 +354,8 @@ def target_ids(
     batch, queries = positions.shape
 
     def read(tokens: TokenLike, name: str) -> Int[Tensor, "batch query"]:
+        if tokens is NEXT and frozen.view.classes is not None:
+            raise InvalidInputError(f"{name}=NEXT: a classifier predicts no next token; pass a class, or direction=.")
         if tokens is NEXT:
             return next_ids(frozen.prompt, positions, name)
         return token_ids(frozen.view, tokens, batch, name, queries).to(positions.device)

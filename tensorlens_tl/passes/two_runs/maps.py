@@ -314,23 +314,25 @@ class SecantMaps(Blocks):
         return of_run[point].vectors
 
     def prediction_head(self, activation: str = "ratio") -> Chain | None:
-        """A masked language model's transform; None where nothing lies between output and unembedding."""
+        """A masked language model's transform, or a pooler; None where nothing lies between output and unembedding."""
         a, b = (maps.prediction_head() for maps in (self.a, self.b))
         if a is None or b is None:
             return None
-        *inside_a, norm_a = a.stages
-        *inside_b, norm_b = b.stages
-        assert isinstance(norm_a, Norm)
-        assert isinstance(norm_b, Norm)
         x_a, x_b = (maps.capture.output for maps in (self.a, self.b))
         if self.view.mlm_head is None:  # a classifier's, of the mean of some positions
-            inside = Change(Chain(tuple(inside_a))(x_a), Chain(tuple(inside_b))(x_b), tuple(inside_a))
+            stages = a.stages[:-1]
+            inside = Change(Chain(stages)(x_a), Chain(b.stages[:-1])(x_b), stages)
         else:
-            dense_a, dense_b = inside_a[0], inside_b[0]
+            dense_a, dense_b = a.stages[0], b.stages[0]
             assert isinstance(dense_a, Linear)
             assert isinstance(dense_b, Linear)
             dense = Change(x_a, x_b).linear(dense_a, dense_b, "head.W_dense")
             inside = activated(dense, self.view.mlm_head.activation)
+            if self.view.mlm_head.norm is None:
+                return Chain(inside.stages)
+        norm_a, norm_b = a.stages[-1], b.stages[-1]
+        assert isinstance(norm_a, Norm)
+        assert isinstance(norm_b, Norm)
         return Chain((*inside.stages, norm_secant(norm_a, norm_b, inside.a, inside.b, "head.ln")))
 
 
