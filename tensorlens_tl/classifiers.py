@@ -131,8 +131,14 @@ def loader_of(named: str) -> Any:
 
 
 def is_classifier(name: str) -> bool:
-    """Whether a folder, or a name on the hub, is the checkpoint of a classifier whose kind of head is read."""
-    config, _ = transformers.PretrainedConfig.get_config_dict(name)
+    """Whether a folder, or a name on the hub, is the checkpoint of a classifier whose kind of head is read.
+
+    False where there is no config: whoever loads the model then says why.
+    """
+    try:
+        config, _ = transformers.PretrainedConfig.get_config_dict(name)
+    except (OSError, ValueError):
+        return False
     return any(loader_of(named) is not None for named in config.get("architectures") or ())
 
 
