@@ -57,7 +57,9 @@ def load_classifier(
     that of any activation is. The classes of a sequence are read at the first token of an encoder and at the last one
     of a decoder, which is where `query` is by default; those of tokens and spans at every position, so name one.
 
-    The logits are compared with those of Hugging Face's own model on random tokens.
+    Text is read as the classifier's tokenizer gives it: where that puts no BOS token first, or puts an EOS token last,
+    TransformerLens does otherwise for language models. The logits are compared with those of Hugging Face's own model
+    on random tokens.
 
     Args:
         name: a folder, or a name on the hub.
@@ -112,6 +114,9 @@ def load_classifier(
     model = TransformerBridge.boot_transformers(
         name, hf_model=language, device=tokens.device, dtype=dtype, tokenizer=tokenizer, **options
     )
+    if model.tokenizer is not None:
+        untouched = tokenizer or transformers.AutoTokenizer.from_pretrained(name, **options)
+        _read_text_as_trained(model, untouched)
     ours = rows_of(model, tokens, theirs)
     error = float("inf")
     if ours.shape == theirs.shape:
@@ -123,6 +128,16 @@ def load_classifier(
             "Its head computes something else besides, or TransformerLens boots its backbone as another model."
         )
     return model
+
+
+def _read_text_as_trained(model: Any, tokenizer: Any) -> None:
+    """Let a model read the tokens that a tokenizer gives: no BOS token before them, and no EOS token taken off."""
+    first = tokenizer("a")["input_ids"][:1]
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model._tokenizer = tokenizer  # the public name loads it anew with add_bos_token=True, which drops [CLS] and [SEP]
+    model.cfg.tokenizer_prepends_bos = first == [tokenizer.bos_token_id]
+    model.cfg.default_prepend_bos = model.cfg.tokenizer_prepends_bos
+    model.cfg.tokenizer_appends_eos = False
 
 
 def loader_of(named: str) -> Any:

@@ -202,6 +202,35 @@ def test_a_classifier_in_memory_is_taken(tmp_path):
     assert relative(tlens.attribute(model, tokens, "NEUTRAL").total[0], expected) < 1e-9
 
 
+TEMPLATES = {"none": "$A", "Llama's": "<s> $A", "BERT's": "<c> $A <e>", "RoBERTa's": "<s> $A </s>"}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "GPT2ForSequenceClassification"])
+def test_text_is_what_the_classifiers_tokenizer_makes_of_it(tmp_path, name, template):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    special = {"<s>": 40, "</s>": 41, "<c>": 42, "<e>": 43, "<pad>": PAD}
+    words = {f"w{number}": number for number in range(40)} | special | {"<unk>": 48}
+    splitter = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    splitter.pre_tokenizer = pre_tokenizers.Whitespace()
+    splitter.post_processor = processors.TemplateProcessing(
+        single=TEMPLATES[template], special_tokens=list(special.items())
+    )
+    ends = {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<c>", "sep_token": "<e>", "pad_token": "<pad>"}
+    own = transformers.PreTrainedTokenizerFast(tokenizer_object=splitter, unk_token="<unk>", **ends)
+    folder = saved(tmp_path, name)
+    own.save_pretrained(folder)
+    model = tlens.load_classifier(folder, dtype=torch.float64)
+    expected = own(TEXT)["input_ids"]
+    frozen = tlens.freeze(model, [TEXT, f"{TEXT} w5 w6"])
+    assert frozen.tokens[0][frozen.mask[0]].tolist() == expected
+    assert frozen.tokens[1].tolist() == own(f"{TEXT} w5 w6")["input_ids"]
+    logits = theirs(folder, name, torch.tensor([expected]))
+    assert relative(tlens.attribute(frozen, "POSITIVE").total[0], logits[0, 2]) < 1e-9
+    assert model.to_tokens(TEXT).tolist() == [expected]
+
+
 ENCODER_DECODER = {
     "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
     "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 50, "max_position_embeddings": 32,
