@@ -64,7 +64,8 @@ def load_classifier(
     Args:
         name: a folder, or a name on the hub.
         device, dtype, tokenizer, revision, trust_remote_code: as in TransformerBridge.boot_transformers.
-        hf_model: the classifier, where it is loaded already; it is taken apart, so do not use it afterwards.
+        hf_model: the classifier, where it is loaded already, on its device and in its dtype; it is taken apart, so do
+            not use it afterwards.
 
     Returns:
         A TransformerBridge with logits `[batch, pos, class]`.
@@ -95,6 +96,7 @@ def load_classifier(
         named = next(iter(config.architectures or ()), "model of no known class")
     else:
         config = hf_model.config
+        dtype = hf_model.dtype
         named = type(hf_model).__name__
     loader = loader_of(named)
     if loader is None:
@@ -279,5 +281,9 @@ def _give(language: Any, classifier: Any, head: _Head, named: str) -> None:
         labels = dict(enumerate(("start", "end")))
     several = named.endswith(OF_ANSWERS) or classifier.config.problem_type in SEVERAL
     exclude = len(labels) > 1 and not several
-    classes = Classes(named, labels, encodes and named.endswith(OF_SEQUENCES), exclude, names)
+    of_sequences = named.endswith(OF_SEQUENCES)
+    padding: Any = None
+    if of_sequences and not encodes:
+        padding = getattr(classifier.config.get_text_config(), "pad_token_id", None)
+    classes = Classes(named, labels, of_sequences and encodes, exclude, padding, names)
     name_classes(language.eval(), classes)

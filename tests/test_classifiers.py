@@ -231,6 +231,18 @@ def test_text_is_what_the_classifiers_tokenizer_makes_of_it(tmp_path, name, temp
     assert model.to_tokens(TEXT).tolist() == [expected]
 
 
+def test_a_prompt_that_ends_in_what_the_classifier_takes_for_padding_is_refused(tmp_path):
+    name = "GPT2ForSequenceClassification"
+    folder = saved(tmp_path, name)
+    model = tlens.load_classifier(folder, dtype=torch.float64)
+    tokens = torch.tensor([[5, 6, 7, 8], [5, 6, PAD, PAD]])
+    with pytest.raises(tlens.InvalidInputError, match="prompt 1 ends in token 49, which is padding to this classifier"):
+        tlens.freeze(model, tokens, attention_mask=torch.ones_like(tokens))
+    expected = theirs(folder, name, tokens)
+    attribution = tlens.attribute(model, tokens, 2, attention_mask=(tokens != PAD).long())
+    assert relative(attribution.total[:, 0], expected[:, 2]) < 1e-9
+
+
 ENCODER_DECODER = {
     "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
     "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 50, "max_position_embeddings": 32,

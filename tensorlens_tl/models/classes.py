@@ -19,6 +19,7 @@ class Classes:
         labels: their names.
         at_first: whether they are read at a prompt's first token ([CLS]); else at its last one, or at any.
         exclude: whether each answer excludes the others, so that the first choice is compared with the runner-up.
+        padding: the token that a prompt must not end in, as the classifier reads the last one that is another.
         renamed: how the checkpoint calls the modules of the head, by their names here.
     """
 
@@ -26,6 +27,7 @@ class Classes:
     labels: Mapping[int, str]
     at_first: bool
     exclude: bool
+    padding: int | None = None
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def name_of(self, weight: str) -> str:

@@ -171,6 +171,8 @@ def prepare(
     if token_type_ids is not None:
         kwargs["token_type_ids"] = _segments(view, token_type_ids, tokens)
     kwargs |= extra
+    if view.classes is not None and view.classes.padding is not None:
+        _refuse_padding_last(tokens, mask, view.classes.padding)
     if decoder_input_ids is None:
         texts, starts = readable_tokens(view, tokens)
         texts = named_images(view, tokens, texts)
@@ -195,6 +197,19 @@ def prepare(
     for row, first in zip(starts or (), real.long().argmax(1).tolist(), strict=starts is not None):
         row[length + first] = True  # no word continues from the encoder to the decoder
     return Prompt(both, torch.cat([mask, real], dim=1), kwargs, texts, starts, length, extra=tuple(extra))
+
+
+def _refuse_padding_last(tokens: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"], padding: int) -> None:
+    """Raise `InvalidInputError` for a prompt whose last real token is the one that a classifier takes for padding."""
+    last = (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(1, keepdim=True)
+    rows = (torch.take_along_dim(tokens, last, dim=1)[:, 0] == padding).nonzero()
+    if len(rows):
+        raise InvalidInputError(
+            "input: ",
+            PromptNumber(int(rows[0])),
+            f" ends in token {padding}, which is padding to this classifier: it reads its classes before it. Leave it "
+            "out, or pass token ids with attention_mask=, 0 there.",
+        )
 
 
 def _as_taken(view: ModelView, mask: Bool[Tensor, "batch pos"]) -> Tensor:
