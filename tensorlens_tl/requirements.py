@@ -22,7 +22,7 @@ from typing import Any
 from tensorlens_tl.errors import RegistryError, UnsupportedModelError
 from tensorlens_tl.layerwise import refuse_whitened
 from tensorlens_tl.models import require_attention_alone
-from tensorlens_tl.passes import Difference, FrozenPass, product_points, refuse_without_secant
+from tensorlens_tl.passes import Difference, FrozenPass, refuse_without_secant
 
 __all__ = ["REQUIREMENTS", "Requirement"]
 
@@ -126,9 +126,16 @@ def unwhitened(frozen: FrozenPass, method: str) -> None:
 
 
 @Requirement
-def hooked_products(frozen: FrozenPass, method: str) -> None:
-    """Every product inside attention has hook points at its factors, and every norm there one at its scale."""
-    product_points(frozen)
+def attention_products(frozen: FrozenPass, method: str) -> None:
+    """Every block mixes tokens by softmax attention alone, of any kind."""
+    for block in frozen.view.blocks:
+        if block.mixer is not None or block.has_beside:
+            name = block.parts.beside_name if block.has_beside else block.parts.mixer_name
+            raise UnsupportedModelError(
+                f"{block.name} of this {frozen.view.description}: its {name} is no softmax attention, and "
+                f"{method} says nothing of its products. tensorlens, cp-lrp and relp with attention='frozen' are exact "
+                "for it."
+            )
 
 
 @Requirement
@@ -160,7 +167,7 @@ REQUIREMENTS = {
         patterns,
         head_vectors,
         unwhitened,
-        hooked_products,
+        attention_products,
         full_rows,
         secants,
     )

@@ -142,7 +142,7 @@ def test_requirements_have_a_sentence_and_an_order():
         ("ifr", {"aggregate": "sum"}, ["head_vectors"]),
         ("ff-ig", {"scope": "atb"}, ["sequential_mlp", "head_vectors"]),
         ("relp", {}, ["predictions"]),
-        ("relp", {"attention": "live"}, ["predictions", "hooked_products"]),
+        ("relp", {"attention": "live"}, ["predictions", "attention_products"]),
         ("cp-lrp", {}, ["predictions"]),
         ("decompx", {"target": 5}, ["predictions"]),
         ("tensorlens", {"target": 5}, []),

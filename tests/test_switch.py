@@ -4,6 +4,7 @@ Beside it stands a literal forward pass of both stacks. TransformerLens shows th
 pattern should be.
 """
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -14,8 +15,10 @@ from transformers.models.switch_transformers import modeling_switch_transformers
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
+from tensorlens_tl.core import RELP, held_softmax
 from tensorlens_tl.hooks import points
 from tensorlens_tl.models.sublayers import experts
+from tensorlens_tl.passes.backward import rule_scores
 from tensorlens_tl.testing import check_method
 from tensorlens_tl.testing.building import bridge_of
 
@@ -264,10 +267,16 @@ def test_methods(method, options, model):
 # ------------------------------------------------------------------ what is refused
 
 
-def test_what_needs_a_hook_at_a_pattern_or_inside_experts_is_refused(model, frozen):
-    for method, options in (("attnlrp", {}), ("gim", {}), ("relp", {"attention": "live"})):
-        with pytest.raises(tlens.UnsupportedModelError, match=r"encoder_blocks\.0 .*no hook point at its patterns"):
-            tlens.attribute(frozen, 7, method=method, **options)
+def test_rules_need_no_hook_points(frozen):
+    """Patterns held, a rule is the frozen operator; with attention live it is not."""
+
+    held = rule_scores(frozen, replace(RELP, softmax=held_softmax), 7).scores
+    assert torch.allclose(held, frozen.operator(activation="split").target(7).scores, rtol=1e-6, atol=1e-9)
+    live = tlens.attribute(frozen, 7, method="relp", attention="live").scores
+    assert not torch.allclose(held, live, rtol=1e-2)
+
+
+def test_what_needs_hooks_inside_experts_is_refused(model, frozen):
     with pytest.raises(tlens.UnsupportedModelError, match="nothing inside MLP1"):
         circuits.total_effects(frozen, 7, live=True)
     with pytest.raises(tlens.UnsupportedModelError, match="mixture of experts"):

@@ -35,7 +35,6 @@ from tensorlens_tl.hooks.inspection import (
 from tensorlens_tl.hooks.loops import without_numbers as without_numbers
 from tensorlens_tl.hooks.placing import Placing, take_off_leftovers
 from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, CallPoint, Ends, ModelPoints, model_points
-from tensorlens_tl.hooks.rules import BackwardRule, RuleHooks
 from tensorlens_tl.hooks.running import (
     FwdHook,
     hook_points,
@@ -49,7 +48,6 @@ from tensorlens_tl.hooks.running import (
 
 __all__ = [
     "AttentionPoints",
-    "BackwardRule",
     "BlockPoints",
     "CallChange",
     "CallPoint",
@@ -59,7 +57,6 @@ __all__ = [
     "Passed",
     "PlacedHook",
     "Placing",
-    "RuleHooks",
     "SomeLogits",
     "StreamPlace",
     "StreamPoint",

@@ -106,19 +106,19 @@ class Placing:
         else:
             module.register_forward_hook(function)
 
-    def instead_of_forward(self, module: nn.Module, function: Callable[..., Any]) -> None:
-        """Put a function in the place of a module's `forward`."""
+    def instead_of(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        """Put a function in the place of one of a module's own, such as ``"forward"``."""
         attributes = vars(module)
-        replaced = attributes.get("forward")
+        replaced = attributes.get(name)
 
         def restore() -> None:
             if replaced is None:
-                attributes.pop("forward", None)
+                attributes.pop(name, None)
             else:
-                attributes["forward"] = replaced
+                attributes[name] = replaced
 
         self.then(restore)
-        attributes["forward"] = function
+        attributes[name] = function
 
 
 class _InThisThread:

@@ -2,18 +2,15 @@
 
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.hooks import BackwardRule
+from tensorlens_tl.core import ATTNLRP
 from tensorlens_tl.methods.ruled import by_rule
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
 
-ATTNLRP = BackwardRule(activation="split", values=0.5, scores=0.25)
-"""A·V halved; Q·K, reached through A, halved again; φ(z)/z, and φ(g)·u halved."""
 
-
-@register_method("attnlrp", needs=("predictions", "hooked_products"))
+@register_method("attnlrp", needs=("predictions", "attention_products"))
 @checked_arguments
 def attnlrp(
     frozen: FrozenPass,

@@ -2,18 +2,15 @@
 
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.hooks import BackwardRule
+from tensorlens_tl.core import GIM
 from tensorlens_tl.methods.ruled import by_rule
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
 
-GIM = BackwardRule(activation="tangent", values=0.5, scores=0.25, temperature=2.0)
-"""A·V halved, Q and K a quarter each, softmax differentiated at temperature 2; MLPs keep their own gradient."""
 
-
-@register_method("gim", needs=("predictions", "hooked_products", "full_rows"))
+@register_method("gim", needs=("predictions", "attention_products", "full_rows"))
 @checked_arguments
 def gim(
     frozen: FrozenPass,

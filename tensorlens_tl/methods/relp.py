@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.hooks import BackwardRule
+from tensorlens_tl.core import RELP
 from tensorlens_tl.methods.ruled import by_rule
 from tensorlens_tl.methods.tensorlens import tensorlens
 from tensorlens_tl.models import Query, TokenLike
@@ -13,13 +13,10 @@ from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_method, renamed
 from tensorlens_tl.results import Attribution
 
-RELP = BackwardRule(activation="split", values=1.0, scores=1.0)
-"""The rules for norms, activations and gates alone: attention keeps its gradient."""
-
 
 def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
     if options["attention"] == "live":
-        return "predictions", "hooked_products"
+        return "predictions", "attention_products"
     return ("predictions",)
 
 

@@ -1,7 +1,7 @@
 """What methods that are one backward rule have in common."""
 
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.hooks import BackwardRule
+from tensorlens_tl.core import Rule
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass, rule_scores
 from tensorlens_tl.passes.inputs import query_positions
@@ -12,7 +12,7 @@ from tensorlens_tl.results import Attribution
 def by_rule(
     frozen: FrozenPass,
     method: str,
-    rule: BackwardRule,
+    rule: Rule,
     target: TokenLike,
     minus: TokenLike,
     query: Query,

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from tensorlens_tl.passes.backward import (
     note_rounding as note_rounding,
-    product_points as product_points,
     rule_scores as rule_scores,
 )
 from tensorlens_tl.passes.block_maps import BlockMaps

@@ -1,44 +1,32 @@
-"""Gradients of the live model under changed backward rules: everything held but attention, differentiated once.
+"""Gradients of the live model under a rule: the model runs once, and every operation passes on what the rule says.
 
-Norms and activations are those of the frozen pass, held by its hooks under the rule's activation rule; attention stays
-live and passes its gradient on as the rule says (`tensorlens_tl.hooks.rules`). The output of the run is that of the
-pass, which is measured; one forward pass serves all queries, and their gradients are rows of batched backward passes.
+The output of the run is that of the pass, which is measured; one forward pass serves all queries, and their gradients
+are rows of batched backward passes.
 """
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra.memory import Memory, chunks
-from tensorlens_tl.algebra.numerics import relative_error, relative_gap, upcast
-from tensorlens_tl.errors import GapWarning, NumericalError, UnsupportedModelError
-from tensorlens_tl.hooks import (
-    AttentionPoints,
-    BackwardRule,
-    FwdHook,
-    RuleHooks,
-    graph_of,
-    in_this_thread,
-    other_hooks,
-)
-from tensorlens_tl.models import BlockView, Query, TokenLike
-from tensorlens_tl.models.lifecycle import OncePerWeights
-from tensorlens_tl.models.parameters import loaded, saved_by_name
+from tensorlens_tl.algebra.numerics import refuse_nan, relative_error, relative_gap, upcast
+from tensorlens_tl.core import Linearised, Rule, marked_activations
+from tensorlens_tl.errors import GapWarning, NumericalError
+from tensorlens_tl.hooks import FwdHook, Placing, graph_of, in_this_thread, lock_of
+from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.models.parameters import saved_by_name
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
-from tensorlens_tl.passes.live import holding_hooks
 from tensorlens_tl.passes.operator import Collapse, resolve_target
-
-_proved: OncePerWeights[bool] = OncePerWeights()
 
 
 def rule_scores(
     frozen: FrozenPass,
-    rule: BackwardRule,
+    rule: Rule,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
@@ -58,8 +46,7 @@ def rule_scores(
 
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range.
-        UnsupportedModelError: the model predicts no tokens; a block's attention is held as a whole, or a hook point
-            does not show what the model computes with.
+        UnsupportedModelError: the model predicts no tokens, or computes with an operation that no rule knows.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached.
         NumericalError: gradients are not finite, or the run does not repeat the pass; or of a strict pass, they lose a
             hundredth to half precision, which is a `GapWarning` otherwise.
@@ -67,24 +54,22 @@ def rule_scores(
     positions = query_positions(frozen.prompt, query)
     readout = resolve_target(frozen, target, minus, positions=positions)
     frozen.live("a backward rule").check_hooks()
-    sites, scales = product_points(frozen)
     x = frozen.resid_pre(0)
     real = torch.take_along_dim(frozen.mask, positions, dim=1)
     # outside any inference mode of the caller, whose tensors autograd does not accept
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         stack.enter_context(saved_by_name(frozen.model))
-        held = holding_hooks(frozen.maps, patterns=False, activation=rule.activation)
-        stack.enter_context(_norms_loaded(frozen, scales))  # no earlier: the model's own run drops them
-        live = RuleHooks(rule, sites, scales)
-        stack.callback(live.forget)
         leaf = x.detach().clone().requires_grad_(True)
         parts = leaf.split(list(frozen.sides or (leaf.shape[1],)), dim=1)
         entry: list[FwdHook] = [
             (name, in_this_thread(lambda stream, *, hook, part=part: part))
             for name, part in zip(frozen.capture.stream_names(0), parts, strict=True)
         ]
-        outputs = graph_of(frozen.model, frozen.inputs, _ends(frozen), [*entry, *held, *live.hooks])
-        _check_run(frozen, live, outputs)
+        with lock_of(frozen.model), Placing() as placing, Linearised(rule):
+            assert isinstance(frozen.model, nn.Module)
+            marked_activations(frozen.model, placing)
+            outputs = graph_of(frozen.model, frozen.inputs, _ends(frozen), entry)
+        _check_run(frozen, outputs)
         cotangents = _at_output(frozen, rule, readout.vectors, positions, memory)
         rows = [_pulled(outputs, leaf, cotangent) for cotangent in cotangents]
 
@@ -94,6 +79,7 @@ def rule_scores(
 
         note_rounding(frozen, [_product(x, row) for row in rows], again)
     gradient = torch.cat(rows).transpose(0, 1)
+    refuse_nan(f"{frozen.view.description}: gradients", gradient)
     if not bool(torch.isfinite(gradient).all()):
         raise NumericalError(f"{frozen.view.description}: gradients are not finite; use float32 or float64.")
     scores = (upcast(x)[:, None] * gradient).sum(-1) * (real[:, :, None] & frozen.mask[:, None])
@@ -152,75 +138,8 @@ def note_rounding(
     warnings.warn(message, GapWarning, stacklevel=2)
 
 
-def _norms_loaded(frozen: FrozenPass, scales: Sequence[str]) -> AbstractContextManager[bool]:
-    """Inside, norms with these scales keep their weights loaded: a Bridge reads them itself where a scale is held."""
-    assert isinstance(frozen.model, nn.Module)
-    return loaded(*(frozen.model.get_submodule(name.removesuffix(".hook_scale")) for name in scales))
-
-
-def product_points(frozen: FrozenPass) -> tuple[list[AttentionPoints], list[str]]:
-    """The attention of every block, and the scales of its norms of queries and keys.
-
-    Raises:
-        UnsupportedModelError: a block's attention, or what it has instead, is held as a whole.
-    """
-    sites: list[AttentionPoints] = []
-    scales: list[str] = []
-    for block, points in zip(frozen.view.blocks, frozen.points.blocks, strict=True):
-        if points.attention is not None or points.heads is None or points.beside is not None:
-            name = block.parts.mixer_name if points.beside is None else block.parts.beside_name
-            raise UnsupportedModelError(
-                f"{block.name} of this {frozen.view.description}: its {name} is held as a whole, without "
-                "hook points at the factors of its products, so this rule cannot be applied there. tensorlens, cp-lrp "
-                "and relp with attention='frozen' are exact for it."
-            )
-        if points.merged:
-            raise UnsupportedModelError(
-                f"{block.name} of this {frozen.view.description}: its self-attention shares one softmax with "
-                "cross-attention, and its hook points only show the patterns, so this rule cannot be applied there. "
-                "tensorlens, cp-lrp and relp with attention='frozen' are exact for it."
-            )
-        of_block = [site for site in (points.heads, points.cross) if site is not None]
-        if any(site.pattern in frozen.points.calls for site in of_block):
-            raise UnsupportedModelError(
-                f"{block.name} of this {frozen.view.description}: TransformerLens has no hook point at its patterns, "
-                "so this rule cannot be applied there. tensorlens, cp-lrp and relp with attention='frozen' are exact "
-                "for it."
-            )
-        scales += [f"{norm}.hook_scale" for site in of_block for norm in _norms_inside(frozen, block, site)]
-        sites += of_block
-    known = frozen.model.hook_dict
-    unknown = [name for name in scales if name not in known]
-    if unknown:
-        raise UnsupportedModelError(
-            f"{unknown[0].removesuffix('.hook_scale')} of {frozen.view.description}: a norm inside attention without a "
-            "hook point for its scale, so that it cannot be held. tensorlens, cp-lrp and relp with attention='frozen' "
-            "are exact for it."
-        )
-    return sites, scales
-
-
-def _norms_inside(frozen: FrozenPass, block: BlockView, site: AttentionPoints) -> list[str]:
-    """The norms inside one attention (of queries and keys), by the names that their hook points would begin with.
-
-    A module of attention may hold the block's own norm as well (BERT's does): it has the same weights as that.
-    """
-    at = site.pattern.removesuffix(".hook_pattern")
-    assert isinstance(frozen.model, nn.Module)
-    attention = frozen.model.get_submodule(at)
-    with block.loaded():
-        gains = {norm.gain.data_ptr() for norm in block.norms.values() if norm.gain is not None}
-        inside = [
-            ".".join(part for part in (at, *name.split(".")) if part != "_original_component")
-            for name, module in attention.named_modules()
-            if type(module).__name__.lower().removesuffix("pre").endswith("norm")
-            and not gains & {weight.data_ptr() for weight in module.parameters()}
-        ]
-    return list(dict.fromkeys(inside))
-
-
-def _check_run(frozen: FrozenPass, live: RuleHooks, outputs: list[Tensor]) -> None:
-    """The run repeats the pass, and every product follows the rule (proved once for a model and its weights)."""
+def _check_run(frozen: FrozenPass, outputs: list[Tensor]) -> None:
+    """The run repeats the pass."""
     expected = [frozen.activation(name) for name in _ends(frozen)]
     masks = frozen.mask.split([output.shape[1] for output in outputs], dim=1)
     error = max(relative_error(*ends) for ends in zip([y.detach() for y in outputs], expected, masks, strict=True))
@@ -230,11 +149,6 @@ def _check_run(frozen: FrozenPass, live: RuleHooks, outputs: list[Tensor]) -> No
             f"{frozen.view.description}: the run with a backward rule differs from the frozen pass by {error:.1e} "
             f"(allowed {allowed:.0e}); a hook that changes activations, or something random?"
         )
-    live.check(frozen.view.description, frozen.tolerance)
-    if not _proved.get(frozen.model, frozen.capture.weights):
-        live.prove(outputs, frozen.view.description, frozen.tolerance)
-        if not other_hooks(frozen.model):
-            _proved.set(frozen.model, frozen.capture.weights, True)
 
 
 def _ends(frozen: FrozenPass) -> list[str]:
@@ -244,13 +158,13 @@ def _ends(frozen: FrozenPass) -> list[str]:
 
 def _at_output(
     frozen: FrozenPass,
-    rule: BackwardRule,
+    rule: Rule,
     vectors: Float[Tensor, "batch query d"],
     positions: Int[Tensor, "batch query"],
     memory: Memory,
 ) -> Iterator[Float[Tensor, "row batch pos d_model"]]:
     """The vectors of a target as gradients of the model's output, some queries at a time."""
-    head = frozen.prediction_head(rule.activation)
+    head = frozen.prediction_head(rule.head)
     x = frozen.resid_pre(0)
     heads = max(frozen.view.cfg.n_heads, 1) * x.shape[1] ** 2 * len(x) * x.element_size()
     queries = positions.shape[1]

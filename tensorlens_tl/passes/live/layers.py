@@ -218,4 +218,4 @@ def _replace_forward(placing: Placing, module: nn.Module, function: Callable[...
             return computed(*args, **kwargs)
         return function(computed, *args, **kwargs)
 
-    placing.instead_of_forward(module, forward)
+    placing.instead_of(module, "forward", forward)

@@ -1,0 +1,33 @@
+"""A run whose gradient is a linear map, by a rule: no architecture is described here, only kinds of operations."""
+
+from tensorlens_tl.core.linearise import Linearised, activation, marked_activations
+from tensorlens_tl.core.rules import (
+    ATTNLRP,
+    GIM,
+    RELP,
+    SECANT,
+    Rule,
+    by_ratio,
+    held,
+    held_softmax,
+    shared,
+    stands,
+    unchanged,
+)
+
+__all__ = [
+    "ATTNLRP",
+    "GIM",
+    "RELP",
+    "SECANT",
+    "Linearised",
+    "Rule",
+    "activation",
+    "by_ratio",
+    "held",
+    "held_softmax",
+    "marked_activations",
+    "shared",
+    "stands",
+    "unchanged",
+]

@@ -1,0 +1,253 @@
+"""A run whose every operation is linear, or is what a rule makes of it."""
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+
+from tensorlens_tl.core.rules import Operation, Rule, stands
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.hooks import Placing
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+LINEAR = _names(
+    """
+    view view_as reshape reshape_as flatten unflatten transpose permute t movedim swapaxes swapdims squeeze unsqueeze
+    squeeze_ unsqueeze_ expand expand_as broadcast_to contiguous clone __get__ real imag view_as_real view_as_complex
+    to type type_as float double half bfloat16 cpu cuda
+    split split_with_sizes tensor_split chunk unbind narrow select index_select gather take_along_dim __getitem__
+    diagonal cat concat concatenate stack hstack vstack repeat repeat_interleave roll flip unfold pad tril triu
+    sum mean cumsum neg __neg__ positive dropout masked_fill masked_fill_ where
+    add __add__ __radd__ __iadd__ add_ sub __sub__ __rsub__ __isub__ sub_ rsub subtract
+    scatter scatter_ scatter_add scatter_add_ index_add index_add_ index_copy index_copy_ index_put index_put_
+    masked_scatter masked_scatter_ copy_ __setitem__ conv1d conv2d adaptive_avg_pool1d
+    """
+)
+"""Operations that are linear in what is live."""
+
+MATMUL = _names("matmul __matmul__ mm bmm einsum addmm baddbmm linear")
+MULTIPLY = _names("mul __mul__ __rmul__ multiply")
+DIVIDE = _names("div __truediv__ __rtruediv__ __rdiv__ true_divide divide")
+IN_PLACE = {
+    "mul_": torch.mul,
+    "__imul__": torch.mul,
+    "div_": torch.div,
+    "__itruediv__": torch.div,
+    "relu_": torch.relu,
+    "clamp_": torch.clamp,
+}
+ACTIVATIONS = _names(
+    "gelu silu relu leaky_relu elu selu celu mish hardswish relu6 hardtanh clamp clamp_min clamp_max activation"
+)
+FUNCTIONS = _names("tanh exp exp2 expm1 log log1p softplus erf abs sin cos logsigmoid pow __pow__ square")
+MOMENTS = _names("norm vector_norm var std")
+SCALES = _names("rsqrt sqrt reciprocal sigmoid hardsigmoid") | MOMENTS
+CHOICES = _names("topk max min sort amax amin argmax argsort maximum minimum cummax")
+"""What is chosen by live values is held."""
+
+LIKE = _names("to type_as view_as reshape_as expand_as")
+"""Operations whose other argument only says of which kind the result is."""
+
+
+def activation(z: Tensor, function: Callable[..., Any]) -> Any:
+    """φ(z) as one operation, whatever it is composed of."""
+    if has_torch_function_unary(z):
+        return handle_torch_function(activation, (z,), z, function)
+    return function(z)
+
+
+def marked_activations(model: nn.Module, placing: Placing) -> None:
+    """Until `placing` is taken off, a model's activations are one operation each."""
+    for module in model.modules():
+        kind = type(module).__module__
+        if kind == "transformers.activations" or (kind == "torch.nn.modules.activation" and _is_elementwise(module)):
+            placing.instead_of(module, "forward", functools.partial(activation, function=module.forward))
+        act_fn = vars(module).get("act_fn")
+        if callable(act_fn):
+            placing.instead_of(module, "act_fn", functools.partial(activation, function=act_fn))
+
+
+def _is_elementwise(module: nn.Module) -> bool:
+    return not isinstance(
+        module, nn.Softmax | nn.Softmax2d | nn.LogSoftmax | nn.Softmin | nn.MultiheadAttention | nn.GLU
+    )
+
+
+class Linearised(TorchFunctionMode):
+    """Inside, what is computed from tensors that require gradients passes them on by a rule.
+
+    Parameters are no such tensors: what is computed from weights alone has no gradient.
+
+    Raises:
+        UnsupportedModelError: an operation that no rule knows.
+
+    >>> from tensorlens_tl.core import ATTNLRP, Linearised
+    >>> z = torch.tensor([2.0], requires_grad=True)
+    >>> with Linearised(ATTNLRP):
+    ...     y = torch.nn.functional.silu(z) * z
+    >>> y.backward()
+    >>> torch.equal(z * z.grad, y)
+    True
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        super().__init__()
+        self.rule = rule
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One operation of the run."""
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        name: str = getattr(func, "__name__", "")
+        given = args[:1] if name in LIKE else (*args, *kwargs.values())
+        live = [x for x in _tensors(given) if x.requires_grad and not isinstance(x, nn.Parameter)]
+        if not live:
+            with torch.no_grad():
+                return _fixed(func(*args, **kwargs))  # a view of a parameter requires a gradient even here
+        if name in LINEAR or (len(live) == 1 and (name in MATMUL or name in MULTIPLY)):
+            return func(*args, **kwargs)
+        if name in IN_PLACE:
+            with self:
+                return args[0].copy_(IN_PLACE[name](args[0].clone(), *args[1:], **kwargs))
+        return self._ruled(func, name, args, kwargs, live)
+
+    def _ruled(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], live: list[Tensor]) -> Any:
+        """What the rule makes of an operation that is not linear."""
+        rule, x = self.rule, args[0]
+        kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
+
+        def of_first(z: Tensor) -> Tensor:
+            return func(z, *args[1:], **kwargs)
+
+        if name in MULTIPLY:
+            return rule.multiply(func, *live)
+        if name in MATMUL:
+            return rule.matmul(_of_factors(func, args, kwargs, live), *live)
+        if name in DIVIDE:
+            return self._quotient(func, *(args if name not in ("__rdiv__", "__rtruediv__") else (args[1], x)), **kwargs)
+        if name == "activation":
+            return rule.activation(args[1], x)
+        if name in ACTIVATIONS:
+            return rule.activation(of_first, x)
+        if name == "softmax":
+            return rule.softmax(of_first, x, kwargs.get("dim", args[1] if len(args) > 1 else -1))
+        if name in ("pow", "__pow__", "square"):
+            return self._power(of_first, x, 2 if name == "square" else kwargs.get("exponent", args[-1]))
+        if name in MOMENTS and rule.runs == 2:
+            return self._moment(name, x, *args[1:], **kwargs)
+        if name in FUNCTIONS:
+            return rule.function(of_first, x)
+        if name in SCALES:
+            return rule.scale(of_first, x)
+        if name in ("layer_norm", "rms_norm"):
+            return self._norm(func, name, *args, **kwargs)
+        out = func(*args, **kwargs)
+        if name in CHOICES:
+            return _fixed(out)
+        if any(y.requires_grad for y in _tensors([out])):
+            raise UnsupportedModelError(
+                f"{name} in {_calling_module()}: no rule knows this operation, so that its gradient would be the "
+                "model's own. Methods over the operator (tensorlens, cp-lrp, relp) work."
+            )
+        return out
+
+    def _quotient(self, func: Operation, x: Any, y: Any, **kwargs: Any) -> Tensor:
+        """What a norm is divided by, or weights that are to sum to 1, is a scale."""
+        if not (isinstance(y, Tensor) and y.requires_grad):
+            return func(x, y, **kwargs)
+        if self.rule.runs == 1:
+            return func(x, y.detach(), **kwargs)
+        inverse = self.rule.scale(torch.reciprocal, y)
+        both = isinstance(x, Tensor) and x.requires_grad
+        return self.rule.multiply(torch.mul, x, inverse) if both else x * inverse
+
+    def _power(self, f: Operation, x: Tensor, exponent: Any) -> Tensor:
+        if isinstance(exponent, Tensor) or exponent >= 1:
+            if exponent == 2 and self.rule.runs == 2:
+                return self.rule.multiply(torch.mul, x, x)
+            return self.rule.function(f, x)
+        return self.rule.scale(f, x)
+
+    def _moment(self, name: str, x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
+        """A norm or a variance, by its steps."""
+        with self:
+            if name in ("norm", "vector_norm"):
+                return x.pow(2).sum(dim, keepdim=keepdim).sqrt()
+            squares = (x - x.mean(dim, keepdim=True)).pow(2)
+            total = squares.sum(dim, keepdim=keepdim)
+            count = x.numel() // total.numel() - kwargs.get("correction", int(kwargs.get("unbiased", True)))
+            return total / count if name == "var" else (total / count).sqrt()
+
+    def _norm(
+        self, func: Callable[..., Tensor], name: str, x: Tensor, shape: Any, weight: Tensor | None = None,
+        *rest: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """A norm that is one operation: its own value, the gradient of its steps."""
+        value = func(x.detach(), shape, weight, *rest, **kwargs)
+        eps = kwargs.get("eps", rest[-1] if rest else None)
+        eps = (1e-5 if name == "layer_norm" else torch.finfo(x.dtype).eps) if eps is None else eps
+        bias = kwargs.get("bias", rest[0] if name == "layer_norm" and rest else None)
+        with self:
+            centred = x - x.mean(-1, keepdim=True) if name == "layer_norm" else x
+            out = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
+            out = out if weight is None else out * weight
+            return stands(value, out if bias is None else out + bias)
+
+
+def _of_factors(
+    func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], live: list[Tensor]
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A product as a function of its two live factors, whatever else it is given."""
+
+    def of_factors(x: Tensor, y: Tensor) -> Tensor:
+        put = {id(live[0]): x, id(live[1]): y}
+        return func(*(_put(arg, put) for arg in args), **kwargs)
+
+    return of_factors
+
+
+def _put(arg: Any, put: Mapping[int, Tensor]) -> Any:
+    if isinstance(arg, list | tuple):
+        return type(arg)(_put(part, put) for part in arg)
+    return put.get(id(arg), arg) if isinstance(arg, Tensor) else arg
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple):
+            tensors += _tensors(value)
+    return tensors
+
+
+def _fixed(out: Any) -> Any:
+    """What an operation gives, without its gradient."""
+    if isinstance(out, Tensor):
+        return out.detach() if out.requires_grad and not isinstance(out, nn.Parameter) else out
+    if isinstance(out, tuple):  # a named one too, as of topk
+        return tuple(map(_fixed, out)) if type(out) is tuple else type(out)(map(_fixed, out))
+    return [_fixed(part) for part in out] if isinstance(out, list) else out
+
+
+def _calling_module() -> str:
+    """The class of the module whose code calls an operation."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            return type(owner).__name__
+        frame = frame.f_back
+    return "the model"

@@ -1,0 +1,177 @@
+"""Rules: which linear function stands for an operation that is not linear, when a run is made a linear map.
+
+A run computes what it computes. A rule only changes gradients, so that autograd gives the adjoint of the whole map.
+Most operations of a transformer are linear already (views, sums, products with weights), and no rule is asked. The
+others are of six kinds, and a `Rule` has a function for each. It is given the operation `f` and the live inputs (those
+that depend on the sources of the map), and returns f's value with the gradient that the rule gives it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from tensorlens_tl.algebra.secants import logarithmic_mean, slope
+
+Operation = Callable[..., Tensor]
+
+
+def unchanged(f: Operation, *inputs: Tensor) -> Tensor:
+    """The operation with its own gradient."""
+    return f(*inputs)
+
+
+def held(f: Operation, *inputs: Tensor) -> Tensor:
+    """The operation's value, fixed."""
+    return f(*inputs).detach()
+
+
+def unchanged_softmax(f: Operation, scores: Tensor, dim: int) -> Tensor:
+    """A softmax with its own gradient."""
+    return f(scores)
+
+
+def held_softmax(f: Operation, scores: Tensor, dim: int) -> Tensor:
+    """A pattern, fixed."""
+    return f(scores).detach()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What stands for each kind of operation; by default the model's own gradient, with scales and gates held.
+
+    Attributes:
+        matmul: a matrix product of two live values: scores, and patterns times values.
+        multiply: an elementwise product of two live values: an activation times what it gates.
+        activation: φ(z) of each number, of what the model uses as its activation.
+        function: any other function of each number: exponentials, soft caps.
+        scale: what a norm divides by, or one over it, and sigmoids, which are gates.
+        softmax: attention patterns; it is given the dimension as well.
+        runs: of how many runs the map is; of two, a batch holds the first run's prompts, then the second's.
+        head: the same for prediction heads that are read from their weights, as `activation` of an operator.
+    """
+
+    matmul: Operation = unchanged
+    multiply: Operation = unchanged
+    activation: Operation = unchanged
+    function: Operation = unchanged
+    scale: Operation = held
+    softmax: Operation = unchanged_softmax
+    runs: int = 1
+    head: str = "tangent"
+
+
+# ------------------------------------------------------------------ one run
+
+
+class Half(torch.autograd.Function):
+    """A value of whose gradient half passes."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:  # noqa: D102
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> Tensor:  # noqa: D102
+        return gradients[0] / 2
+
+
+class Stands(torch.autograd.Function):
+    """The value of one tensor with the gradient of another, which stands for it."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, value: Tensor, linear: Tensor) -> Tensor:  # noqa: D102
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[None, Tensor]:  # noqa: D102
+        return None, gradients[0]
+
+
+def stands(value: Tensor, linear: Tensor) -> Tensor:
+    """The value of one tensor with the gradient of another, which stands for it."""
+    return Stands.apply(value.detach(), linear)
+
+
+def shared(f: Operation, x: Tensor, y: Tensor) -> Tensor:
+    """A product of which each factor gets half."""
+    return f(Half.apply(x), Half.apply(y))
+
+
+def by_ratio(f: Operation, z: Tensor) -> Tensor:
+    """φ(z) as φ(z)/z · z, and as φ'(0) · z at zero."""
+    at = z.detach()
+    out = f(at)
+    ratio, is_zero = out / at, at == 0
+    if bool(is_zero.any()):
+        ratio = torch.where(is_zero, derivative(f, at), ratio)
+    return stands(out, z * ratio)
+
+
+def softened(f: Operation, scores: Tensor, dim: int) -> Tensor:
+    """A softmax that is differentiated at twice its temperature, without the factor ½."""
+    return weighted(f(scores.detach()), scores, (scores.detach() / 2).softmax(dim), dim)
+
+
+def weighted(pattern: Tensor, scores: Tensor, weights: Tensor, dim: int) -> Tensor:
+    """A softmax that is differentiated with weights of its own: w·(s − Σ w·s / Σ w)."""
+    given = weights * scores.masked_fill(weights == 0, 0.0)  # a masked score is −∞
+    return stands(pattern, given - weights * (given.sum(dim, keepdim=True) / weights.sum(dim, keepdim=True)))
+
+
+def derivative(f: Operation, z: Tensor) -> Tensor:
+    """φ'(z) of each number."""
+    with torch.enable_grad():
+        z = z.detach().requires_grad_()
+        return torch.autograd.grad(f(z).sum(), z)[0]
+
+
+RELP = Rule(multiply=shared, activation=by_ratio, head="split")
+"""Jafari et al. 2025, attention live: gates are shared, φ is φ(z)/z, attention keeps its gradient."""
+
+ATTNLRP = Rule(matmul=shared, multiply=shared, activation=by_ratio, head="split")
+"""Achtibat et al. 2024: every product is shared between its factors, φ is φ(z)/z, softmax keeps its gradient."""
+
+GIM = Rule(matmul=shared, softmax=softened)
+"""Edin et al. 2025: products of attention are shared, softmax is softer on the way back, MLPs keep their gradient."""
+
+
+# ------------------------------------------------------------------ two runs
+
+
+def by_means(f: Operation, x: Tensor, y: Tensor) -> Tensor:
+    """Δ(xy) = Δx·ȳ + x̄·Δy."""
+    return stands(f(x.detach(), y.detach()), f(x, _mean(y)) + f(_mean(x), y))
+
+
+def by_slope(f: Operation, z: Tensor) -> Tensor:
+    """A function by its slope between the values of both runs."""
+    at = z.detach()
+    out = f(at)
+    between = slope(lambda middle: derivative(f, middle), _halves(at), _halves(out))
+    return stands(out, z * torch.cat([between, between]))
+
+
+def by_logarithmic_mean(f: Operation, scores: Tensor, dim: int) -> Tensor:
+    """A softmax by the logarithmic mean of both patterns."""
+    first, second = (half.double().log_softmax(dim) for half in _halves(scores.detach()))
+    weights = logarithmic_mean(first, second).to(scores)
+    return weighted(f(scores.detach()), scores, torch.cat([weights, weights]), dim)
+
+
+def _mean(x: Tensor) -> Tensor:
+    """The mean of two runs, fixed, in the place of each."""
+    first, second = _halves(x.detach())
+    middle = (first + second) / 2
+    return torch.cat([middle, middle])
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = x.chunk(2)
+    return first, second
+
+
+SECANT = Rule(by_means, by_means, by_slope, by_slope, by_slope, by_logarithmic_mean, runs=2)
+"""The exact difference of two runs: nothing is held."""
