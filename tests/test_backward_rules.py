@@ -212,6 +212,26 @@ def test_an_operation_that_no_rule_knows_is_refused(method, model_named, monkeyp
     assert not any("forward" in vars(module) for module in model.modules() if module is not mlp.dropout)
 
 
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator, as quantised models have: it passes gradients on as if it did nothing."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_an_autograd_function_of_the_models_own_is_refused(model_named, monkeypatch):
+    model = model_named("bridge/gpt2")
+    frozen = tlens.freeze(model, some_tokens())
+    monkeypatch.setattr(model.original_model.transformer.h[1].mlp.dropout, "forward", Rounded.apply)
+    with pytest.raises(tlens.UnsupportedModelError, match="computes with Rounded, an autograd function of its own"):
+        tlens.attribute(frozen, method="attnlrp", target=5)
+
+
 def test_norms_of_queries_without_hook_points():
     """StableLM's have none on a Bridge: scales are known by what they compute. RelP by hand."""
     config = StableLmConfig(

@@ -1,6 +1,6 @@
 """A run whose gradient is a linear map, by a rule: no architecture is described here, only kinds of operations."""
 
-from tensorlens_tl.core.linearise import Linearised, activation, marked_activations
+from tensorlens_tl.core.linearise import Linearised, activation, marked_activations, refuse_other_functions
 from tensorlens_tl.core.rules import (
     ATTNLRP,
     GIM,
@@ -27,6 +27,7 @@ __all__ = [
     "held",
     "held_softmax",
     "marked_activations",
+    "refuse_other_functions",
     "shared",
     "stands",
     "unchanged",

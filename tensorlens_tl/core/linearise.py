@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -203,6 +203,28 @@ class Linearised(TorchFunctionMode):
             out = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
             out = out if weight is None else out * weight
             return stands(value, out if bias is None else out + bias)
+
+
+def refuse_other_functions(outputs: Iterable[Tensor]) -> None:
+    """Refuse a run with a ``torch.autograd.Function`` of the model, which no operation shows; ours are linear.
+
+    Raises:
+        UnsupportedModelError: naming it.
+    """
+    nodes: list[Any] = [y.grad_fn for y in outputs]
+    seen = set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and not function.__module__.startswith("tensorlens_tl."):
+            raise UnsupportedModelError(
+                f"the model computes with {function.__name__}, an autograd function of its own, whose gradient no rule "
+                "can change. Methods over the operator (tensorlens, cp-lrp, relp) work."
+            )
+        nodes += [before for before, _ in node.next_functions]
 
 
 def _of_factors(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import refuse_nan, relative_error, relative_gap, upcast
-from tensorlens_tl.core import Linearised, Rule, marked_activations
+from tensorlens_tl.core import Linearised, Rule, marked_activations, refuse_other_functions
 from tensorlens_tl.errors import GapWarning, NumericalError
 from tensorlens_tl.hooks import FwdHook, Placing, graph_of, in_this_thread, lock_of
 from tensorlens_tl.models import Query, TokenLike
@@ -69,6 +69,7 @@ def rule_scores(
             assert isinstance(frozen.model, nn.Module)
             marked_activations(frozen.model, placing)
             outputs = graph_of(frozen.model, frozen.inputs, _ends(frozen), entry)
+        refuse_other_functions(outputs)
         _check_run(frozen, outputs)
         cotangents = _at_output(frozen, rule, readout.vectors, positions, memory)
         rows = [_pulled(outputs, leaf, cotangent) for cotangent in cotangents]
