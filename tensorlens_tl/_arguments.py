@@ -42,6 +42,74 @@ WORDS: Mapping[Any, str] = {
 """What is said of the types that are annotated most."""
 
 
+def checked_names(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+    """A function that refuses arguments which it does not have, and calls that lack one, as a decorator.
+
+    Raises:
+        InvalidInputError: no such argument, one too many, or one missing; says which name is near, and which there are.
+
+    >>> @checked_names
+    ... def rows(of, *, as_share=False):
+    ...     return of
+    >>> rows(1, as_shares=True)
+    Traceback (most recent call last):
+        ...
+    tensorlens_tl.errors.InvalidInputError: rows: there is no argument 'as_shares'. Did you mean 'as_share'? ...
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+        _bound(function, signature, args, kwargs)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _bound(
+    function: Callable[..., Any], signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """What each argument of a call is.
+
+    Raises:
+        InvalidInputError: the function does not take these.
+    """
+    try:
+        return signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        parameters = signature.parameters
+        name = getattr(function, "__name__", "call")
+        unknown = [key for key in kwargs if key not in parameters]
+        wrong = f"{error}."
+        if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            wrong = f"there is no argument {unknown[0]!r}.{nearest(unknown[0], parameters)}"
+        elif str(error) == "too many positional arguments":
+            wrong += " Those after '*' are passed by name."
+        raise InvalidInputError(f"{name}: {wrong} It is called as {name}({_in_order(signature)}).") from None
+
+
+def _in_order(signature: inspect.Signature) -> str:
+    """The names of the arguments as they are declared, with ``=`` where they may be left out.
+
+    >>> _in_order(inspect.signature(check_choice))
+    'name, value, known, synonyms='
+    """
+    names: list[str] = []
+    starred = False
+    for parameter in signature.parameters.values():
+        if parameter.name in ("self", "cls"):
+            continue
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            starred = True
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            names.append("*")
+            starred = True
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        optional = "" if parameter.default is parameter.empty else "="
+        names.append(stars + parameter.name + optional)
+    return ", ".join(names)
+
+
 def checked_arguments(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
     """A function that refuses arguments which are not what it is annotated to take, as a decorator.
 
@@ -50,7 +118,7 @@ def checked_arguments(function: Callable[Parameters, Returned]) -> Callable[Para
 
     Raises:
         InvalidInputError: an argument is something else; names the function and the argument, what was passed and
-            what is accepted.
+            what is accepted. Also what `checked_names` refuses.
 
     >>> @checked_arguments
     ... def share(x: int | float, of: Literal["rows", "columns"] = "rows"):
@@ -72,10 +140,7 @@ def checked_arguments(function: Callable[Parameters, Returned]) -> Callable[Para
 
     @wraps(function)
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-        try:
-            passed = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # another number of arguments: Python's own words are said by the call
-            passed = {}
+        passed = _bound(function, signature, args, kwargs)
         for name, value in passed.items():
             if name in accepted and not is_bearable(value, accepted[name]):
                 words = in_words(accepted[name])

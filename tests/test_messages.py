@@ -822,3 +822,36 @@ def test_a_message_says_what_where_and_what_to_do(setting, mistake):
 
 def test_the_table_is_long_enough():
     assert len(MISTAKES) >= 60
+
+
+WRONG_CALLS = {
+    "freeze": (lambda s: tlens.freeze(s.model, TEXT, prepend_boss=True), "prepend_boss", "'prepend_bos'"),
+    "no text": (lambda s: tlens.freeze(s.model), "missing a required argument", "freeze(model, input"),
+    "total_effects": (lambda s: circuits.total_effects(s.frozen, " value", abblation=1), "abblation", "(frozen, "),
+    "logit_lens": (lambda s: circuits.logit_lens(s.frozen, " value", minos=" name"), "minos", "'minus'"),
+    "top_paths": (lambda s: circuits.top_paths(s.frozen, " value", min=" name"), "min", "minus="),
+    "contribution_graph": (
+        lambda s: circuits.contribution_graph(s.frozen, " value", tresholds=0.1),
+        "tresholds",
+        "'threshold'",
+    ),
+    "known_answer": (lambda s: evaluate.known_answer(s.recall, evaluate.recall(2), method="relp"), "method", "methods"),
+    "text_pairs": (lambda s: evaluate.text_pairs(s.model, [TEXT], [OTHER], answer=[" a"]), "answer", "'answers'"),
+    "perturbation": (lambda s: evaluate.perturbation(s.model, TEXT, fraction=[0.5]), "fraction", "'fractions'"),
+}
+"""A call with an argument that the function does not have, or without one that it needs, and what is said of it."""
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_misspelt_argument_gets_the_near_name_and_all_names(name, setting):
+    call, wrong, right = WRONG_CALLS[name]
+    with pytest.raises(tlens.InvalidInputError) as error:
+        call(setting)
+    assert wrong in str(error.value)
+    assert right in str(error.value)
+    assert "It is called as" in str(error.value)
+
+
+def test_a_misspelt_option_beside_those_of_freezing_gets_the_near_name(setting):
+    with pytest.raises(tlens.InvalidInputError, match=r"no argument 'targets'.* Did you mean 'target'"):
+        tlens.compare_models(setting.model, setting.twin, TEXT, targets=" a")

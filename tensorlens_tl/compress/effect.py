@@ -23,6 +23,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra import AffineMap, Attention, Chain, Linear
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, Sublayer, stream_target, token_pairs
@@ -210,6 +211,7 @@ class CompressionEffect:
         return _with_capture(self.compressed, replace(self.compressed.capture, activations=dict(activations)))
 
 
+@checked_names
 def compression_effect(frozen: PassLike, plan: Plan | Any) -> CompressionEffect:
     """Take a frozen pass apart by what a compression removes and what it leaves.
 

@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice, whole_number
+from tensorlens_tl._arguments import check_choice, checked_names, whole_number
 from tensorlens_tl.compress.options import Layout
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 
@@ -96,6 +96,7 @@ def check_letters(matrices: object) -> str:
 # ------------------------------------------------------------------ tensors
 
 
+@checked_names
 def stack_heads(
     weights: HeadWeights, matrices: str = LETTERS, layout: Layout = "paper"
 ) -> Float[Tensor, "d1 d2 slices h"]:
@@ -156,6 +157,7 @@ def slice_scales(tensor: Float[Tensor, "d1 d2 slices h"]) -> Float[Tensor, "slic
 # ------------------------------------------------------------------ the basis inside a head
 
 
+@checked_names
 def in_circuit_gauge(weights: HeadWeights, matrices: str = LETTERS) -> HeadWeights:
     """Every head in the singular basis of its own circuits, biases moved along; what the model computes is the same.
 
@@ -227,6 +229,7 @@ def _singular(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> tuple[Ten
     return torch.nn.functional.pad(left * roots, wider), torch.nn.functional.pad(right * roots, wider)
 
 
+@checked_names
 def rotate_heads(weights: HeadWeights, seed: int = 0) -> HeadWeights:
     """The same circuits in a random basis inside every head: shows whether a method depends on that basis.
 

@@ -18,7 +18,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import nearest, plain, whole_number
+from tensorlens_tl._arguments import checked_names, nearest, plain, whole_number
 from tensorlens_tl.compress.heads import (
     GAUGES,
     LETTERS,
@@ -49,6 +49,7 @@ Method = Callable[..., Replacement]
 STARTS = ("hosvd", "sequential")
 
 
+@checked_names
 def tucker(
     weights: HeadWeights,
     *,
@@ -154,6 +155,7 @@ def _smallest_loss(tensor: Float[Tensor, "d1 d2 slices h"], ratio: Number, energ
     return whole.truncated(whole.best_ranks(ratio=ratio, energy=energy, rule=rule))
 
 
+@checked_names
 def laser(
     weights: HeadWeights,
     *,
@@ -189,6 +191,7 @@ def laser(
     return _low_rank(flat, ranks, widths)
 
 
+@checked_names
 def laser_mlp(matrices: Mapping[str, Tensor], rho: MLPShare) -> LowRank:
     """An MLP's matrices by their truncated SVDs: the other half of TensorLLM's hybrid with LASER.
 
@@ -209,6 +212,7 @@ def laser_mlp(matrices: Mapping[str, Tensor], rho: MLPShare) -> LowRank:
     return _low_rank(selection, ranks, dict.fromkeys(selection, 0))
 
 
+@checked_names
 def head_svd(weights: HeadWeights, *, ratio: Number = None, rank: Count = None, matrices: str = LETTERS) -> LowRank:
     """Each matrix of each head by its truncated SVD.
 
@@ -231,6 +235,7 @@ def head_svd(weights: HeadWeights, *, ratio: Number = None, rank: Count = None, 
     return _low_rank(selection, ranks, {m: matrix.shape[2] for m, matrix in selection.items()})
 
 
+@checked_names
 def circuit_svd(weights: HeadWeights, *, ratio: Number = None, rank: Count = None, matrices: str = LETTERS) -> LowRank:
     """Each head's OV and QK circuits by their truncated SVDs: the best narrower heads, biases included.
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tensorlens_tl._arguments import plain, whole_number
+from tensorlens_tl._arguments import checked_names, plain, whole_number
 from tensorlens_tl.circuits.weights import as_pass, as_view
 from tensorlens_tl.compress.heads import HeadWeights
 from tensorlens_tl.compress.methods import Method, find_method, laser_mlp, tucker
@@ -31,6 +31,7 @@ from tensorlens_tl.models.writing import checked, refuse_shared, writable, write
 from tensorlens_tl.results.storage import read as read_file, write as write_file
 
 
+@checked_names
 def shared_tucker(model: ModelLike, layer: int, **options: Any) -> SharedTucker:
     """TensorLLM's compression of one layer: factors that all its heads share, and a core for each.
 
@@ -47,6 +48,7 @@ def shared_tucker(model: ModelLike, layer: int, **options: Any) -> SharedTucker:
     return tucker(head_weights(model, layer), **options)
 
 
+@checked_names
 def plan(
     model: ModelLike,
     layers: Layers = None,

@@ -6,7 +6,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.scores import score_reading
 from tensorlens_tl.circuits.weights import as_pass, as_view
@@ -17,6 +17,7 @@ from tensorlens_tl.models.writing import writable
 from tensorlens_tl.passes import FrozenPass
 
 
+@checked_names
 def head_weights(model: ModelLike | ModelView, layer: int) -> HeadWeights:
     """One layer's projections by head, copied, half precision as float32.
 

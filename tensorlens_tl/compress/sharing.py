@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.circuits.weights import as_view
 from tensorlens_tl.compress.heads import HeadWeights, circuits
 from tensorlens_tl.compress.options import Count
@@ -69,6 +69,7 @@ class Sharing:
         return f"Sharing(layers={layers}, d_model={width}, heads={self.similarity.shape[-1]}, rank={self.rank})"
 
 
+@checked_names
 def sharing(model: ModelLike, *, baseline: Baseline = "random", draws: Count = 4, seed: int = 0) -> Sharing:
     """How far the heads of each layer share directions, and what they would share by chance.
 

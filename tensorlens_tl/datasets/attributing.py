@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.datasets.attributions import Attributions
 from tensorlens_tl.datasets.circuit_terms import CIRCUITS, CircuitTerms
@@ -17,6 +18,7 @@ from tensorlens_tl.models import ModelLike
 from tensorlens_tl.registry import list_methods, unknown_method
 
 
+@checked_names
 def attribute_dataset(
     model: ModelLike,
     rows: RowSource,

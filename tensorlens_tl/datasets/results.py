@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tensorlens_tl._arguments import check_choice
+from tensorlens_tl._arguments import check_choice, checked_names
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.datasets import summing
 from tensorlens_tl.datasets.circuit_terms import unpacked_terms
@@ -219,6 +219,7 @@ def _check_columns(columns: Sequence[str], known: Iterable[str]) -> None:
         check_choice("columns", name, known)
 
 
+@checked_names
 def load_results(path: str | os.PathLike[str]) -> DatasetResults:
     """The results of a run that `attribute_dataset` began.
 

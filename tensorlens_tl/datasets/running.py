@@ -56,7 +56,7 @@ def run_work(view: ModelView, rows: Rows, work: Work, options: RunOptions) -> Da
     count = len(results.errors())
     if count:
         advice = f"load_results({str(options.out)!r}).errors() says why"
-        warnings.warn(f"{count} of {manifest.rows} rows failed; {advice}.", stacklevel=3)
+        warnings.warn(f"{count} of {manifest.rows} rows failed; {advice}.", stacklevel=4)
     return results
 
 

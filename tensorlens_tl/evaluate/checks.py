@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.arguments import Methods, Share, WholeNumber
 from tensorlens_tl.evaluate.scorers import Scorer, query_rows, scorers_of, usable
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+@checked_names
 def completeness(
     model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: int = 0, **freezing: Any
 ) -> Evaluation:
@@ -79,6 +80,7 @@ def _completeness(scorer: Scorer, frozen: FrozenPass) -> Float[Tensor, "2 batch"
     return torch.stack(numbers).double().cpu()
 
 
+@checked_names
 def randomisation(
     model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: int = 0, **freezing: Any
 ) -> Evaluation:
@@ -135,6 +137,7 @@ def _scramble(block: nn.Module, generator: torch.Generator) -> None:
             parameter.copy_(parameter.flatten()[order].view_as(parameter))
 
 
+@checked_names
 def stability(
     model: ModelLike,
     prompts: InputLike,
@@ -201,6 +204,7 @@ def _plus(value: Tensor) -> Callable[..., Tensor]:
     return hook
 
 
+@checked_names
 def agreement(
     model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: int = 0, **freezing: Any
 ) -> Evaluation:
@@ -236,6 +240,7 @@ def agreement(
 WITH = "with "
 
 
+@checked_names
 def agreement_table(result: Evaluation) -> "pd.DataFrame":
     """The means of `agreement`, as a square table of methods.
 
@@ -256,6 +261,7 @@ def agreement_table(result: Evaluation) -> "pd.DataFrame":
     return pd.DataFrame(means, index=pd.Index(result.methods, name="method"), columns=columns)
 
 
+@checked_names
 def spearman(
     a: Float[Tensor, "*method batch pos"], b: Float[Tensor, "*method batch pos"], mask: Tensor
 ) -> Float[Tensor, "*method batch"]:

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tensorlens_tl._arguments import check_choice
+from tensorlens_tl._arguments import check_choice, checked_names
 from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.compress import Plan
@@ -61,6 +61,7 @@ NO_ANSWER = -100
 """At a position without an answer, as in torch's cross-entropy."""
 
 
+@checked_names
 def compression(
     model: ModelLike,
     task: CompressionTask,
@@ -145,6 +146,7 @@ def compression(
     return replace(result, curves=curves, axis=axis, axis_name="compression ratio")
 
 
+@checked_names
 def compression_table(result: Evaluation, metric: str = "added loss", *, level: float = 0.95) -> "pd.DataFrame":
     """One metric by method and ratio: ``(ratio, "mean" | "low" | "high")``, with bootstrap intervals over prompts.
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import plain
+from tensorlens_tl._arguments import checked_names, plain
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.datasets import (
     UNKNOWN_ID,
@@ -45,6 +45,7 @@ from tensorlens_tl.passes.replacement import Replacement, vocabulary_mean
 from tensorlens_tl.results import SEVERAL_TARGETS
 
 
+@checked_names
 def perturbation_dataset(
     model: ModelLike,
     rows: RowSource,

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.arguments import (
@@ -41,6 +42,7 @@ from tensorlens_tl.passes.replacement import Replacement
 from tensorlens_tl.results import Evaluation, area
 
 
+@checked_names
 def perturbation(
     model: ModelLike,
     prompts: InputLike,

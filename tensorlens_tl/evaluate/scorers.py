@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.errors import InvalidInputError, MethodError, RegistryError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.evaluate.arguments import MethodFunction, Methods, MethodSpec
 from tensorlens_tl.generation import scored_by
@@ -390,6 +391,7 @@ def usable(
     return fitting, refusals
 
 
+@checked_names
 def predictions(frozen: FrozenPass, query: int = -1) -> tuple[Int[Tensor, "batch"], Float[Tensor, "batch d_vocab"]]:
     """The token that the live model predicts at a query, and its logits there.
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import Evaluation
 
@@ -14,6 +15,7 @@ SUMMED = ("prompts", "dropped")
 """Settings that count the prompts of one seed."""
 
 
+@checked_names
 def over_seeds(
     run: Callable[[int], Evaluation], seeds: Iterable[int] = (0, 1, 2), *, units: str = "same"
 ) -> Evaluation:

@@ -6,6 +6,7 @@ from html import escape
 from importlib.util import find_spec
 from typing import Any
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.explorer.session import Session
 
@@ -69,6 +70,7 @@ class Explorer:
         self._server.close()
 
 
+@checked_names
 def explore(
     model: Any,
     tuned: Any = None,

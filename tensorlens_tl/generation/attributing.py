@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber
 from tensorlens_tl.generation.hops import SIGNED, Hops, Shares, check_hops, check_shares
@@ -15,6 +16,7 @@ from tensorlens_tl.passes.inputs import InputLike, Store, Verify, memory_batches
 from tensorlens_tl.results import Attribution, joined
 
 
+@checked_names
 def attribute_generation(
     model: ModelLike,
     prompt: InputLike,

@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice, whole_number
+from tensorlens_tl._arguments import check_choice, checked_names, whole_number
 
 if TYPE_CHECKING:
     Hops = int | Literal["all"]
@@ -87,6 +87,7 @@ def quotients(held: Float[Tensor, "*rows"], totals: Float[Tensor, "*rows"]) -> F
     return torch.where(totals == 0, 0.0, held / torch.where(totals == 0, 1.0, totals))
 
 
+@checked_names
 def sent_on(
     scores: Float[Tensor, "batch query key"],
     bias: Float[Tensor, "batch query"],

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import plain, whole_number, whole_slice
+from tensorlens_tl._arguments import checked_names, plain, whole_number, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.generation.hops import SIGNED, Hops, Shares, check_hops, check_shares, divisors, sent_on
@@ -462,6 +462,7 @@ def _generated_positions(
     return torch.tensor(positions)
 
 
+@checked_names
 def freeze_generation(
     model: ModelLike,
     prompt: InputLike,

@@ -22,13 +22,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra import AnyAttention, CausalConvolution, Chain, Diagonal, SelectiveScan, Sum
 from tensorlens_tl.algebra.memory import Memory, check_size, chunks
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes import PassLike, check_pass
 
 
+@checked_names
 def implicit_attention(
     frozen: PassLike, layer: Any, *, channels: bool = False, memory: Memory = None
 ) -> Float[Tensor, "batch head query key"]:

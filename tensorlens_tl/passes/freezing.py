@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra import HeldScores
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import InvalidInputError, TensorLensError, UnsupportedModelError
@@ -75,6 +76,7 @@ weights misses by far more. A float64 model whose norms compute in float32 (`Mod
 what float32 allows: it loses some 1e-7 there, and a sublayer whose terms cancel a hundred times that."""
 
 
+@checked_names
 def freeze(
     model: ModelLike,
     input: InputLike,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.drawing.heat_maps import LOOSE, side_by_side
 from tensorlens_tl.drawing.page import Picture, panel
 from tensorlens_tl.errors import InvalidInputError
@@ -19,6 +20,7 @@ FACTS = {"bias": "bias", "total": "total", "gap": "gap"}
 CAPTION = "Blue adds, orange takes away; each column from its own largest value."
 
 
+@checked_names
 def compare(results: Results, *, batch: int = 0, query: int | str = -1) -> Picture:
     """Several results of one prompt side by side: a row per source token, a column per result.
 

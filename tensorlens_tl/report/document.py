@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorlens_tl import circuits
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.drawing.marks import note, short
 from tensorlens_tl.drawing.page import Picture, folded, table
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
@@ -21,6 +22,7 @@ from tensorlens_tl.report.prediction import Prediction, predict
 from tensorlens_tl.results import Terms
 
 
+@checked_names
 def explain(
     model: ModelLike | FrozenPass,
     input: Any = None,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tensorlens_tl import circuits
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.drawing import cards
 from tensorlens_tl.drawing.marks import note, number, short, visible
 from tensorlens_tl.drawing.page import Picture, folded, table
@@ -21,6 +22,7 @@ NAMED = 12
 """Source tokens that a table of the page names."""
 
 
+@checked_names
 def explain_generation(
     model: ModelLike | FrozenGeneration,
     prompt: Any = None,

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra import scan, spectral_radius
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.whitening.measures import Sequences, shape_or_type
@@ -66,6 +67,7 @@ class WhiteningFilter:
         return scan((x - self.mean.to(x)) @ L_inv.T, -(L_inv @ M).T)
 
 
+@checked_names
 def estimate(x: Sequences, *, reach: Reach = 1.0, ridge: Number = 1e-6) -> WhiteningFilter:
     """The filter of a process, from sequences of it.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import refuse_attached
 from tensorlens_tl.models import ModelLike, ModelView
@@ -55,6 +56,7 @@ class WhitenOptions:
             )
 
 
+@checked_names
 def whiten(model: Model, *, init: Init = "identity", reads: Reads = "stream", values: Values = "kept") -> Model:
     """Put a whitening layer in front of every block: ``w_i = L⁻¹(x_i − M w_{i−1})`` (Whitened Self-Attention, Eq. 9).
 
@@ -115,6 +117,7 @@ def whiten(model: Model, *, init: Init = "identity", reads: Reads = "stream", va
     return model
 
 
+@checked_names
 def unwhiten(model: Model) -> Model:
     """Take off what `whiten` put on: the layers, their hook points, and the refusal to centre weights.
 

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra import scan_where, spectral_radius
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 
@@ -105,6 +106,7 @@ class Whitening(nn.Module):
             return self.hook_out(scan_where(x @ self.entry.to(x), self.step.to(x), mask))
 
 
+@checked_names
 def attach(module: nn.Module, whitening: nn.Module) -> None:
     """Put a whitening layer in front of a module, as ``module.whitening``, by one forward pre-hook.
 
@@ -132,6 +134,7 @@ def attach(module: nn.Module, whitening: nn.Module) -> None:
         module.register_forward_pre_hook(_whitened, with_kwargs=True)
 
 
+@checked_names
 def detach(module: nn.Module) -> None:
     """Take a whitening layer off a module that `attach` put it on.
 

@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.errors import InvalidInputError, NumericalError
 
@@ -57,6 +58,7 @@ class Stationarity(NamedTuple):
     relative_without_noise: float
 
 
+@checked_names
 def whiteness(x: Sequences, *, memory: Memory = None) -> Whiteness:
     """Ψ (Eq. 12): 0 for independent numbers of equal variance.
 
@@ -86,6 +88,7 @@ def whiteness(x: Sequences, *, memory: Memory = None) -> Whiteness:
     return Whiteness(_off_diagonal(centred, memory), _off_diagonal(centred / spread, memory), floor)
 
 
+@checked_names
 def stationarity(x: Sequences) -> Stationarity:
     """ρ (Eq. 14): how far the covariances of neighbours are from their mean over positions, 0 for a stationary process.
 

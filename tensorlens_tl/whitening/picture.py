@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.drawing.charts import curves
 from tensorlens_tl.drawing.page import Picture, panel, table
 from tensorlens_tl.errors import InvalidInputError
@@ -17,6 +18,7 @@ CURVES = {
 }
 
 
+@checked_names
 def picture(
     measures: "pd.DataFrame", filtered: "pd.DataFrame | None" = None, title: str = "Whiteness and stationarity"
 ) -> Picture:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture, model_points, unheld_run
@@ -35,6 +35,7 @@ SETTLING = 4
 """Positions that a filter needs to settle; the recursion's start leaves them unwhitened."""
 
 
+@checked_names
 def measure(
     model: ModelLike,
     prompts: InputLike,
@@ -128,6 +129,7 @@ def _measured(x: Float[Tensor, "batch pos d_model"], memory: Memory) -> dict[str
     }
 
 
+@checked_names
 def stream_filters(
     model: ModelLike, prompts: InputLike, points: PointNames = None, *, reach: Reach = "auto", ridge: Number = 1e-6
 ) -> dict[str, WhiteningFilter]:

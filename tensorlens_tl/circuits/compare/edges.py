@@ -43,6 +43,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import Offset
@@ -156,6 +157,7 @@ def edge_scores(
     )
 
 
+@checked_names
 def run_circuits(
     clean: PassLike,
     corrupted: PassLike,

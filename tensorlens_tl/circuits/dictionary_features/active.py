@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Norm
 from tensorlens_tl.circuits.arguments import FeatureLike, HookName, LabelsLike
 from tensorlens_tl.circuits.dictionary_features.hook_points import ReadAt, WriteAt, mlp_output, read_at, write_at
@@ -157,6 +157,7 @@ else:
     FeaturesLike = Any  # our errors say what is wrong
 
 
+@checked_names
 def features(
     frozen: PassLike,
     dictionary: Any,
@@ -239,7 +240,7 @@ def features(
             "terms.top(k, names='F*') and contribution_graph(..., features=k), or use a sparser dictionary: one with a "
             "higher threshold, a smaller k or a larger sparsity penalty. Hundreds can also mean that the dictionary "
             "reads another hook point than it was trained on.",
-            stacklevel=2,
+            stacklevel=3,
         )
     return active
 

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tensorlens_tl._arguments import check_choice, plain
+from tensorlens_tl._arguments import check_choice, checked_names, plain
 from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
@@ -44,6 +44,7 @@ from tensorlens_tl.results import Attribution, FeatureEdges, Terms
 BY = ("feature_token", "feature")
 
 
+@checked_names
 def feature_attribution(
     features: FeaturesLike,
     feature: FeatureLike,
@@ -109,6 +110,7 @@ def feature_attribution(
     )  # fmt: skip
 
 
+@checked_names
 def feature_effects(
     features: FeaturesLike,
     target: TokenLike = None,
@@ -172,6 +174,7 @@ def feature_effects(
     return frozen.checked(terms)
 
 
+@checked_names
 def feature_edges(
     early: FeaturesLike,
     late: FeaturesLike,

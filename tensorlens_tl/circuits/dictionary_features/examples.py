@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
-from tensorlens_tl._arguments import plain, whole_number
+from tensorlens_tl._arguments import checked_names, plain, whole_number
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import HookName, LabelsLike
@@ -49,6 +49,7 @@ READERS = {
 """What gives the rows of a file, by the end of its name."""
 
 
+@checked_names
 def feature_examples(
     model: ModelLike,
     dictionary: Any,

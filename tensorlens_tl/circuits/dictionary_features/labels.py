@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.circuits.arguments import LabelsLike
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 
@@ -19,6 +19,7 @@ LABEL_COLUMNS = ("label", "description", "explanation", "name")
 ENDINGS = (".csv", ".tsv", ".json")
 
 
+@checked_names
 def feature_labels(labels: LabelsLike) -> dict[int, str]:
     """Labels of features, from a file or a mapping.
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice
+from tensorlens_tl._arguments import check_choice, checked_names
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.circuits.arguments import Direction
@@ -25,6 +25,7 @@ from tensorlens_tl.results import Terms
 BY = ("component", "head", "head_token", "neuron")
 
 
+@checked_names
 def logit_attribution(
     frozen: PassOrDifference,
     target: TokenLike = None,

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Linear, Norm, Segment
 from tensorlens_tl.algebra.memory import check_size
 from tensorlens_tl.circuits.arguments import Direction, Whole
@@ -125,6 +126,7 @@ class HeadMap:
         return token_pairs(sublayer, readout.stream.x[number], cotangent)[:, self.head]
 
 
+@checked_names
 def head_map(
     frozen: PassLike,
     layer: Whole,

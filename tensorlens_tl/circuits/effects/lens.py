@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra import Linear, Norm
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Direction
@@ -22,6 +23,7 @@ from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.operator import resolve_target
 
 
+@checked_names
 def logit_lens(
     frozen: PassLike,
     target: TokenLike = None,

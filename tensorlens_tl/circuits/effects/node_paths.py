@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra.memory import WORKING_BYTES
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.circuits.arguments import Direction, Whole
@@ -52,6 +52,7 @@ class _Partial:
     names: list[tuple[str, ...]]
 
 
+@checked_names
 def paths(
     frozen: PassOrDifference,
     target: TokenLike = None,
@@ -129,6 +130,7 @@ def paths(
     return stream.frozen.checked(paths, readout.noise / size_of_sum(paths.scores, orders[:, -1:]))
 
 
+@checked_names
 def top_paths(
     frozen: PassOrDifference,
     target: TokenLike = None,

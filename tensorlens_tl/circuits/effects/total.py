@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice
+from tensorlens_tl._arguments import check_choice, checked_names
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.live import LiveTarget, losses, sublayer_nodes
@@ -26,6 +26,7 @@ from tensorlens_tl.results import Terms
 BY = ("component", "head")
 
 
+@checked_names
 def total_effects(
     frozen: PassLike,
     target: TokenLike = None,

@@ -40,7 +40,7 @@ says that the first tells the second where to look.
 import sys
 from typing import Any
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Direction, Share, Whole
 from tensorlens_tl.circuits.graph import nodes as graph_nodes
@@ -59,6 +59,7 @@ MOST_EDGES = 2_000_000
 """Edges a graph may keep."""
 
 
+@checked_names
 def contribution_graph(
     frozen: PassOrDifference,
     target: TokenLike = None,

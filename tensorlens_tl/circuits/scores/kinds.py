@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -26,6 +27,7 @@ Places = Callable[[FrozenPass], Bool[Tensor, "batch query key"]]
 """Where each query of a pass is to attend."""
 
 
+@checked_names
 def previous_token_scores(
     model: ModelLike | FrozenPass, prompts: Any = None, *, memory: Memory = None, **freezing: Any
 ) -> HeadScores:
@@ -50,6 +52,7 @@ def previous_token_scores(
     return _scores(model, prompts, _previous, "to the previous token", memory, freezing)
 
 
+@checked_names
 def duplicate_token_scores(
     model: ModelLike | FrozenPass, prompts: Any = None, *, memory: Memory = None, **freezing: Any
 ) -> HeadScores:
@@ -71,6 +74,7 @@ def duplicate_token_scores(
     return _scores(model, prompts, _duplicates, "to earlier occurrences of the token", memory, freezing)
 
 
+@checked_names
 def induction_scores(
     model: ModelLike | FrozenPass, prompts: Any = None, *, memory: Memory = None, **freezing: Any
 ) -> HeadScores:

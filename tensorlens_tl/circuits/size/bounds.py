@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra import AffineMap, Norm
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.size.spectrum import one_prompt, spectral_norm
@@ -28,6 +29,7 @@ from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.operator import FrozenOperator
 
 
+@checked_names
 def norm_bound(m: Any) -> float:
     """An upper bound of ‖linear part‖₂ of a map or an operator, by the rules above.
 
@@ -62,6 +64,7 @@ class ErrorBound:
     amplification: list[float]
 
 
+@checked_names
 def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, activation: str = "ratio") -> ErrorBound:
     """How far the frozen operator is from the live model at the input `x`, and a bound of that, layer by layer.
 
@@ -119,6 +122,7 @@ class FrozenErrorBound:
     change: float
 
 
+@checked_names
 def frozen_error_bound(
     frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, norm: Any = None, activation: str = "ratio"
 ) -> FrozenErrorBound:
@@ -153,6 +157,7 @@ def frozen_error_bound(
     return FrozenErrorBound(error, norm * step + change, float(norm), step, change)
 
 
+@checked_names
 def spectral_norm_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
     """A bound of ‖T_X‖₂ from the weights' norms and the smallest scales (TensorLens Eqs. 31 to 35).
 

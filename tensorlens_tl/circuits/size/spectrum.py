@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Whole
 from tensorlens_tl.errors import InvalidInputError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
 
 
+@checked_names
 def as_scipy(op: Any) -> "LinearOperator":
     """The operator's linear part as a scipy `LinearOperator` on ``pos · d_model`` numbers, for any matrix-free method.
 
@@ -52,6 +53,7 @@ def as_scipy(op: Any) -> "LinearOperator":
     return LinearOperator((size, size), dtype=dtype, matvec=push, rmatvec=pull, matmat=push, rmatmat=pull)  # pyright: ignore[reportCallIssue]
 
 
+@checked_names
 def spectral_norm(op: Any, *, tol: Any = 1e-6, seed: int = 0) -> float:
     """‖T‖₂, the largest singular value, by Lanczos on push and pull.
 
@@ -90,6 +92,7 @@ class Directions:
     read: Float[Tensor, "k d_in"]
 
 
+@checked_names
 def singular_directions(op: Any, query: Query = -1, key: Query = 0, *, k: Whole = 5) -> Directions:
     """Which directions of one token another token's output depends on most, exactly, for `d_model` pulls.
 

@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Segment, Sum, Tap, stages_of
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import maybe, size_of_sum, upcast
@@ -41,6 +42,7 @@ SCALE = ", scale"
 """What a route by the response of a norm's scale is called beside the same with the scale held."""
 
 
+@checked_names
 def routes(
     difference: DifferenceLike,
     target: TokenLike = None,

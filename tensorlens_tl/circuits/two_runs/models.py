@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice
+from tensorlens_tl._arguments import check_choice, checked_names, nearest
 from tensorlens_tl.algebra import Chain, Tap
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
@@ -38,6 +38,7 @@ ATTENTION = "attention"
 """Where a vector is noted at what self-attention writes."""
 
 
+@checked_names
 def compare_models(
     base: ModelLike,
     tuned: ModelLike,
@@ -105,7 +106,10 @@ def compare_models(
     known = inspect.signature(freeze).parameters
     unknown = [name for name in freezing if name not in known]
     if unknown:
-        raise InvalidInputError(f"compare_models: no option {unknown[0]!r}; freezing takes {', '.join([*known][2:])}.")
+        near = nearest(unknown[0], [*inspect.signature(compare_models).parameters, *known])
+        raise InvalidInputError(
+            f"compare_models: there is no argument {unknown[0]!r}.{near} Freezing takes {', '.join([*known][2:])}."
+        )
     view = ModelView(tuned)
     check_one_architecture(view, ModelView(base))
     comparison = _Comparison(base, tuned, by, query, positions, memory, freezing)

@@ -14,7 +14,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice
+from tensorlens_tl._arguments import check_choice, checked_names
 from tensorlens_tl.algebra.numerics import refuse_nan, upcast
 from tensorlens_tl.circuits.arguments import Offset, WeightsLike
 from tensorlens_tl.circuits.weights.layer_weights import LayerWeights, as_pass, readable_view, refuse_whitened
@@ -26,6 +26,7 @@ from tensorlens_tl.passes.operator import check_crossing
 KINDS = ("Q", "K", "V")
 
 
+@checked_names
 def composition_scores(
     model: WeightsLike,
     kind: str,

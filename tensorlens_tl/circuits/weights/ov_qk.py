@@ -22,7 +22,7 @@ import re
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra.numerics import product
 from tensorlens_tl.circuits.arguments import Offset, WeightsLike, Whole
 from tensorlens_tl.circuits.weights.layer_weights import (
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from transformer_lens import FactoredMatrix
 
 
+@checked_names
 def ov(
     model: WeightsLike, layer: Whole, head: Whole, *, cross: bool = False, fold_norms: bool = False
 ) -> "FactoredMatrix":
@@ -67,6 +68,7 @@ def ov(
     return factored(weights.V[head], weights.O[head], weights.adapters)
 
 
+@checked_names
 def qk(
     model: WeightsLike,
     layer: Whole,
@@ -101,6 +103,7 @@ def qk(
     return factored(weights.Q[head], weights.K[head].T, adapters)
 
 
+@checked_names
 def full_ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool = False) -> "FactoredMatrix":
     """``W_E W_V W_O W_U``, `[d_vocab, d_vocab]`: what a head writes to the logits for each token it reads.
 
@@ -120,6 +123,7 @@ def full_ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool =
     )
 
 
+@checked_names
 def full_qk(
     model: WeightsLike, layer: Whole, head: Whole, *, offset: Offset = None, fold_norms: bool = False
 ) -> "FactoredMatrix":
@@ -138,6 +142,7 @@ def full_qk(
     return factored(product(view.embedding, circuit.A), product(circuit.B, view.embedding.T), sorted(adapters))
 
 
+@checked_names
 def virtual_head(model: WeightsLike, heads: Any, *, fold_norms: bool = False) -> "FactoredMatrix":
     """The OV circuit of heads one after the other, ``W_OV¹ W_OV² …`` (Elhage et al. 2021).
 

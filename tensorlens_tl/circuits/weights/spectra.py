@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Offset, WeightsLike, Whole
 from tensorlens_tl.circuits.weights.layer_weights import (
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+@checked_names
 def ov_eigenvalues(
     model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool = False
 ) -> Complex[Tensor, "d_head"]:
@@ -41,6 +42,7 @@ def ov_eigenvalues(
     return values[values.abs().argsort(descending=True)]
 
 
+@checked_names
 def copying_scores(model: WeightsLike, *, fold_norms: bool = False) -> Float[Tensor, "layer head"]:
     """Σλ / Σ|λ| over the eigenvalues of every head's `full_ov`: 1 copies, −1 suppresses (Elhage et al. 2021).
 
@@ -59,6 +61,7 @@ def copying_scores(model: WeightsLike, *, fold_norms: bool = False) -> Float[Ten
     return torch.stack(scores)
 
 
+@checked_names
 def svd_tokens(
     model: WeightsLike,
     layer: Whole,

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.arguments import Methods, WholeNumber
 from tensorlens_tl.evaluate.known.tasks import AnswerTask, KnownAnswers
@@ -30,6 +30,7 @@ from tensorlens_tl.results import Evaluation
 METRICS = ("mrr", "precision", "mass")
 
 
+@checked_names
 def known_answer(
     model: ModelLike,
     task: AnswerTask,
@@ -169,6 +170,7 @@ def _random_mrr(sources: Bool[Tensor, "prompt pos"]) -> float:
     return sum(prompts / len(sources) * expected_mrr(sources.shape[1], count) for count, prompts in counts.items())
 
 
+@checked_names
 def expected_mrr(tokens: WholeNumber, sources: WholeNumber = 1) -> float:
     """What a random order gets: H_n / n for one source among n tokens, Σ_r P(best rank = r) / r for several.
 

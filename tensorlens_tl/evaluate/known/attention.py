@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.circuits.scores import qk_attribution
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.arguments import Names
@@ -33,6 +34,7 @@ METHODS = ("qk_attribution", RANDOM)
 METRICS = ("query token", "key token", "token pair", "query part", "key part", "part pair")
 
 
+@checked_names
 def known_attention(model: ModelLike, task: AttentionTask, methods: Names = None, *, seed: int = 0) -> Evaluation:
     """How high the true sources of each head's query and key are ranked: 1 / rank of the best-placed true one.
 

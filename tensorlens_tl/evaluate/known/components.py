@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.circuits.compare import edge_scores, patch_scores
 from tensorlens_tl.circuits.effects import logit_attribution
@@ -49,6 +50,7 @@ Scored = dict[Any, float]
 """Scores by name, or by place."""
 
 
+@checked_names
 def known_components(
     model: ModelLike,
     task: ComponentTask,

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice
+from tensorlens_tl._arguments import check_choice, checked_names
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.known.tasks import KEYS, RECALL_WORDS, VALUES, AnswerTask, KnownAnswers, token_ids
 
@@ -82,6 +82,7 @@ else:
     Pairs = Any  # another object is refused with a message
 
 
+@checked_names
 def prompt_pairs(task: AnswerTask, change: Change = "source", *, seed: int = 0) -> PromptPairs:
     """A task's prompts, each beside one with another answer.
 

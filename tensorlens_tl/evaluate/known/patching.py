@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice, nearest
+from tensorlens_tl._arguments import check_choice, checked_names, nearest
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.circuits.compare import METHODS, SYNONYMS, edge_scores, patch_scores, run_circuits
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -69,6 +69,7 @@ SAVED_AT = 0.1
 """The proportion of edges that saved circuits have."""
 
 
+@checked_names
 def patching_agreement(
     model: ModelLike,
     pairs: Pairs,
@@ -130,6 +131,7 @@ def patching_agreement(
     )
 
 
+@checked_names
 def circuit_faithfulness(
     model: ModelLike,
     pairs: Pairs,

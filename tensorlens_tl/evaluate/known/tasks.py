@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.arguments import Mask, TokenIds, WholeNumber
 
@@ -127,6 +127,7 @@ def _truths(what: str, value: Mask) -> Bool[Tensor, "..."]:
     return mask
 
 
+@checked_names
 def recall(
     prompts: WholeNumber = 200, *, seed: int = 0, pairs: WholeNumber = 8, distractors: WholeNumber = 10
 ) -> KnownAnswers:
@@ -173,6 +174,7 @@ def recall_row(rng: random.Random, pairs: int, distractors: int, questions: int 
     return words, [position_of[key] for key in question_keys]
 
 
+@checked_names
 def brackets(prompts: WholeNumber = 200, *, seed: int = 0, length: WholeNumber = 24) -> KnownAnswers:
     """Nested brackets, fillers between them, ended where a bracket closes.
 
@@ -228,6 +230,7 @@ def bracket_row(rng: random.Random, length: int) -> tuple[list[str], list[int | 
     return words, matches
 
 
+@checked_names
 def induction(
     prompts: WholeNumber = 200,
     *,

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import plain
+from tensorlens_tl._arguments import checked_names, plain
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.known.pairs import PromptPairs
 from tensorlens_tl.evaluate.known.tasks import KnownAnswers
@@ -42,6 +42,7 @@ OPTIONAL = ("answer", "other")
 PROMPTS_AT_ONCE = 16
 
 
+@checked_names
 def text_pairs(
     model: ModelLike,
     clean: Table,
@@ -85,6 +86,7 @@ def text_pairs(
     )
 
 
+@checked_names
 def text_answers(
     model: ModelLike,
     clean: Table,

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.arguments import PromptLength, WholeNumber
 from tensorlens_tl.evaluate.paper.relations import Sample, few_shot_text
@@ -26,6 +26,7 @@ class Prompts:
     samples: tuple[Sample, ...]
 
 
+@checked_names
 def few_shot_prompts(
     model: ModelLike,
     template: str,

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate.perturbing import FRACTIONS
 
@@ -147,6 +148,7 @@ def _all() -> tuple[PublishedNumber, ...]:
     return tuple(numbers)
 
 
+@checked_names
 def published(name: str | None = None, model: str | None = None) -> list[PublishedNumber]:
     """The published numbers, all or those of one experiment.
 

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
-from tensorlens_tl._arguments import check_choice, plain, whole_number
+from tensorlens_tl._arguments import check_choice, checked_names, plain, whole_number
 from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -290,6 +290,7 @@ def unembed(frozen: FrozenPass, states: Float[Tensor, "prompt d_model"]) -> Floa
 # ------------------------------------------------------------------------------------- the evaluation
 
 
+@checked_names
 def relation_decoding(
     model: ModelLike,
     relations: Iterable[Relation] | None = None,
@@ -381,6 +382,7 @@ def relation_decoding(
     )  # fmt: skip
 
 
+@checked_names
 def by_relation(result: Evaluation, metric: str = "faithful") -> "pd.DataFrame":
     """Mean and standard deviation over splits, a row per relation, columns ``(method, "mean" | "std")``.
 

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.drawing import page, terminal
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
@@ -244,6 +244,7 @@ def _spread(mean: float, std: float) -> str:
     return f"{mean:.2f} ± {std:.2f}"
 
 
+@checked_names
 def reproduce(
     name: str,
     model: ModelLike,

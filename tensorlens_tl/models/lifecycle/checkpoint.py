@@ -131,7 +131,7 @@ class Untrained:
         """Say (`UntrainedWarning`) where numbers of this model are noise; see `noise`."""
         why = self.noise(logits=logits)
         if why is not None:
-            warnings.warn(f"{type(self.model).__name__}: {why}", UntrainedWarning, stacklevel=3)
+            warnings.warn(f"{type(self.model).__name__}: {why}", UntrainedWarning, stacklevel=4)
 
     def _inside(self, parts: Sequence[str]) -> tuple[str, ...]:
         modules = [getattr(self.model, part, None) for part in parts]

@@ -405,7 +405,7 @@ def _rows(
             warnings.warn(
                 "input: token ids that begin or end with several padding tokens, and no attention_mask: all of them "
                 "count as real. Pass attention_mask=, 1 at real tokens and 0 at padding.",
-                stacklevel=5,
+                stacklevel=6,
             )
     _check(view, tokens, mask, name, vocabulary)
     return tokens.to(view.device), mask.to(view.device)

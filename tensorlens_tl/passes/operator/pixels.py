@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_error, relative_gap, upcast
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -72,6 +73,7 @@ class PatchEmbedding:
         return self.weights.onto_input(g[..., self.special :, :] @ self.weight, self.x)
 
 
+@checked_names
 def patch_embedding(frozen: Linearisation) -> PatchEmbedding:
     """The patch embedding of a vision transformer or an audio spectrogram transformer, read from its convolution.
 
@@ -143,6 +145,7 @@ class PixelScores:
         return f"PixelScores({self.target!r}, [{shape}], gap={float(self.gap.max()):.1e})"
 
 
+@checked_names
 def pixel_scores(
     frozen: Linearisation,
     target: TokenLike = None,

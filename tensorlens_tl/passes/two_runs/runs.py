@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import refuse_nan, upcast
 from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, UnsupportedModelError
@@ -270,6 +271,7 @@ def _of_both(first: str, second: str) -> str:
     return first if first == second else f"{first}|{second}"
 
 
+@checked_names
 def difference(a: PassLike, b: PassLike) -> Difference:
     """The exact difference of two runs, proved block by block.
 
