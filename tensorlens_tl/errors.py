@@ -4,6 +4,8 @@ All derive from `TensorLensError`; each also derives from the built-in error tha
 expect for it, so that ``except ValueError`` keeps working.
 """
 
+import sys
+import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -77,3 +79,15 @@ class FileFormatError(TensorLensError, ValueError):
 
 class ConformanceError(TensorLensError, AssertionError):
     """A map, method or model does not hold what the battery of `tensorlens_tl.testing` asks of it."""
+
+
+INSIDE = {"tensorlens_tl", "jaxtyping", "beartype", "contextlib", "functools"}
+"""Packages whose calls stand between a user's line and a warning: ours, and those that wrap ours."""
+
+
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and name the line outside of this package that led here."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in INSIDE:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

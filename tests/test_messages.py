@@ -855,3 +855,14 @@ def test_a_misspelt_argument_gets_the_near_name_and_all_names(name, setting):
 def test_a_misspelt_option_beside_those_of_freezing_gets_the_near_name(setting):
     with pytest.raises(tlens.InvalidInputError, match=r"no argument 'targets'.* Did you mean 'target'"):
         tlens.compare_models(setting.model, setting.twin, TEXT, targets=" a")
+
+
+def test_a_warning_names_the_users_line(model_named):
+    """However many functions of ours, and wrappers of them, lie in between."""
+    frozen = tlens.freeze(model_named("bridge/gpt2"), torch.tensor([[3, 4, 5, 6]]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tlens.attribute(frozen, 5, method="integrated-gradients", steps=2)
+        tlens.methods.integrated_gradients(frozen, target=5, steps=2)
+    assert len(caught) == 2
+    assert {warning.filename for warning in caught} == {__file__}

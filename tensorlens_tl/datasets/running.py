@@ -1,7 +1,6 @@
 """Any work over a data set: batch after batch, each shard written when it is complete."""
 
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from tensorlens_tl.datasets.ray_actors import run_on_ray
 from tensorlens_tl.datasets.results import DatasetResults
 from tensorlens_tl.datasets.rows import Rows, RowSource, read_rows
 from tensorlens_tl.datasets.work import Work
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, warn_caller
 from tensorlens_tl.models import ModelLike, ModelView
 
 
@@ -56,7 +55,7 @@ def run_work(view: ModelView, rows: Rows, work: Work, options: RunOptions) -> Da
     count = len(results.errors())
     if count:
         advice = f"load_results({str(options.out)!r}).errors() says why"
-        warnings.warn(f"{count} of {manifest.rows} rows failed; {advice}.", stacklevel=4)
+        warn_caller(f"{count} of {manifest.rows} rows failed; {advice}.")
     return results
 
 

@@ -5,7 +5,6 @@ norm), in an encoder–decoder that of both its sides; the target is a logit at 
 run of the prompts serves all queries, and at the pass's own input it must repeat the pass.
 """
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, SupportsIndex
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import checked_arguments, whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import relative_gap
-from tensorlens_tl.errors import GapWarning, NumericalError
+from tensorlens_tl.errors import GapWarning, NumericalError, warn_caller
 from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.models.parameters import saved_by_name
@@ -145,7 +144,7 @@ def _note_quadrature(frozen: FrozenPass, steps: int, gap: float) -> None:
     )
     if frozen.strict:
         raise NumericalError(message)
-    warnings.warn(message, GapWarning, stacklevel=2)
+    warn_caller(message, GapWarning)
 
 
 class _Logit:

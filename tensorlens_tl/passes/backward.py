@@ -4,7 +4,6 @@ The output of the run is that of the pass, which is measured; one forward pass s
 are rows of batched backward passes.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import refuse_nan, relative_error, relative_gap, upcast
 from tensorlens_tl.core import Linearised, Rule, marked_activations, refuse_other_functions
-from tensorlens_tl.errors import GapWarning, NumericalError
+from tensorlens_tl.errors import GapWarning, NumericalError, warn_caller
 from tensorlens_tl.hooks import FwdHook, Placing, graph_of, in_this_thread, lock_of
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.models.parameters import saved_by_name
@@ -136,7 +135,7 @@ def note_rounding(
     )
     if frozen.strict:
         raise NumericalError(message)
-    warnings.warn(message, GapWarning, stacklevel=2)
+    warn_caller(message, GapWarning)
 
 
 def _check_run(frozen: FrozenPass, outputs: list[Tensor]) -> None:

@@ -4,7 +4,6 @@ From it come the `FrozenOperator` (the algebra, which reads weights) and `fwd_ho
 independent ways to the same numbers.
 """
 
-import warnings
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,14 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import refuse_nan
-from tensorlens_tl.errors import FrozenModelError, GapWarning, InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.errors import (
+    FrozenModelError,
+    GapWarning,
+    InvalidInputError,
+    NumericalError,
+    UnsupportedModelError,
+    warn_caller,
+)
 from tensorlens_tl.hooks import FwdHook, ModelPoints, hooked, is_attached, lock_of, refuse_attached, states_and_logits
 from tensorlens_tl.models import HeadChoice, HookedModel, LayerRange, Layout, MlpChoice, ModelView, Query, check_rule
 from tensorlens_tl.models.lifecycle import refuse_dropout
@@ -265,7 +271,7 @@ class FrozenPass(Linearisation):
         )
         if self.strict:
             raise NumericalError(message)
-        warnings.warn(message, GapWarning, stacklevel=3)
+        warn_caller(message, GapWarning)
         return result
 
     # ------------------------------------------------------------------ maps

@@ -1,6 +1,5 @@
 """Checks of one capture before anything is proved of it: each refuses, or warns of, what a proof would not see."""
 
-import warnings
 from collections.abc import Mapping
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import spectral_radius
 from tensorlens_tl.algebra.numerics import relative_error, upcast
-from tensorlens_tl.errors import NumericalError, UnsupportedModelError
+from tensorlens_tl.errors import NumericalError, UnsupportedModelError, warn_caller
 from tensorlens_tl.hooks import capture as run_and_capture
 from tensorlens_tl.models.lifecycle import OncePerWeights
 from tensorlens_tl.models.sublayers import ExpertsWeights
@@ -43,7 +42,7 @@ def check_growth(capture: Capture, tolerance: float) -> None:
                 f"{what}; what blocks add to them is lost beside that, and no proof could see it. Freeze a shorter "
                 "prompt, or train L⁻¹M towards a radius below 1."
             )
-        warnings.warn(f"{what}; longer prompts will be refused.", stacklevel=3)
+        warn_caller(f"{what}; longer prompts will be refused.")
 
 
 def warn_of_ties(capture: Capture, logits: Mapping[str, Tensor]) -> None:
@@ -62,11 +61,10 @@ def warn_of_ties(capture: Capture, logits: Mapping[str, Tensor]) -> None:
         tied = ((numbers == least) & ~chosen).any(1).unflatten(0, capture.tokens.shape) & capture.mask
         if bool(tied.any()):
             row, pos = tied.nonzero()[0].tolist()
-            warnings.warn(
+            warn_caller(
                 f"{block.name}.mlp of this {capture.view.description}: {int(tied.sum())} tokens (first: prompt {row}, "
                 f"position {pos}) are sent to an expert whose router logit equals that of an expert that is left out. "
                 "Which of the two is chosen is arbitrary, and may differ on another machine or in another batch.",
-                stacklevel=3,
             )
 
 

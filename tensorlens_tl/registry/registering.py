@@ -1,6 +1,5 @@
 """Registering methods and layer maps, and finding them by their names."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
@@ -8,7 +7,7 @@ from importlib.metadata import entry_points
 from typing import Annotated, Any, cast
 
 from tensorlens_tl._arguments import checked_arguments
-from tensorlens_tl.errors import InvalidInputError, RegistryError
+from tensorlens_tl.errors import InvalidInputError, RegistryError, warn_caller
 from tensorlens_tl.passes import Difference, FrozenPass, check_pass
 from tensorlens_tl.registry.entries import (
     ExplainsPrediction,
@@ -348,10 +347,9 @@ def _load_published(built_in: bool = False) -> None:
             if ours:  # a defect of our own is no warning
                 _LOADED.discard(point.value)
                 raise
-            warnings.warn(  # somebody else's package must not take ours down
+            warn_caller(  # somebody else's package must not take ours down
                 f"the published method {point.name!r} ({point.value}) cannot be loaded: {error!r}. Update or uninstall "
                 "the package that publishes it; everything else works.",
-                stacklevel=3,
             )
         except BaseException:  # an interrupt: the next call loads the rest
             _LOADED.discard(point.value)

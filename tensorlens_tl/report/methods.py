@@ -1,13 +1,12 @@
 """What do the methods say about one prediction? Those that are cheap enough, and why the others are left out."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from tensorlens_tl.errors import TensorLensError
+from tensorlens_tl.errors import TensorLensError, warn_caller
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import Method, attribute, get_method
 from tensorlens_tl.report.prediction import Prediction
@@ -105,7 +104,7 @@ def answers(frozen: FrozenPass, prediction: Prediction, methods: Sequence[str], 
             answer = _answer(frozen, prediction, registered, options)
         except Exception as error:  # of a method that somebody registered: the others still have answers
             said.failed[name] = f"Method {name!r} failed: {type(error).__name__}: {error}"
-            warnings.warn(said.failed[name], stacklevel=3)
+            warn_caller(said.failed[name])
             continue
         if isinstance(answer, str):
             said.refused[name] = answer

@@ -7,7 +7,6 @@ dictionary is read: `tensorlens_tl.models.dictionaries`; where it stands:
 """
 
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,7 +22,7 @@ from tensorlens_tl.circuits.arguments import FeatureLike, HookName, LabelsLike
 from tensorlens_tl.circuits.dictionary_features.hook_points import ReadAt, WriteAt, mlp_output, read_at, write_at
 from tensorlens_tl.circuits.dictionary_features.labels import feature_labels
 from tensorlens_tl.circuits.dictionary_features.shown import ShownFeatures
-from tensorlens_tl.errors import InvalidInputError, NumericalError
+from tensorlens_tl.errors import InvalidInputError, NumericalError, warn_caller
 from tensorlens_tl.models import DictionaryWeights, read_dictionary
 from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
 from tensorlens_tl.results import Entry
@@ -234,13 +233,12 @@ def features(
         frozen, read, hook, hook_out or hook, reads, writes, index, encoding.values, reconstruction, named
     )
     if active.active_per_token > MANY:
-        warnings.warn(
+        warn_caller(
             f"features: {active.active_per_token:.0f} of {read.features} features of this {read.name} are active at a "
             "token on average, too many to read one by one. Look at the largest, with features.top(k), "
             "terms.top(k, names='F*') and contribution_graph(..., features=k), or use a sparser dictionary: one with a "
             "higher threshold, a smaller k or a larger sparsity penalty. Hundreds can also mean that the dictionary "
             "reads another hook point than it was trained on.",
-            stacklevel=3,
         )
     return active
 

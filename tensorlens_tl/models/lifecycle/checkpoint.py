@@ -13,7 +13,6 @@ offloaded weights); and weights that someone has written to since. Writes throug
 
 import json
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra.numerics import maybe
-from tensorlens_tl.errors import UntrainedWarning
+from tensorlens_tl.errors import UntrainedWarning, warn_caller
 from tensorlens_tl.models.classes import class_scores, classes_of
 
 LOADED = "_is_hf_initialized"
@@ -131,7 +130,7 @@ class Untrained:
         """Say (`UntrainedWarning`) where numbers of this model are noise; see `noise`."""
         why = self.noise(logits=logits)
         if why is not None:
-            warnings.warn(f"{type(self.model).__name__}: {why}", UntrainedWarning, stacklevel=4)
+            warn_caller(f"{type(self.model).__name__}: {why}", UntrainedWarning)
 
     def _inside(self, parts: Sequence[str]) -> tuple[str, ...]:
         modules = [getattr(self.model, part, None) for part in parts]

@@ -1,7 +1,6 @@
 """From what a user passes to what a model takes: tokens, mask, keyword arguments, and readable tokens."""
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tensorlens_tl._arguments import refuse_meta
-from tensorlens_tl.errors import InvalidInputError, PromptNumber
+from tensorlens_tl.errors import InvalidInputError, PromptNumber, warn_caller
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.passes.inputs.arguments import Chat, IdsLike, InputLike, ModelInputs, Side
 from tensorlens_tl.passes.inputs.readable import readable_tokens
@@ -402,10 +401,9 @@ def _rows(
                     f"{name} is {tuple(mask.shape)}, the token ids are {tuple(tokens.shape)}; they must agree."
                 )
         elif _ends_in_padding(view, tokens):
-            warnings.warn(
+            warn_caller(
                 "input: token ids that begin or end with several padding tokens, and no attention_mask: all of them "
                 "count as real. Pass attention_mask=, 1 at real tokens and 0 at padding.",
-                stacklevel=6,
             )
     _check(view, tokens, mask, name, vocabulary)
     return tokens.to(view.device), mask.to(view.device)

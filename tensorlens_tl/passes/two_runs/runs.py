@@ -6,7 +6,6 @@ any two activations is a linear map of the difference of the streams that enter,
 two models. Each of those constants is the bias of its map.
 """
 
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +18,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import refuse_nan, upcast
-from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, UnsupportedModelError, warn_caller
 from tensorlens_tl.hooks import ModelPoints
 from tensorlens_tl.models import BlockView, HeadChoice, LayerRange, Layout, MlpChoice, ModelView, require_scores
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike, check_pass
@@ -263,7 +262,7 @@ class Difference(Linearisation):
         )
         if self.a.strict or self.b.strict:
             raise NumericalError(message)
-        warnings.warn(message, GapWarning, stacklevel=3)
+        warn_caller(message, GapWarning)
         return result
 
 
