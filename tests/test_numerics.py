@@ -247,6 +247,20 @@ def test_large_gains_in_half_precision(dtype, gain):
         tlens.freeze(model, some_tokens())
 
 
+@pytest.mark.parametrize("name", ["bridge/gemma3", "bridge/llama", "bridge/gpt2"])
+@pytest.mark.parametrize("point", ["attn.hook_z", "ln1.hook_out", "mlp.hook_out"])
+def test_a_real_error_is_no_rounding(name, point):
+    """A head of zeros, a gain and a write by other factors, in half precision."""
+    model = tiny_model(name).to(torch.bfloat16)
+
+    def changed(x, hook):
+        return without_a_head(x, hook) if point == "attn.hook_z" else 1.2 * x
+
+    tlens.freeze(model, some_tokens())
+    with model.hooks(fwd_hooks=[(f"blocks.1.{point}", changed)]), pytest.raises(tlens.UnsupportedModelError):
+        tlens.freeze(model, some_tokens())
+
+
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 0.003), (torch.bfloat16, 0.02)], ids=str)
 def test_how_exact_scores_are_in_half_precision(dtype, most):
     """docs/howto/3 says so: of the largest score, beside the same weights in float32."""

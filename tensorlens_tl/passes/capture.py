@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import HeldScores, on_device
-from tensorlens_tl.algebra.numerics import refuse_autocast
+from tensorlens_tl.algebra.numerics import refuse_autocast, upcast
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints, StreamPoint, lock_of, with_other_names
 from tensorlens_tl.models import HookedModel, ModelView
@@ -223,6 +223,17 @@ class Capture:
         prompt = replace(self.prompt, tokens=self.tokens.to(device), mask=self.mask.to(device))
         additions = on_device(self.additions, device)
         return replace(self, view=self.view.unmoved(device), prompt=prompt, additions=additions)
+
+    def in_float32(self, layer: int) -> "Capture":
+        """The same pass, with what one block reads and computes in half precision as float32."""
+        inside = f"{self.view.blocks[layer].name}."
+        streams = self.stream_names(layer)
+        activations = {
+            name: upcast(held) if name.startswith(inside) or name in streams else held
+            for name, held in self.activations.items()
+        }
+        constant = {point: upcast(vectors) for point, vectors in self.additions.constant.items()}
+        return replace(self, activations=activations, additions=replace(self.additions, constant=constant))
 
     @property
     def sides(self) -> tuple[int, int] | None:

@@ -5,7 +5,7 @@ or a few neurons can go unnoticed: in half precision, or beside one large channe
 what each head gathers, what each neuron computes and what each sublayer writes, every one against its own size.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import UnionType
@@ -90,23 +90,28 @@ class BlockErrors(NamedTuple):
         return next((write for write in self.writes if not write.error <= tolerance), None)
 
 
-def tapped(parts: BlockParts, seen: dict[str, Tensor]) -> BlockParts:
+def tapped(parts: BlockParts, seen: dict[str, Tensor], factors: Mapping[str, Tensor]) -> BlockParts:
     """The parts of a block, noting in `seen` what its map computes on its way.
 
     ``"heads"`` is what the heads gather, ``"hidden"`` an MLP's hidden vector, ``"crossing"`` what cross-attention
-    gathers, ``"attention"`` and ``"mlp"`` what the sublayers write.
+    gathers, ``"attention"`` and ``"mlp"`` what the sublayers write. Each is multiplied by its entry of `factors` first.
     """
-    attention = _tapped_after(parts.attention, AnyAttention, Tap(seen, "heads"), Tap(seen, "attention"))
+
+    def tap(name: str) -> AffineMap:
+        note = Tap(seen, name)
+        return Chain((Diagonal(factors[name]), note)) if name in factors else note
+
+    attention = _tapped_after(parts.attention, AnyAttention, tap("heads"), tap("attention"))
     mlp = parts.mlp
     if mlp is not None:
-        mlp = _tapped_after(mlp, Diagonal, Tap(seen, "hidden"), Tap(seen, "mlp"))
+        mlp = _tapped_after(mlp, Diagonal, tap("hidden"), tap("mlp"))
     within = parts.within
     if within is not None and within.read is not None:
-        within = replace(within, read=Chain((within.read, Tap(seen, "crossing"))))
+        within = replace(within, read=Chain((within.read, tap("crossing"))))
     return parts._replace(attention=attention, mlp=mlp, within=within)
 
 
-def _tapped_after(sublayer: AffineMap, kind: type | UnionType, inside: Tap, end: Tap) -> Chain:
+def _tapped_after(sublayer: AffineMap, kind: type | UnionType, inside: AffineMap, end: AffineMap) -> Chain:
     """A sublayer with taps after its first stage of a kind, if it has one, and at its end."""
     stages = list(sublayer.stages) if isinstance(sublayer, Chain) else [sublayer]
     matches = [number for number, stage in enumerate(stages) if isinstance(stage, kind)]
@@ -116,7 +121,12 @@ def _tapped_after(sublayer: AffineMap, kind: type | UnionType, inside: Tap, end:
 
 
 def write_errors(
-    maps: BlockMaps, layer: int, layout: Layout, seen: Mapping[str, Tensor], noted: Mapping[str, Tensor]
+    maps: BlockMaps,
+    layer: int,
+    layout: Layout,
+    seen: Mapping[str, Tensor],
+    noted: Mapping[str, Tensor],
+    rounded: Sequence[Mapping[str, Tensor]] = (),
 ) -> list[WriteError]:
     """How far each hook point of a block is from what the block's map computes there, in the order of the pass.
 
@@ -125,15 +135,22 @@ def write_errors(
         layer, layout: the block, and how it is put together.
         seen: what the model showed (`SeenWrites.tensors`).
         noted: what the map noted (`tapped`), and ``"output"``, what it gives.
+        rounded: the same with other rounding: how far they are from `noted` does not count.
     """
-    return list(_Comparison(maps, layer, layout, seen, noted).errors())
+    return list(_Comparison(maps, layer, layout, seen, noted, rounded).errors())
 
 
 class _Comparison:
     """One block's hook points beside what its map computes there."""
 
     def __init__(
-        self, maps: BlockMaps, layer: int, layout: Layout, seen: Mapping[str, Tensor], noted: Mapping[str, Tensor]
+        self,
+        maps: BlockMaps,
+        layer: int,
+        layout: Layout,
+        seen: Mapping[str, Tensor],
+        noted: Mapping[str, Tensor],
+        rounded: Sequence[Mapping[str, Tensor]],
     ) -> None:
         self.maps = maps
         self.layer = layer
@@ -143,6 +160,7 @@ class _Comparison:
         self.points = maps.points.blocks[layer]
         self.side = slice(*maps.capture.side(layer))
         self.noted = self._merged(noted) if self.points.merged else noted
+        self.rounded = [self._merged(other) if self.points.merged else other for other in rounded]
         mask = maps.mask[:, self.side]
         self.real = None if bool(mask.all()) else mask.flatten()
         self.stream = maps.capture.resid_pre(layer)[:, self.side]
@@ -153,12 +171,12 @@ class _Comparison:
         points = self.points
         noted = self.noted
         if self._is_shown(points.z):
-            yield self._heads(points.z, noted["heads"], self.block.attention.heads)
+            yield self._heads(points.z, noted["heads"], self.block.attention.heads, "heads")
             if self._is_shown(points.head_writes):
                 yield self._head_writes(points.head_writes)
         if self._is_shown(points.attention_write):
             factor = self.block.attention_factor
-            yield self._write(points.attention_write, noted["attention"], self.layout.attn, factor)
+            yield self._write(points.attention_write, "attention", self.layout.attn, factor)
         cross = self.block.cross_attention
         crossing = points.cross
         if cross is not None and crossing is not None and not points.merged and self._is_shown(crossing.z):
@@ -166,7 +184,7 @@ class _Comparison:
         if self._is_shown(points.post) and "hidden" in noted:
             yield self._neurons(points.post)
         if self._is_shown(points.mlp_write) and "mlp" in noted:
-            yield self._write(points.mlp_write, noted["mlp"], self.layout.mlp, self.block.branch_factor)
+            yield self._write(points.mlp_write, "mlp", self.layout.mlp, self.block.branch_factor)
         if self.layout.attn.outer is None and self.layout.mlp.outer is None:
             yield self._added(noted["output"])
 
@@ -192,10 +210,34 @@ class _Comparison:
         """The size of every number of the stream that the block reads."""
         return self._by_token(self.stream).abs()
 
-    def _heads(self, point: str, ours: Tensor, heads: int) -> WriteError:
+    def _lost(
+        self, sizes: Callable[[Mapping[str, Tensor]], Float[Tensor, "token *unit"]]
+    ) -> Float[Tensor, "token *unit"] | float:
+        """How much of an error is rounding: twice the deviation of what is computed with other rounding.
+
+        Args:
+            sizes: how far that is from what is computed without, relative to what the error is relative to.
+
+        Never more than the tolerance: what is zero in the model or in the map alone is refused, however it rounds.
+        """
+        if not self.rounded:
+            return 0.0
+        squares = torch.stack([sizes(other).square() for other in self.rounded])
+        return (2 * squares.mean(0).sqrt()).clamp_max(self.maps.tolerance)
+
+    def _heads(self, point: str, ours: Tensor, heads: int, name: str = "") -> WriteError:
         expected = self._by_token(self.seen[point]).unflatten(-1, (heads, -1))
-        difference = self._by_token(ours).unflatten(-1, (heads, -1)) - expected
-        return _furthest(point, "head", self._at_real(difference.norm(dim=-1)), self._at_real(expected.norm(dim=-1)))
+        exact = self._by_token(ours).unflatten(-1, (heads, -1))
+        sizes = self._at_real(expected.norm(dim=-1))
+        sizes = sizes + _positive(torch.linalg.vector_norm(sizes, dim=-1, keepdim=True) / sizes.shape[-1] ** 0.5)
+
+        def off(other: Tensor) -> Tensor:
+            return self._at_real((exact - other).norm(dim=-1)) / sizes
+
+        errors = off(expected)
+        if name:
+            errors -= self._lost(lambda other: off(self._by_token(other[name]).unflatten(-1, (heads, -1))))
+        return _worst(point, "head", errors)
 
     def _head_writes(self, point: str) -> WriteError:
         """What each head writes; TransformerLens shows it before the block's factor (3.9, Falcon-H1) or after it."""
@@ -228,10 +270,12 @@ class _Comparison:
         sizes = (self._by_token(held.through).abs() * typical).add_(expected.abs())
         sizes.add_(lost, alpha=1 / self.maps.tolerance)
         errors = (hidden - expected).abs_().div_(sizes)
+        errors -= self._lost(lambda other: (self._by_token(other["hidden"]) - hidden).abs() / sizes)
         return _worst(post, "neuron", errors, self.real)
 
-    def _write(self, point: str, ours: Tensor, place: Place, factor: float) -> WriteError:
+    def _write(self, point: str, name: str, place: Place, factor: float) -> WriteError:
         """What a sublayer writes, relative to its size; what is lost in the stream's own rounding does not count."""
+        ours = self.noted[name]
         if ours.shape != self.seen[point].shape:
             return WriteError(point, float("inf"))
         expected = self._by_token(self.seen[point])
@@ -240,8 +284,13 @@ class _Comparison:
         rounding = self.rounding * self._stream_size
         writes = [self._by_token(write) for write in self._as_shown(ours, place, factor)]
         errors = [self._beyond(write - expected, rounding, expected) for write in writes]
-        best = min(errors, key=lambda error: float(error.nan_to_num(torch.inf).sum()))
-        return WriteError(point, _largest(best))
+        best = min(range(len(errors)), key=lambda form: float(errors[form].nan_to_num(torch.inf).sum()))
+
+        def off(other: Mapping[str, Tensor]) -> Tensor:
+            rounded = list(self._as_shown(other[name], place, factor))[best]
+            return self._beyond(self._by_token(rounded) - writes[best], torch.zeros_like(rounding), expected)
+
+        return WriteError(point, _largest(errors[best] - self._lost(off)))
 
     def _shown_additions(self, point: str, factor: float) -> Iterator[Float[Tensor, "batch pos d"]]:
         """What hooks added to a write: at its own point, and at its module's where the block's factor comes after."""
@@ -262,7 +311,12 @@ class _Comparison:
         composed = self._by_token(output[:, self.side])
         rounding = (self._stream_size + after.abs()).mul_(self.rounding)
         errors = self._beyond(composed - after, rounding, after - before)
-        return WriteError(f"what blocks.{self.layer} adds to the stream", _largest(errors))
+
+        def off(other: Mapping[str, Tensor]) -> Tensor:
+            rounded = self._by_token(other["output"][:, self.side])
+            return self._beyond(rounded - composed, torch.zeros_like(rounding), after - before)
+
+        return WriteError(f"what blocks.{self.layer} adds to the stream", _largest(errors - self._lost(off)))
 
     def _beyond(
         self, difference: Float[Tensor, "token d"], rounding: Float[Tensor, "token d"], write: Float[Tensor, "token d"]
@@ -291,12 +345,6 @@ class _Comparison:
 
 def _largest(errors: Float[Tensor, "token"]) -> float:
     return float(errors.max()) if len(errors) else 0.0
-
-
-def _furthest(point: str, what: str, differences: Float[Tensor, "token unit"], sizes: Tensor) -> WriteError:
-    """The unit that differs most, relative to its size and to that of an average unit of the token."""
-    typical = torch.linalg.vector_norm(sizes, dim=-1, keepdim=True) / sizes.shape[-1] ** 0.5
-    return _worst(point, what, differences.div_(sizes.add_(_positive(typical))))
 
 
 def _worst(
