@@ -11,6 +11,8 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits, compress, evaluate
 from tensorlens_tl.circuits.live import LiveTarget
 from tensorlens_tl.hooks import other_hooks
+from tensorlens_tl.methods import gradients
+from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.passes.live import EarlierLayers
 from tensorlens_tl.passes.live.layers import Form
 from tensorlens_tl.testing import model_names, tiny_model
@@ -171,6 +173,40 @@ def test_what_nobody_can_see_is_refused_where_it_acts_on_some_rows(name, row, qu
         expected = QUESTIONS[question](every, tlens.freeze(every, some_tokens(1, 6)))
         assert close(QUESTIONS[question](model, frozen), expected)
     assert hooks_left(model) == 0
+
+
+@every_class
+@pytest.mark.parametrize("acts", ["nowhere", "a hook", "unseen on the first row", "unseen on the last row"])
+def test_steps_of_integrated_gradients_share_runs(name, acts, monkeypatch):
+    """As many as fit in one run, with the pass's own input at both ends; one by one where rows may not be alike."""
+    model = tiny_model(name)
+    if acts == "a hook":
+        model.add_hook("blocks.0.hook_resid_post", lambda tensor, hook: tensor)
+    elif acts != "nowhere":
+        add = _add(model, 0 if "first" in acts else -1)
+        module = getattr(model.blocks[0].mlp, "original_component", model.blocks[0].mlp)
+
+        class Changed(type(module)):
+            def forward(self, *args, **kwargs):
+                output = super().forward(*args, **kwargs)
+                return add(output) if len(output) > 1 else output
+
+        module.__class__ = Changed
+    frozen = tlens.freeze(model, some_tokens(1, 6))
+    runs = []
+    graph = LiveLogits.graph
+
+    def counted(self, x, *args, **options):
+        runs.append(len(x))
+        return graph(self, x, *args, **options)
+
+    monkeypatch.setattr(LiveLogits, "graph", counted)
+    ask = _attributed("integrated-gradients", target=5, steps=6, query=[2, -1])
+    found = ask(model, frozen)
+    ends = [1, 1]  # the logits of the input, and of the baseline
+    assert runs == ends + {"nowhere": [8], "a hook": [1] * 6}.get(acts, [8] + [1] * 6)
+    monkeypatch.setattr(gradients, "LEAST_AT_ONCE", 7)
+    assert close(found, ask(model, frozen))
 
 
 # ------------------------------------------------------------------ hooks of torch

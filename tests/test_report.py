@@ -15,6 +15,7 @@ from conftest import some_tokens
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, report
 from tensorlens_tl.drawing import charts, heat_maps, marks, matrix, page
+from tensorlens_tl.models.lifecycle import WeightState
 from tensorlens_tl.report import groups, methods
 from tensorlens_tl.report.generated import stretch_components
 from tensorlens_tl.report.prediction import predict
@@ -312,6 +313,34 @@ def test_a_method_that_fails_is_named_and_the_others_are_shown(frozen, clean_reg
         page = report.explain(frozen, methods=["broken", "attention"]).body
     assert "Method &#x27;broken&#x27; failed: TypeError: no &lt;such&gt; thing" in page
     assert "attention" in page
+
+
+def test_a_report_compares_weights_at_its_beginning_and_its_end(frozen, clean_registry, monkeypatch):
+    """Not for each method; so a method that changes them is noticed at the end."""
+    checks = []
+    holds = WeightState.holds
+
+    def counted(self, model):
+        checks.append(self)
+        return holds(self, model)
+
+    monkeypatch.setattr(WeightState, "holds", counted)
+    report.explain(frozen, methods=["attention", "input-x-gradient", "leave-one-out", "rollout", "tensorlens"])
+    assert sum(state is frozen.capture.weights for state in checks) == 2
+    weight = next(frozen.model.parameters())
+
+    @tlens.register_method("meddling")
+    def meddling(frozen, *, query=-1):
+        weight.data[0] += 1
+        return tlens.attribute(frozen, method="attention", query=query)
+
+    before = weight.detach().clone()
+    try:
+        with pytest.raises(tlens.FrozenModelError, match="weights were changed"):
+            report.explain(frozen, methods=["meddling"])
+    finally:
+        weight.data.copy_(before)
+    frozen.check_fresh()
 
 
 def test_what_costs_too_much_is_left_out_or_estimated(frozen, monkeypatch):

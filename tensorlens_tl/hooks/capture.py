@@ -55,7 +55,8 @@ def observe(
     blocks.0.hook_resid_pre
     blocks.1.hook_resid_pre
     """
-    points = numbered(model, hook_points(model))
+    listed = hook_points(model)
+    points = numbered(model, listed)
     calls = calls or {}
     names = list(names)
     wanted: dict[int, list[str]] = {}
@@ -85,7 +86,7 @@ def observe(
     output = None
     called_with = {name: calls[name] for name in names if name in calls}
     with torch.no_grad(), suppress(_ReachedError), seen_calls(called_with, see):
-        output = run(model, inputs, placed)
+        output = run(model, inputs, placed, listed)
     expected = [name for point, names in wanted.items() if point not in fired for name in names]
     silent = [name for name in expected if name not in optional]
     if silent:

@@ -32,13 +32,19 @@ _keepers: "WeakKeyDictionary[Any, WeakSet[Any]]" = WeakKeyDictionary()  # by mod
 _known: ContextVar[tuple[Any, dict[str, Any], list[nn.Module]] | None] = ContextVar("known", default=None)
 
 
-def run(model: HookedModel, inputs: Mapping[str, Any], hooks: Sequence[FwdHook]) -> Any:
+def run(
+    model: HookedModel,
+    inputs: Mapping[str, Any],
+    hooks: Sequence[FwdHook],
+    points: Mapping[str, Any] | None = None,
+) -> Any:
     """The model's output with these hooks on, which are gone afterwards, also on an exception.
 
     Args:
         model: any TransformerLens model.
         inputs: keyword arguments of its forward.
         hooks: names (or filters of names) and what is called there.
+        points: the model's hook points, where they were just listed: a Bridge of 30 layers takes 5 ms for that.
 
     Raises:
         InvalidInputError: inside ``torch.autocast``.
@@ -55,7 +61,7 @@ def run(model: HookedModel, inputs: Mapping[str, Any], hooks: Sequence[FwdHook])
     with lock_of(model):
         placing = run_placing(model)
         try:
-            points = hook_points(model)
+            points = dict(hook_points(model) if points is None else points)
             if is_looped(model):
                 placed = without_numbers(model, points, placed)
             _drop_patterns(model, placing)

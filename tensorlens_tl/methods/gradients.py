@@ -5,7 +5,7 @@ norm), in an encoder–decoder that of both its sides; the target is a logit at 
 run of the prompts serves all queries, and at the pass's own input it must repeat the pass.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import checked_arguments, whole_number
-from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.algebra.memory import Memory, chunks, in_bytes
 from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.errors import GapWarning, NumericalError, warn_caller
 from tensorlens_tl.methods.live_logits import LiveLogits
@@ -112,8 +112,7 @@ def integrated_gradients(
     total = logit.value(1.0) * live_logits.real
     bias = logit.value(0.0) * live_logits.real
     midpoints = [(step + 0.5) / count for step in range(count)]
-    gradients = (logit.at(midpoint)[1] / count for midpoint in midpoints)
-    scores = logit.scores(sum(gradients, start=torch.zeros(())))
+    scores = logit.scores(logit.mean_along(midpoints, total))
     gap = relative_gap(scores, bias, total)
     _note_quadrature(frozen, count, float(gap.max()))
     return Attribution.of(
@@ -131,6 +130,9 @@ def integrated_gradients(
 
 MOST = 0.05
 """The gap that the quadrature may leave without a warning."""
+
+LEAST_AT_ONCE = 4
+"""Of fewer steps in one run, the two copies that control it would cost what the run saves."""
 
 
 def _note_quadrature(frozen: FrozenPass, steps: int, gap: float) -> None:
@@ -168,10 +170,51 @@ class _Logit:
 
     def at(self, share: float) -> tuple[Float[Tensor, "batch query"], Float[Tensor, "batch query pos d"]]:
         """Logits and their gradients with the first block's input multiplied by a share."""
+        numbers, gradients = self._at([share])
+        return numbers[0], gradients[0]
+
+    def mean_along(
+        self, shares: Sequence[float], total: Float[Tensor, "batch query"]
+    ) -> Float[Tensor, "batch query pos d"]:
+        """The mean of the gradients at several shares, as many of them in one run as fit.
+
+        A short prompt leaves most of a product's time to reading weights, which copies of it share. In every such run
+        the first and the last copy are the pass's own input; where they do not give its `total`, something acts on
+        some rows only, and each share is run by itself.
+        """
+        size = self._bytes_per_copy
+        room = max(0, in_bytes(self.memory) - 2 * size)
+        if not self.live_logits.live.alone and min(len(shares), room // size) >= LEAST_AT_ONCE:
+            mean = torch.zeros(())
+            for rows in chunks(len(shares), size, room, "integrated gradients"):
+                numbers, gradients = self._at([1.0, *shares[rows.start : rows.stop], 1.0])
+                controls = (numbers[[0, -1]] - total).where(self.live_logits.real, 0).abs().max()
+                if not float(controls) <= self.frozen.tolerance * max(1.0, float(total.abs().max())):
+                    break
+                mean = mean + (gradients[1:-1] / len(shares)).sum(0)
+            else:
+                return mean
+        return sum((self.at(share)[1] / len(shares) for share in shares), start=torch.zeros(()))
+
+    @property
+    def _bytes_per_copy(self) -> int:
+        """About what a run with gradients allocates for one copy of the prompts: its graph, and one batched pull."""
         x = self.frozen.resid_pre(0)
-        per_query = 16 * self.frozen.n_layers * x.numel() * x.element_size()
+        several = self.live_logits.positions.shape[1] > 1
+        graph = (36 if several else 20) * self.frozen.n_layers * x.numel()
+        return (graph + 2 * self.frozen.tokens.numel() * self.frozen.view.d_vocab) * x.element_size()
+
+    def _at(
+        self, shares: Sequence[float]
+    ) -> tuple[Float[Tensor, "share batch query"], Float[Tensor, "share batch query pos d"]]:
+        """Logits and their gradients at several shares, from one run of as many copies of the prompts."""
+        x = self.frozen.resid_pre(0)
+        copies = len(shares)
+        per_query = 16 * self.frozen.n_layers * copies * x.numel() * x.element_size()
         # autograd stores no tensor of somebody's inference mode
         with saved_by_name(self.frozen.model), torch.inference_mode(False), torch.enable_grad():
-            leaf, numbers = self.live_logits.graph(x * share, is_pass_input=share == 1)
+            scaled = torch.cat([x * share for share in shares])
+            leaf, numbers = self.live_logits.graph(scaled, is_pass_input=list(shares) == [1], copies=copies)
             rows = [gradient for _, (gradient,) in self.live_logits.gradients(numbers, [leaf], per_query, self.memory)]
-        return numbers.detach(), torch.cat([row for row in rows if row is not None]).transpose(0, 1)
+        gradients = torch.cat([row for row in rows if row is not None]).transpose(0, 1)
+        return numbers.detach().unflatten(0, (copies, -1)), gradients.unflatten(0, (copies, -1))

@@ -13,6 +13,7 @@ from tensorlens_tl.hooks import FwdHook, in_this_thread, logits_at, run
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass, note_rounding
 from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.live import repeated
 from tensorlens_tl.passes.operator import explained_tokens, logit_label, target_ids
 
 
@@ -96,9 +97,14 @@ class LiveLogits:
         return torch.take_along_dim(frozen.logits_check.compared, self.positions, dim=1)
 
     def graph(
-        self, x: Float[Tensor, "batch pos d_model"], hooks: Sequence[FwdHook] = (), is_pass_input: bool = True
-    ) -> tuple[Tensor, Float[Tensor, "batch query"]]:
-        """One run with gradients, in a batch of the pass's own shape: its input, and the numbers that it gives.
+        self,
+        x: Float[Tensor, "row pos d_model"],
+        hooks: Sequence[FwdHook] = (),
+        is_pass_input: bool = True,
+        copies: int = 1,
+    ) -> tuple[Tensor, Float[Tensor, "row query"]]:
+        """One run with gradients, in a batch of the pass's own shape or of copies of it: its input, and the numbers
+        that it gives.
 
         To be called with gradients enabled, outside of inference mode.
 
@@ -106,6 +112,7 @@ class LiveLogits:
             x: what enters the first block.
             hooks: further hooks of the run.
             is_pass_input: whether this is the pass's own input, so that the run must repeat the pass.
+            copies: how often `x` has each of the prompts, copy after copy.
         """
         frozen = self.frozen
         frozen.view.structure.refuse_gradients("gradients")
@@ -121,15 +128,16 @@ class LiveLogits:
             (name, in_this_thread(lambda stream, *, hook, part=part: part))
             for name, part in zip(frozen.capture.stream_names(0), parts, strict=True)
         ]
-        output = run(frozen.model, frozen.inputs, [*entry, *hooks, (unembed_in, in_this_thread(see))])
-        logits = logits_at(output, self.in_logits.clone())
+        inputs = frozen.inputs if copies == 1 else repeated(frozen.inputs, copies)
+        output = run(frozen.model, inputs, [*entry, *hooks, (unembed_in, in_this_thread(see))])
+        logits = logits_at(output, self.in_logits.repeat(copies, 1))
         if is_pass_input:
             self.check(streams[0], logits)
-        return leaf, self.read(logits)
+        return leaf, self.read(logits.unflatten(0, (copies, -1))).flatten(0, 1)
 
     def gradients(
         self,
-        numbers: Float[Tensor, "batch query"],
+        numbers: Float[Tensor, "row query"],
         tensors: Sequence[Tensor],
         bytes_per_query: int,
         memory: Memory,

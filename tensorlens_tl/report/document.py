@@ -12,7 +12,7 @@ from tensorlens_tl.drawing.marks import note, short
 from tensorlens_tl.drawing.page import Picture, folded, table
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.models import ModelLike, Query, TokenLike
-from tensorlens_tl.passes import FrozenPass, freeze
+from tensorlens_tl.passes import FrozenPass, freeze, one_check
 from tensorlens_tl.passes.inputs import joined
 from tensorlens_tl.registry import attribute, get_method, list_methods
 from tensorlens_tl.report.answer import answer_html
@@ -63,11 +63,22 @@ def explain(
     """
     chosen = _chosen(methods)
     frozen = _one_prompt(model, input)
-    prediction = predict(frozen, target, minus, query)
     limits = Limits(every=slow, named=methods is not None)
+    with one_check(frozen.model):  # not each of some 25 methods compares all weights with those of the pass
+        frozen.check_fresh()
+        page = _page(frozen, predict(frozen, target, minus, query), chosen, limits)
+    frozen.check_fresh()  # a method that somebody registered may have changed them
+    return page
+
+
+def _page(frozen: FrozenPass, prediction: Prediction, chosen: Sequence[str], limits: Limits) -> Picture:
     said = answers(frozen, prediction, chosen, limits)
     refused = dict(said.refused)
-    tokens = attribute(frozen, query=prediction.query, **prediction.options)
+    ours = said.shown.get("tensorlens (target)")
+    if ours is not None and ours.about_target:
+        tokens = ours.result
+    else:
+        tokens = attribute(frozen, query=prediction.query, **prediction.options)
     results = {name: answer.result for name, answer in said.shown.items()}
     proofs = {f"{name}: Σ scores + bias against its total": a.gap for name, a in results.items()}
     components: Terms | None = None
