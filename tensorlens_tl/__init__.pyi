@@ -49,6 +49,7 @@ from tensorlens_tl.errors import (
     TensorLensError as TensorLensError,
     UnsupportedModelError as UnsupportedModelError,
     UntrainedWarning as UntrainedWarning,
+    WrongCallError as WrongCallError,
 )
 from tensorlens_tl.explorer import (
     explore as explore,

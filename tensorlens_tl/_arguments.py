@@ -22,7 +22,7 @@ from typing import (
 
 from beartype.door import is_bearable
 
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import InvalidInputError, WrongCallError
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -46,7 +46,7 @@ def checked_names(function: Callable[Parameters, Returned]) -> Callable[Paramete
     """A function that refuses arguments which it does not have, and calls that lack one, as a decorator.
 
     Raises:
-        InvalidInputError: no such argument, one too many, or one missing; says which name is near, and which there are.
+        WrongCallError: no such argument, one too many, or one missing; says which name is near, and which there are.
 
     >>> @checked_names
     ... def rows(of, *, as_share=False):
@@ -54,7 +54,7 @@ def checked_names(function: Callable[Parameters, Returned]) -> Callable[Paramete
     >>> rows(1, as_shares=True)
     Traceback (most recent call last):
         ...
-    tensorlens_tl.errors.InvalidInputError: rows: there is no argument 'as_shares'. Did you mean 'as_share'? ...
+    tensorlens_tl.errors.WrongCallError: rows: there is no argument 'as_shares'. Did you mean 'as_share'? ...
     """
     signature = inspect.signature(function)
 
@@ -72,7 +72,7 @@ def _bound(
     """What each argument of a call is.
 
     Raises:
-        InvalidInputError: the function does not take these.
+        WrongCallError: the function does not take these.
     """
     try:
         return signature.bind(*args, **kwargs).arguments
@@ -85,7 +85,7 @@ def _bound(
             wrong = f"there is no argument {unknown[0]!r}.{nearest(unknown[0], parameters)}"
         elif str(error) == "too many positional arguments":
             wrong += " Those after '*' are passed by name."
-        raise InvalidInputError(f"{name}: {wrong} It is called as {name}({_in_order(signature)}).") from None
+        raise WrongCallError(f"{name}: {wrong} It is called as {name}({_in_order(signature)}).") from None
 
 
 def _in_order(signature: inspect.Signature) -> str:

@@ -49,6 +49,10 @@ class NumericalError(TensorLensError, ArithmeticError):
     """NaN or Inf in weights or activations: an exact map does not exist."""
 
 
+class WrongCallError(InvalidInputError, TypeError):
+    """A call with an argument that the function does not have, one too many, or without one that it needs."""
+
+
 class GapWarning(UserWarning):
     """A sum is further from the model's own number than the proof of its pass allows, or gradients lose digits."""
 

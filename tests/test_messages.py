@@ -845,8 +845,10 @@ WRONG_CALLS = {
 @pytest.mark.parametrize("name", WRONG_CALLS)
 def test_a_misspelt_argument_gets_the_near_name_and_all_names(name, setting):
     call, wrong, right = WRONG_CALLS[name]
-    with pytest.raises(tlens.InvalidInputError) as error:
+    with pytest.raises(tlens.WrongCallError) as error:
         call(setting)
+    assert isinstance(error.value, tlens.InvalidInputError)
+    assert isinstance(error.value, TypeError)
     assert wrong in str(error.value)
     assert right in str(error.value)
     assert "It is called as" in str(error.value)
