@@ -39,8 +39,8 @@ def attnlrp(
 
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range.
-        UnsupportedModelError: the model predicts no tokens, or a block's attention is held as a whole, so that its
-            products are not reached.
+        UnsupportedModelError: the model predicts no tokens, mixes tokens by something other than softmax
+            attention, or computes with an operation that no rule knows.
         NumericalError: gradients are not finite.
 
     >>> result = tlens.methods.attnlrp(frozen, target=" value")

@@ -39,8 +39,9 @@ def gim(
 
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range.
-        UnsupportedModelError: the model predicts no tokens, or a block's attention is held as a whole, so that its
-            products are not reached; rows of a pattern that do not sum to 1 (attention sinks).
+        UnsupportedModelError: the model predicts no tokens, mixes tokens by something other than softmax
+            attention, or computes with an operation that no rule knows; rows of a pattern that do
+            not sum to 1 (attention sinks).
         NumericalError: gradients are not finite.
 
     >>> result = tlens.methods.gim(frozen, target=" value")

@@ -51,7 +51,8 @@ def relp(
     Raises:
         InvalidInputError: no target, several tokens, or a query out of range; `attention` is neither.
         UnsupportedModelError: the model predicts no tokens, or its logits are not ``cap(W_U·x + b_U)``;
-            with ``attention="live"``, a block's attention is held as a whole, so that its products are not reached.
+            with ``attention="live"``, it mixes tokens by something other than softmax attention, or
+            computes with an operation that no rule knows.
         NumericalError: gradients are not finite.
 
     >>> tlens.methods.relp(frozen, target=" value").additive
