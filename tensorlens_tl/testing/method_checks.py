@@ -252,7 +252,7 @@ class MethodCase:
 
     def same(self, mine: Tensor, theirs: Tensor, what: str, at_least: float = 0.0) -> None:
         """Raise unless both agree, naming method and model."""
-        allowed = min(max(10 * self.tolerance, at_least), 2 * COARSEST)
+        allowed = min(max(10 * self.allowed_gap(self.frozen), at_least), 2 * COARSEST)
         self.note(same(mine, theirs, allowed, f"{self.who}: {what}"), allowed)
 
     def refused(self, error: type[Exception], what: str, call: Callable[[], object]) -> None:
@@ -318,7 +318,9 @@ def check_every_query(case: MethodCase) -> None:
     try:
         whole = case.attribution(frozen, query="all")
     except InvalidInputError:  # one query at a time, or the one that a classifier reads its classes at
-        at = frozen.prompt.class_at
+        whole = None
+    at = frozen.prompt.class_at
+    if whole is None or (at is not None and whole.target != case.result.target):  # nothing is predicted elsewhere
         first = case.encoder  # the encoder's own positions predict nothing
         queries = (at,)
         if at is None:
