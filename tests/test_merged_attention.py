@@ -1,5 +1,6 @@
 """Self- and cross-attention in one softmax (T5Gemma 2), beside a literal forward pass of its two stacks."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -10,6 +11,8 @@ from transformers.models.t5gemma2 import modeling_t5gemma2
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
+from tensorlens_tl.core import RELP, held_softmax
+from tensorlens_tl.passes.backward import rule_scores
 from tensorlens_tl.testing import check_method
 from tensorlens_tl.testing.building import HookedTransformer, randomise
 
@@ -197,6 +200,16 @@ def test_prompts_of_different_length(model, frozen):
     assert close(together.operator().target(7).scores[1][:, [0, 1, 2, 3, 4, 6, 7, 8]], short.scores[0])
 
 
+def test_rules_need_no_hook_points(frozen):
+    """Patterns held, a rule is the frozen operator; attention live, it is not."""
+    held = rule_scores(frozen, replace(RELP, softmax=held_softmax), 7).scores
+    theirs = frozen.operator(activation="split").target(7).scores
+    assert float((held - theirs).abs().max()) <= 1e-6 * float(theirs.abs().max())
+    assert not torch.allclose(tlens.attribute(frozen, 7, method="attnlrp").scores, held, rtol=1e-2)
+    with pytest.raises(tlens.UnsupportedModelError, match="rows do not sum to 1"):
+        tlens.attribute(frozen, 7, method="gim")
+
+
 def test_what_needs_its_scores_or_a_hook_at_one_of_them_is_refused(model, frozen):
     other = tlens.freeze(model, [[3, 4, 5, 6, 7, 9]], decoder_input_ids=[[1, 9, 10, 11]])
     one_softmax = r"decoder_blocks\.0 .*self- and cross-attention share one softmax"
@@ -214,9 +227,4 @@ def test_what_needs_its_scores_or_a_hook_at_one_of_them_is_refused(model, frozen
     for method in ("rollout", "alti", "chefer", "value-zeroing"):
         with pytest.raises(tlens.UnsupportedModelError, match=one_softmax):
             tlens.attribute(frozen, method=method, target=7 if method == "chefer" else None)
-    for method in ("attnlrp", "gim"):
-        with pytest.raises(
-            tlens.UnsupportedModelError, match=r"decoder_blocks\.0 .*shares one softmax with cross-attention"
-        ):
-            tlens.attribute(frozen, 7, method=method)
     assert hooks_left(model) == 0

@@ -5,6 +5,7 @@ carries both.
 """
 
 from copy import deepcopy
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +16,8 @@ from transformers.models.gemma4 import modeling_gemma4
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
+from tensorlens_tl.core import RELP, held_softmax
+from tensorlens_tl.passes.backward import rule_scores
 from tensorlens_tl.testing import check_method
 from tensorlens_tl.testing.building import HookedTransformer, randomise
 
@@ -234,6 +237,15 @@ def test_a_sampled_proof(model):
     assert max(frozen.errors.values()) < 1e-5
 
 
+def test_rules_need_no_hook_points(frozen):
+    """Patterns held, a rule is the frozen operator; attention live, it is not."""
+    held = rule_scores(frozen, replace(RELP, softmax=held_softmax), 7).scores
+    theirs = frozen.operator(activation="split").target(7).scores
+    assert float((held - theirs).abs().max()) <= 1e-6 * float(theirs.abs().max())
+    for method in ("attnlrp", "gim"):
+        assert not torch.allclose(tlens.attribute(frozen, 7, method=method).scores, held, rtol=1e-2)
+
+
 def test_what_reads_one_stream_is_refused(model, frozen):
     shared = r"blocks\.2 of this .* takes keys and values of block 0 \(shared keys and values\)"
     refused = [
@@ -254,9 +266,6 @@ def test_what_reads_one_stream_is_refused(model, frozen):
     for ask in refused:
         with pytest.raises(tlens.UnsupportedModelError, match=shared):
             ask()
-    for method in ("attnlrp", "gim"):
-        with pytest.raises(tlens.UnsupportedModelError, match="held as a whole"):
-            tlens.attribute(frozen, 7, method=method)
     with pytest.raises(tlens.UnsupportedModelError, match="takes the keys of block 0"):
         frozen.view.blocks[2].require_query_key()
     with pytest.raises(tlens.UnsupportedModelError, match="no product of W_V and W_O"):
