@@ -14,8 +14,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
-MOST_BYTES = 8_000_000
-"""Of the wheel, of which the compressed weights of the bundled models are 6.7 million (`scripts/rounding.py`)."""
+MOST_BYTES = 8_100_000
+"""Of the wheel, of which the compressed weights of the bundled models are 6.7 million (`scripts/rounding.py`), and code
+1.1: to be lowered as the code shrinks."""
 MOST_SECONDS = 2.0
 """That importing takes beyond TransformerLens, and `--help` at all."""
 MOST_WORDS, MOST_WORDS_WITH_CODE = 650, 900
@@ -89,7 +90,7 @@ def archives_fit() -> Iterator[str]:
     size = next(DIST.glob("*.whl")).stat().st_size
     print(f"wheel: {size / 1e6:.2f} MB")
     if size > MOST_BYTES:
-        yield f"the wheel has {size / 1e6:.2f} MB; at most {MOST_BYTES / 1e6:.0f}."
+        yield f"the wheel has {size / 1e6:.2f} MB; at most {MOST_BYTES / 1e6:.1f}."
 
 
 def installed_works(python: str) -> Iterator[str]:
