@@ -13,7 +13,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from transformers import StableLmConfig, StableLmForCausalLM
 
 import tensorlens_tl as tlens
-from tensorlens_tl.core import ATTNLRP, GIM, RELP, Linearised, Rule, held_softmax, marked_activations
+from tensorlens_tl.core import ATTNLRP, GIM, RELP, Linearised, Rule, held, marked_activations
 from tensorlens_tl.hooks import Placing, graph_of
 from tensorlens_tl.passes.backward import rule_scores
 from tensorlens_tl.testing import model_names, tiny_input, tiny_model
@@ -49,7 +49,7 @@ def test_the_peers_numbers(case, peers):
 REFUSED = ("mamba", "jamba", "falcon-h1", "lfm2", "qwen3-next", "rwkv")
 
 
-HELD = {"split": replace(RELP, softmax=held_softmax), "tangent": Rule(softmax=held_softmax)}
+HELD = {"split": replace(RELP, softmax=held), "tangent": Rule(softmax=held)}
 """Rules that hold patterns are the frozen operator, by the names of its `activation`."""
 LAYOUTS = (
     "hooked/ln", "hooked/sandwich", "hooked/sinks", "encoder/bert", "bridge/neox", "bridge/llama", "bridge/gemma2",

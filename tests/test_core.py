@@ -1,12 +1,25 @@
 """Rules over operations: the difference of two runs from one batch of both, and what rules are made of."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 import tensorlens_tl as tlens
-from tensorlens_tl.core import ATTNLRP, GIM, SECANT, Linearised, Rule, held_softmax, marked_activations, shared, stands
+from tensorlens_tl.core import (
+    ATTNLRP,
+    GIM,
+    SECANT,
+    Linearised,
+    Rule,
+    held,
+    marked_activations,
+    shared,
+    stands,
+    unchanged,
+)
 from tensorlens_tl.hooks import Placing, graph_of
 from tensorlens_tl.testing import model_names, tiny_input
 from tensorlens_tl.testing.models import encoder_decoder_names
@@ -116,7 +129,7 @@ def test_weights_are_not_live():
 
 def test_a_rule_of_ones_own():
     """Ten lines: gates keep the gradient of what they multiply, and a pattern that of nothing."""
-    rule = Rule(multiply=lambda f, x, y: stands(f(x, y), f(x.detach(), y)), softmax=held_softmax)
+    rule = Rule(multiply=lambda f, x, y: stands(f(x, y), f(x.detach(), y)), softmax=held)
     gate, up = (torch.randn(4, requires_grad=True) for _ in range(2))
     with Linearised(rule):
         out = functional.silu(gate) * up + gate.softmax(-1)
@@ -131,3 +144,23 @@ def test_what_no_rule_knows_is_refused(rule):
     with Linearised(rule), pytest.raises(tlens.UnsupportedModelError, match=r"sinc in .*: no rule knows"):
         torch.sinc(x)
     assert shared(torch.mul, x, x).requires_grad
+
+
+@pytest.mark.parametrize("name", ["hooked/ln", "bridge/gpt2", "bridge/llama", "bridge/bert"])
+def test_a_rule_that_changes_nothing_is_the_models_gradient(name, model_named):
+    """Scales live as well: norms, quotients, activations and patterns are those of autograd."""
+    if name not in model_names():
+        pytest.skip("a HookedTransformer, which TransformerLens 4 has no more")
+    model = model_named(name)
+    tokens, given = tiny_input(model, 1, 6)
+    frozen = tlens.freeze(model, tokens, **given)
+    gradients = []
+    for rule in (Rule(scale=unchanged), None):
+        leaf = frozen.resid_pre(0).requires_grad_()
+        hooks = [(frozen.points.blocks[0].resid_pre, lambda stream, *, hook, leaf=leaf: leaf)]
+        with Placing() as placing, nullcontext() if rule is None else Linearised(rule):
+            marked_activations(model, placing)
+            (end,) = graph_of(model, frozen.inputs, [frozen.points.output], hooks)
+        gradients.append(torch.autograd.grad(end[0, -1, 3], leaf)[0])
+    assert gradients[1].abs().max() > 0
+    assert torch.allclose(*gradients, rtol=1e-9, atol=1e-12)

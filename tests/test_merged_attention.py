@@ -11,7 +11,7 @@ from transformers.models.t5gemma2 import modeling_t5gemma2
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.core import RELP, held_softmax
+from tensorlens_tl.core import RELP, held
 from tensorlens_tl.passes.backward import rule_scores
 from tensorlens_tl.testing import check_method
 from tensorlens_tl.testing.building import HookedTransformer, randomise
@@ -202,10 +202,10 @@ def test_prompts_of_different_length(model, frozen):
 
 def test_rules_need_no_hook_points(frozen):
     """Patterns held, a rule is the frozen operator; attention live, it is not."""
-    held = rule_scores(frozen, replace(RELP, softmax=held_softmax), 7).scores
+    of_rule = rule_scores(frozen, replace(RELP, softmax=held), 7).scores
     theirs = frozen.operator(activation="split").target(7).scores
-    assert float((held - theirs).abs().max()) <= 1e-6 * float(theirs.abs().max())
-    assert not torch.allclose(tlens.attribute(frozen, 7, method="attnlrp").scores, held, rtol=1e-2)
+    assert float((of_rule - theirs).abs().max()) <= 1e-6 * float(theirs.abs().max())
+    assert not torch.allclose(tlens.attribute(frozen, 7, method="attnlrp").scores, of_rule, rtol=1e-2)
     with pytest.raises(tlens.UnsupportedModelError, match="rows do not sum to 1"):
         tlens.attribute(frozen, 7, method="gim")
 

@@ -16,7 +16,7 @@ from transformers.models.gemma4 import modeling_gemma4
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.core import RELP, held_softmax
+from tensorlens_tl.core import RELP, held
 from tensorlens_tl.passes.backward import rule_scores
 from tensorlens_tl.testing import check_method
 from tensorlens_tl.testing.building import HookedTransformer, randomise
@@ -239,11 +239,11 @@ def test_a_sampled_proof(model):
 
 def test_rules_need_no_hook_points(frozen):
     """Patterns held, a rule is the frozen operator; attention live, it is not."""
-    held = rule_scores(frozen, replace(RELP, softmax=held_softmax), 7).scores
+    of_rule = rule_scores(frozen, replace(RELP, softmax=held), 7).scores
     theirs = frozen.operator(activation="split").target(7).scores
-    assert float((held - theirs).abs().max()) <= 1e-6 * float(theirs.abs().max())
+    assert float((of_rule - theirs).abs().max()) <= 1e-6 * float(theirs.abs().max())
     for method in ("attnlrp", "gim"):
-        assert not torch.allclose(tlens.attribute(frozen, 7, method=method).scores, held, rtol=1e-2)
+        assert not torch.allclose(tlens.attribute(frozen, 7, method=method).scores, of_rule, rtol=1e-2)
 
 
 def test_what_reads_one_stream_is_refused(model, frozen):

@@ -15,7 +15,7 @@ from transformers.models.switch_transformers import modeling_switch_transformers
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.core import RELP, held_softmax
+from tensorlens_tl.core import RELP, held
 from tensorlens_tl.hooks import points
 from tensorlens_tl.models.sublayers import experts
 from tensorlens_tl.passes.backward import rule_scores
@@ -270,10 +270,10 @@ def test_methods(method, options, model):
 def test_rules_need_no_hook_points(frozen):
     """Patterns held, a rule is the frozen operator; with attention live it is not."""
 
-    held = rule_scores(frozen, replace(RELP, softmax=held_softmax), 7).scores
-    assert torch.allclose(held, frozen.operator(activation="split").target(7).scores, rtol=1e-6, atol=1e-9)
+    of_rule = rule_scores(frozen, replace(RELP, softmax=held), 7).scores
+    assert torch.allclose(of_rule, frozen.operator(activation="split").target(7).scores, rtol=1e-6, atol=1e-9)
     live = tlens.attribute(frozen, 7, method="relp", attention="live").scores
-    assert not torch.allclose(held, live, rtol=1e-2)
+    assert not torch.allclose(of_rule, live, rtol=1e-2)
 
 
 def test_what_needs_hooks_inside_experts_is_refused(model, frozen):

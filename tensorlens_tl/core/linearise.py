@@ -141,7 +141,8 @@ class Linearised(TorchFunctionMode):
         if name in ACTIVATIONS:
             return rule.activation(of_first, x)
         if name == "softmax":
-            return rule.softmax(of_first, x, kwargs.get("dim", args[1] if len(args) > 1 else -1))
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+            return rule.softmax(lambda scores, dim: of_first(scores), x, dim)
         if name in ("pow", "__pow__", "square"):
             return self._power(of_first, x, 2 if name == "square" else kwargs.get("exponent", args[-1]))
         if name in MOMENTS and rule.runs == 2:
@@ -167,7 +168,7 @@ class Linearised(TorchFunctionMode):
         if not (isinstance(y, Tensor) and y.requires_grad):
             return func(x, y, **kwargs)
         if self.rule.runs == 1:
-            return func(x, y.detach(), **kwargs)
+            return func(x, self.rule.scale(lambda scale: scale, y), **kwargs)
         inverse = self.rule.scale(torch.reciprocal, y)
         both = isinstance(x, Tensor) and x.requires_grad
         return self.rule.multiply(torch.mul, x, inverse) if both else x * inverse

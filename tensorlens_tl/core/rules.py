@@ -8,6 +8,7 @@ that depend on the sources of the map), and returns f's value with the gradient 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,24 +19,14 @@ from tensorlens_tl.algebra.secants import logarithmic_mean, slope
 Operation = Callable[..., Tensor]
 
 
-def unchanged(f: Operation, *inputs: Tensor) -> Tensor:
+def unchanged(f: Operation, *inputs: Any) -> Tensor:
     """The operation with its own gradient."""
     return f(*inputs)
 
 
-def held(f: Operation, *inputs: Tensor) -> Tensor:
+def held(f: Operation, *inputs: Any) -> Tensor:
     """The operation's value, fixed."""
     return f(*inputs).detach()
-
-
-def unchanged_softmax(f: Operation, scores: Tensor, dim: int) -> Tensor:
-    """A softmax with its own gradient."""
-    return f(scores)
-
-
-def held_softmax(f: Operation, scores: Tensor, dim: int) -> Tensor:
-    """A pattern, fixed."""
-    return f(scores).detach()
 
 
 @dataclass(frozen=True)
@@ -48,7 +39,7 @@ class Rule:
         activation: φ(z) of each number, of what the model uses as its activation.
         function: any other function of each number: exponentials, soft caps.
         scale: what a norm divides by, or one over it, and sigmoids, which are gates.
-        softmax: attention patterns; it is given the dimension as well.
+        softmax: attention patterns, of scores and the dimension that they are normalised over.
         runs: of how many runs the map is; of two, a batch holds the first run's prompts, then the second's.
         head: the same for prediction heads that are read from their weights, as `activation` of an operator.
     """
@@ -58,7 +49,7 @@ class Rule:
     activation: Operation = unchanged
     function: Operation = unchanged
     scale: Operation = held
-    softmax: Operation = unchanged_softmax
+    softmax: Operation = unchanged
     runs: int = 1
     head: str = "tangent"
 
@@ -112,7 +103,7 @@ def by_ratio(f: Operation, z: Tensor) -> Tensor:
 
 def softened(f: Operation, scores: Tensor, dim: int) -> Tensor:
     """A softmax that is differentiated at twice its temperature, without the factor ½."""
-    return weighted(f(scores.detach()), scores, (scores.detach() / 2).softmax(dim), dim)
+    return weighted(f(scores.detach(), dim), scores, (scores.detach() / 2).softmax(dim), dim)
 
 
 def weighted(pattern: Tensor, scores: Tensor, weights: Tensor, dim: int) -> Tensor:
@@ -158,7 +149,7 @@ def by_logarithmic_mean(f: Operation, scores: Tensor, dim: int) -> Tensor:
     """A softmax by the logarithmic mean of both patterns."""
     first, second = (half.double().log_softmax(dim) for half in _halves(scores.detach()))
     weights = logarithmic_mean(first, second).to(scores)
-    return weighted(f(scores.detach()), scores, torch.cat([weights, weights]), dim)
+    return weighted(f(scores.detach(), dim), scores, torch.cat([weights, weights]), dim)
 
 
 def _mean(x: Tensor) -> Tensor:
