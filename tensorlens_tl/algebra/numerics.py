@@ -18,6 +18,11 @@ def upcast(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def widest(x: Tensor) -> Tensor:
+    """float64, for sums whose terms cancel; as `upcast` on Apple's GPUs, which have none."""
+    return upcast(x) if x.device.type == "mps" else x.double()
+
+
 def plus(x: Float[Tensor, "*any d"], offset: Tensor | None) -> Float[Tensor, "*both d"]:
     """``x + offset``, where None stands for nothing."""
     return x if offset is None else x + offset

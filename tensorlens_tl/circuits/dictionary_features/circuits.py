@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from tensorlens_tl._arguments import check_choice, checked_names, plain
 from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
 from tensorlens_tl.algebra.memory import Memory, chunks
-from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.numerics import upcast, widest
 from tensorlens_tl.algebra.positions import BiasTerms, in_total
 from tensorlens_tl.circuits.arguments import Direction, FeatureLike
 from tensorlens_tl.circuits.dictionary_features.active import Features, FeaturesLike, chained
@@ -394,27 +394,31 @@ class _Parts(NamedTuple):
         return cls(features, [*names, *errors, *list(others)[1:]], column, len(names), tokens, others)
 
     def scores(self, g: Float[Tensor, "row batch pos d_out"]) -> Float[Tensor, "row batch term"]:
-        """Each part's inner product with vectors pulled to the dictionary's output."""
-        at = {name: (upcast(g) * x).sum(-1) for name, x in self.others.items()}
+        """Each part's inner product with vectors pulled to the dictionary's output.
+
+        Parts are often hundreds of times larger than what they sum to: the products are summed in float64.
+        """
+        at = {name: (widest(g) * x).sum(-1) for name, x in self.others.items()}
         error = at.pop("error")
         errors = error.sum(-1, keepdim=True)
         if self.by_token:
             errors = error[..., self.by_token]
-        return torch.cat([self._of_features(g), errors, *(part.sum(-1)[..., None] for part in at.values())], dim=-1)
+        parts = torch.cat([self._of_features(g), errors, *(part.sum(-1)[..., None] for part in at.values())], dim=-1)
+        return parts.to(upcast(g[:0]).dtype)
 
     def _of_features(self, g: Float[Tensor, "row batch pos d_out"]) -> Float[Tensor, "row batch term"]:
         features = self.features
         rows, batch = g.shape[:2]
         if features.writer is not None:
             g = features.writer.pull(g)
-        scores = upcast(g[:0]).new_zeros(rows, batch * self.n_terms)
+        scores = widest(g[:0]).new_zeros(rows, batch * self.n_terms)
         column = features.index[:, 0] * self.n_terms + self.column
         per_one = (rows + 2) * g.shape[-1] * scores.element_size()
         for some in chunks(len(features.values), per_one, None, "features"):
             part = slice(some.start, some.stop)
             prompt, position, feature = features.index[part].T
             gains = torch.einsum(
-                "rad,ad->ra", upcast(g[:, prompt, position]), upcast(features.dictionary.W_dec[feature])
+                "rad,ad->ra", widest(g[:, prompt, position]), widest(features.dictionary.W_dec[feature])
             )
             scores.index_add_(1, column[part], gains * features.values[part])
         return scores.reshape(rows, batch, self.n_terms)
