@@ -5,8 +5,9 @@ import torch
 from conftest import some_tokens
 
 import tensorlens_tl as tlens
+from tensorlens_tl import circuits
 from tensorlens_tl.models.kernels import in_one_kernel
-from tensorlens_tl.models.lifecycle import WeightState
+from tensorlens_tl.models.lifecycle import WeightState, weight_state
 from tensorlens_tl.passes import one_check, one_reading
 from tensorlens_tl.testing import tiny_model
 
@@ -125,12 +126,71 @@ def test_one_question_compares_a_pass_with_its_model_once(model, monkeypatch):
     assert compared == [frozen.capture.weights]
 
 
-def test_a_change_after_one_question_is_noticed(model):
-    with one_check(model):
-        frozen = tlens.freeze(model, some_tokens(batch=1))
-        with torch.no_grad():
+def test_a_change_inside_one_question_is_noticed_as_it_ends(model):
+    frozen = tlens.freeze(model, some_tokens(batch=1))
+
+    def question() -> None:
+        with one_check(model), torch.no_grad():
             frozen.check_fresh()
             next(model.parameters()).add_(1)
-        frozen.check_fresh()  # not compared again
+            frozen.check_fresh()  # not compared again
+
+    with pytest.raises(tlens.FrozenModelError, match="while this question was answered"):
+        question()
     with pytest.raises(tlens.FrozenModelError, match="weights were changed"):
         frozen.check_fresh()
+
+
+def test_a_hook_that_writes_single_numbers_past_the_count_is_noticed_as_the_question_ends(model):
+    a, b = some_tokens(batch=2)
+    unused = next(token for token in range(model.cfg.d_vocab) if token not in a and token not in b)
+    column = (unused + 1) % model.cfg.d_model  # not among the numbers that a pass stores
+    writes: list[float] = []
+
+    def write(*_: object) -> None:
+        model.embed.W_E.data[unused, column] += sum(writes)
+
+    handle = model.blocks[0].register_forward_hook(write)
+    try:
+        first, second = (tlens.freeze(model, tokens[None]) for tokens in (a, b))
+        circuits.patch_scores(first, second, 5, method="gradient")
+        writes.append(1.0)
+        with pytest.raises(tlens.FrozenModelError, match="while this question was answered"):
+            circuits.patch_scores(first, second, 5, method="gradient")
+    finally:
+        handle.remove()
+
+
+def test_a_change_inside_one_question_that_is_taken_back_is_none(model):
+    with one_check(model):
+        frozen = tlens.freeze(model, some_tokens(batch=1))
+        weight = next(model.parameters())
+        before = weight.detach().clone()
+        with torch.no_grad():
+            weight.add_(1)
+            weight.copy_(before)
+    frozen.check_fresh()
+
+
+QUESTIONS = {
+    "difference": lambda a, b: tlens.difference(a, b),
+    "scores of nodes": lambda a, b: circuits.patch_scores(a, b, 5, method="gradient"),
+    "edges": lambda a, b: circuits.edge_scores(a, b, 5, method="difference"),
+    "terms": lambda a, b: circuits.logit_attribution(a, 5),
+    "paths": lambda a, b: circuits.top_paths(a, 5, 3),
+    "graph": lambda a, b: circuits.contribution_graph(a, 5),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_question_reads_all_weights_once_for_all_its_passes(model, monkeypatch, name):
+    a, b = (tlens.freeze(model, tokens[None]) for tokens in some_tokens(batch=2))
+    read = []
+    sums = weight_state._sums
+    monkeypatch.setattr(weight_state, "_sums", lambda weights: read.append(len(weights)) or sums(weights))
+    QUESTIONS[name](a, b)
+    assert len(read) == 1
+    with torch.no_grad():
+        next(model.parameters()).data.view(-1)[1] += 5
+    with pytest.raises(tlens.FrozenModelError, match="weights were changed"):
+        QUESTIONS[name](a, b)

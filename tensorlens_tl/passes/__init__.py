@@ -25,7 +25,7 @@ from tensorlens_tl.passes.backward import (
     rule_scores as rule_scores,
 )
 from tensorlens_tl.passes.block_maps import BlockMaps
-from tensorlens_tl.passes.capture import Capture, one_check as one_check
+from tensorlens_tl.passes.capture import Capture, one_check as one_check, one_question as one_question
 from tensorlens_tl.passes.freezing import TOLERANCE as TOLERANCE, freeze, freeze_changed
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike as PassLike, check_pass as check_pass
 from tensorlens_tl.passes.linearisation import Linearisation

@@ -1,11 +1,11 @@
 """What one forward pass leaves behind: activations by hook-point name, and the streams that they make up."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,26 +15,71 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import HeldScores, on_device
 from tensorlens_tl.algebra.numerics import refuse_autocast, upcast
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
-from tensorlens_tl.hooks import ModelPoints, StreamPoint, lock_of, with_other_names
+from tensorlens_tl.hooks import ModelPoints, StreamPoint, foreign_hooks, lock_of, with_other_names
 from tensorlens_tl.models import HookedModel, ModelView
 from tensorlens_tl.models.lifecycle import WeightState, changed, configuration
 from tensorlens_tl.passes.inputs import Prompt
 
-_checked: ContextVar[set[WeightState] | None] = ContextVar("checked", default=None)  # those of captures, by identity
+_checked: ContextVar[dict[WeightState, Any] | None] = ContextVar("checked", default=None)
+"""States of passes, by identity, that were compared with their model in this question."""
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
 
 
 @contextmanager
 def one_check(model: HookedModel) -> Generator[None, None, None]:
     """Inside, this thread has the model to itself, and no capture is compared with it twice, nor any taken here.
 
-    It stands around the steps of one question. What these steps change in the model is noticed at the next question.
+    It stands around the steps of one question, and may stand around others of its kind. All passes of one model share
+    the reading of its weights. As the question ends they are compared once more: all numbers where somebody else's
+    hooks are on the model, which may write to weights while it runs, and otherwise by torch's count of writes.
+
+    Raises:
+        FrozenModelError: as it ends, if the weights of a pass that was compared are no longer those of the pass.
     """
     with lock_of(model):
-        token = _checked.set(set(_checked.get() or ()))
+        if _checked.get() is not None:
+            yield
+            return
+        checked: dict[WeightState, Any] = {}
+        token = _checked.set(checked)
         try:
             yield
+            if not _still_held(checked):
+                raise FrozenModelError(
+                    "the model's weights were changed while this question was answered, by a hook or another thread, "
+                    "so its numbers are of no one model. Take off what writes to them, freeze again and ask again."
+                )
         finally:
             _checked.reset(token)
+
+
+def _still_held(checked: Mapping[WeightState, Any]) -> bool:
+    """Whether weights that were compared as a question began are the same as it ends."""
+    distinct: dict[WeightState, Any] = {}
+    for weights, model in checked.items():
+        if not any(of is model and weights.equals(other) for other, of in distinct.items()):
+            distinct[weights] = model
+    return all(
+        weights.holds(model) if foreign_hooks(model) else weights.seems_held(model)
+        for weights, model in distinct.items()
+    )
+
+
+def one_question(function: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
+    """A function that is asked about passes, inside `one_check` of their model, where they have one between them."""
+
+    @wraps(function)
+    def asked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
+        views = [getattr(each, "view", None) for each in (*args, *kwargs.values())]
+        models = {id(view.model): view.model for view in views if isinstance(view, ModelView)}
+        if len(models) != 1:
+            return function(*args, **kwargs)
+        with one_check(*models.values()):
+            return function(*args, **kwargs)
+
+    return asked
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +190,7 @@ class Capture:
         if checked is not None and self.weights in checked:
             return
         with lock_of(self.view.model):
-            same_weights = self.weights.holds(self.view.model)
+            same_weights = self._shares_a_check() or self.weights.holds(self.view.model)
             now = configuration(self.view.model)
         if not same_weights:
             raise FrozenModelError(
@@ -165,7 +210,12 @@ class Capture:
         """Inside `one_check`, do not compare the pass with its model again: it was taken or compared just now."""
         checked = _checked.get()
         if checked is not None:
-            checked.add(self.weights)
+            checked[self.weights] = self.view.model
+
+    def _shares_a_check(self) -> bool:
+        """Whether another pass that had these very weights was compared with the model in this question."""
+        model = self.view.model
+        return any(of is model and self.weights.equals(weights) for weights, of in (_checked.get() or {}).items())
 
     def _check_configuration(self, now: Mapping[str, str]) -> None:
         if self.configuration is None:

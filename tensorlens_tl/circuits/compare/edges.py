@@ -58,11 +58,12 @@ from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products
 from tensorlens_tl.circuits.stream import Pulled, Step, Stream, StreamTarget, Sublayer
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query, TokenLike
-from tensorlens_tl.passes import Difference, PassLike
+from tensorlens_tl.passes import Difference, PassLike, one_question
 from tensorlens_tl.results import TARGET, Circuit, EdgeScores
 
 
 @recordable()
+@one_question
 def edge_scores(
     clean: PassLike,
     corrupted: PassLike,

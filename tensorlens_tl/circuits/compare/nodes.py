@@ -54,13 +54,14 @@ from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, summed_b
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, run
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.models.parameters import saved_by_name
-from tensorlens_tl.passes import FrozenPass, PassLike, note_rounding
+from tensorlens_tl.passes import FrozenPass, PassLike, note_rounding, one_question
 from tensorlens_tl.results import Terms
 
 BY = ("component", "head", "neuron", "stream")
 
 
 @recordable()
+@one_question
 def patch_scores(
     clean: PassLike,
     corrupted: PassLike,

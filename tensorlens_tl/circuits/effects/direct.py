@@ -19,13 +19,14 @@ from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, dot, stream_target, summed_by_name, token_pairs
 from tensorlens_tl.models import LayerRange, Query, TokenLike
-from tensorlens_tl.passes import PassOrDifference
+from tensorlens_tl.passes import PassOrDifference, one_question
 from tensorlens_tl.results import Terms
 
 BY = ("component", "head", "head_token", "neuron")
 
 
 @checked_names
+@one_question
 def logit_attribution(
     frozen: PassOrDifference,
     target: TokenLike = None,

@@ -27,7 +27,7 @@ from tensorlens_tl.circuits.arguments import Direction, Whole
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models import LayerRange, Query, TokenLike
-from tensorlens_tl.passes import PassOrDifference
+from tensorlens_tl.passes import PassOrDifference, one_question
 from tensorlens_tl.results import Paths
 
 MOST_PATHS = 100_000
@@ -131,6 +131,7 @@ def paths(
 
 
 @checked_names
+@one_question
 def top_paths(
     frozen: PassOrDifference,
     target: TokenLike = None,

@@ -51,7 +51,7 @@ from tensorlens_tl.circuits.graph.nodes import Choice
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, stream_target, token_pairs
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, ModelView, Query, TokenLike
-from tensorlens_tl.passes import Difference, PassOrDifference
+from tensorlens_tl.passes import Difference, PassOrDifference, one_question
 from tensorlens_tl.passes.operator import target_ids
 from tensorlens_tl.results import ContributionGraph
 
@@ -60,6 +60,7 @@ MOST_EDGES = 2_000_000
 
 
 @checked_names
+@one_question
 def contribution_graph(
     frozen: PassOrDifference,
     target: TokenLike = None,

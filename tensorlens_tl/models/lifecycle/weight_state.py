@@ -65,6 +65,19 @@ class WeightState:
             return ""
         return hashlib.sha256(self.sample.double().cpu().numpy().tobytes()).hexdigest()[:12]
 
+    def equals(self, other: "WeightState") -> bool:
+        """Whether two states were taken of the very same weights of one model: nothing is read but what they store."""
+        if self.versions is None or self.versions != other.versions or self.adapters != other.adapters:
+            return False
+        return self.sums == other.sums and _equal(self.sample, other.sample)
+
+    def seems_held(self, model: nn.Module) -> bool:
+        """`holds`, but while torch counted no write nothing is read: for the end of a question that began with it."""
+        parameters, files = sources(model)
+        if self.versions == [*map(version_of, parameters), *files] and _adapters(model) == self.adapters:
+            return True
+        return self.holds(model)
+
     def holds(self, model: nn.Module) -> bool:
         """Whether the model's weights are still these."""
         parameters, files = sources(model)
@@ -72,11 +85,7 @@ class WeightState:
         before = versions if self.versions is None else self.versions  # None: a copied pass, with its own model
         if _places(versions) != _places(before) or _adapters(model) != self.adapters:
             return False
-        sample = _sample(parameters)
-        same_sample = torch.equal(sample, self.sample) or bool(
-            torch.allclose(sample, self.sample, rtol=0, atol=0, equal_nan=True)
-        )
-        if not same_sample or _sums(parameters) != self.sums:
+        if not _equal(_sample(parameters), self.sample) or _sums(parameters) != self.sums:
             return False
         if versions[len(parameters) :] != before[len(parameters) :]:
             return False
@@ -84,6 +93,11 @@ class WeightState:
             return False
         object.__setattr__(self, "versions", versions)
         return True
+
+
+def _equal(a: Float[Tensor, "n"], b: Float[Tensor, "m"]) -> bool:
+    """Bit for bit the same numbers, where NaN is as good as another."""
+    return torch.equal(a, b) or (a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
 def fingerprint(weights: Sequence[Tensor]) -> str:

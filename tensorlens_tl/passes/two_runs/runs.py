@@ -21,6 +21,7 @@ from tensorlens_tl.algebra.numerics import refuse_nan, upcast
 from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, UnsupportedModelError, warn_caller
 from tensorlens_tl.hooks import ModelPoints
 from tensorlens_tl.models import BlockView, HeadChoice, LayerRange, Layout, MlpChoice, ModelView, require_scores
+from tensorlens_tl.passes.capture import one_question
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.linearisation import Linearisation, SumType
@@ -271,6 +272,7 @@ def _of_both(first: str, second: str) -> str:
 
 
 @checked_names
+@one_question
 def difference(a: PassLike, b: PassLike) -> Difference:
     """The exact difference of two runs, proved block by block.
 
