@@ -9,7 +9,7 @@ from tensorlens_tl.compress import Plan
 from tensorlens_tl.datasets import load_results
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 from tensorlens_tl.models import ModelLike
-from tensorlens_tl.results.storage import JSON_FILE, other_kind, written_kind
+from tensorlens_tl.results.storage import GZIP_FILE, JSON_FILE, other_kind, written_kind
 
 KINDS: dict[str, Any] = {
     kind.__name__: kind
@@ -69,11 +69,11 @@ def load(path: str | os.PathLike[str], model: ModelLike | None = None) -> Any:
         return load_results(path)
     if kind in KINDS:
         return KINDS[kind].load(path)
-    if kind == JSON_FILE:
+    if kind in (JSON_FILE, GZIP_FILE):
         return results.Circuit.load(path)
     if kind:
         raise FileFormatError(
             f"{path}: {kind}. `load` reads what `save` wrote with a name that ends in .safetensors or in nothing, and "
-            "circuits as .json."
+            "circuits as .json or .json.gz."
         )
     raise FileFormatError(f"{path}: holds nothing that this library saved.")

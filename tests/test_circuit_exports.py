@@ -1,5 +1,6 @@
 """A circuit leaves the library: pages, figures, networkx, GraphML, tables and circuit-tracer, read back."""
 
+import gzip
 import json
 import re
 
@@ -83,6 +84,22 @@ def test_the_table_is_read_back(circuit, tmp_path):
     assert {*frame["method"], *frame["target"]} == {"difference", "logit of '5'"}
 
 
+def test_a_packed_circuit_is_the_same(circuit, tmp_path):
+    plain, packed = (circuit.save(tmp_path / name) for name in ("circuit.json", "circuit.json.gz"))
+    assert gzip.decompress(packed.read_bytes()) == plain.read_bytes()
+    assert circuit.save(tmp_path / "again.json.GZ").read_bytes() == packed.read_bytes()
+    for read in (circuits.Circuit.load, tlens.load):
+        again = read(packed)
+        assert (again.edges, again.method) == (circuit.edges, circuit.method)
+        assert torch.equal(again.scores[again.exists], circuit.scores[circuit.exists].double())
+    for damaged in (packed.read_bytes()[:-9], packed.read_bytes()[:40], gzip.compress(b"GIF89a")):
+        packed.write_bytes(damaged)
+        with pytest.raises(tlens.FileFormatError, match=r"circuit\.json\.gz: not a circuit"):
+            tlens.load(packed)
+    with pytest.raises(tlens.InvalidInputError, match=r"'a.csv.gz' ends in '.csv.gz'.*\.json\.gz"):
+        circuit.save(tmp_path / "a.csv.gz")
+
+
 def test_a_saved_circuit_says_its_method(circuit, tmp_path):
     assert circuits.Circuit.load(circuit.save(tmp_path / "circuit")).method == "difference"
 
@@ -99,7 +116,7 @@ def test_a_saved_circuit_says_its_method(circuit, tmp_path):
 )
 def test_loading_an_export_says_what_the_file_is(circuit, tmp_path, name, format_, what):
     path = circuit.export(tmp_path / name, format_)
-    with pytest.raises(tlens.FileFormatError, match=rf"{re.escape(name)}: {what}.*\.json, or in nothing"):
+    with pytest.raises(tlens.FileFormatError, match=rf"{re.escape(name)}: {what}.*\.json or \.json\.gz, or in nothing"):
         circuits.Circuit.load(path)
 
 

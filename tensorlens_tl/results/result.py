@@ -105,7 +105,7 @@ class Result(Stored, ABC):
         """
         path = Path(path)
         check_file(path, type(self))
-        suffix = path.suffix.lower()
+        suffix = ending(path)
         if batch is not None:
             _check_choice(self, path)
             content = _drawn(suffix, self, batch=batch)
@@ -127,6 +127,14 @@ class Result(Stored, ABC):
         return WRITERS
 
 
+def ending(path: Path) -> str:
+    """What the name of a file ends in, in small letters; with what comes before ``.gz``, as in ``.json.gz``."""
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return Path(path.stem).suffix.lower() + suffix
+    return suffix
+
+
 def check_file(path: str | os.PathLike[str], kind: type[Result] = Result, name: str = "save") -> None:
     """Refuse, before any work, a path that a result cannot be saved to.
 
@@ -144,12 +152,12 @@ def check_file(path: str | os.PathLike[str], kind: type[Result] = Result, name: 
     if not path.parent.is_dir():
         raise InvalidInputError(f"{name}: cannot write {path}, there is no folder {path.parent}.")
     known = dict.fromkeys([*kind.LOADABLE, *kind._writers()])
-    if path.suffix.lower() not in known:
+    if ending(path) not in known:
         endings = ", ".join(filter(None, known))
         if "" in known:
             endings += ", or no ending"
         raise InvalidInputError(
-            f"{name}: {path.name!r} ends in {path.suffix!r}, which is no kind of file that a result is saved as. "
+            f"{name}: {path.name!r} ends in {ending(path)!r}, which is no kind of file that a result is saved as. "
             f"Use one of {endings}."
         )
 

@@ -219,6 +219,7 @@ def _metadata(content: bytes) -> dict[str, str]:
 
 
 JSON_FILE = "a JSON file"
+GZIP_FILE = "a gzip file"
 
 BEGINNINGS = {
     b"%PDF": "a PDF figure",
@@ -227,6 +228,7 @@ BEGINNINGS = {
     b"<svg": "an SVG figure",
     b"<!doctype": "an HTML page",
     b"PAR1": "a Parquet table, which pandas.read_parquet reads",
+    b"\x1f\x8b": GZIP_FILE,
     b"PK\x03\x04": "a ZIP archive, perhaps one of torch.save",
     b"{": JSON_FILE,
     b"[": "a JSON file, which pandas.read_json reads if it is a table",

@@ -4,9 +4,11 @@ An object with `cfg`, `nodes` (name → ``{"in_graph": …}``) and `edges` (name
 are called ``input``, ``a0.h1``, ``m0``, ``logits``, edges ``a0.h1->m0`` or, into a head, ``input->a0.h1<q>``.
 """
 
+import gzip
 import json
 import os
 import re
+import zlib
 from collections.abc import Sequence
 from math import isfinite, isnan
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 from tensorlens_tl.results.edges.names import ARROW, TARGET, place
-from tensorlens_tl.results.storage import JSON_FILE, other_kind
+from tensorlens_tl.results.storage import GZIP_FILE, JSON_FILE, other_kind
 
 Circuit = Any
 """A `Circuit`, whose module imports this one."""
@@ -118,6 +120,12 @@ def _content(path: Path) -> Any:
     """
     written = path.read_bytes()
     kind = other_kind(written, path)
+    if kind == GZIP_FILE:
+        try:
+            written = gzip.decompress(written)
+        except (OSError, EOFError, zlib.error) as error:
+            raise FileFormatError(_unreadable(path, error)) from error
+        kind = other_kind(written, path)
     if kind not in ("", JSON_FILE):
         raise FileFormatError(_of_another_kind(path, OF_ENDING.get(path.suffix.lower(), kind)))
     try:
@@ -133,7 +141,7 @@ def _content(path: Path) -> Any:
 def _of_another_kind(path: Path, kind: str) -> str:
     return (
         f"{path}: {kind}, not a circuit in the benchmark's JSON. Load what save() wrote with a name that ends in "
-        ".json, or in nothing."
+        ".json or .json.gz, or in nothing."
     )
 
 

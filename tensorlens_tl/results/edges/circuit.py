@@ -1,5 +1,6 @@
 """Circuits: some edges of a model."""
 
+import gzip
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ class Circuit(Result):
         """The sources that an edge of it leads from."""
         return [name for name, used in zip(self.sources, self.selection.any(1).tolist(), strict=True) if used]
 
-    LOADABLE: ClassVar = ("", ".json")
+    LOADABLE: ClassVar = ("", ".json", ".json.gz")
 
     @property
     def heading(self) -> str:
@@ -240,6 +241,7 @@ class Circuit(Result):
         | a name ends in | the file is |
         | --- | --- |
         | nothing, ``.json`` | the Mechanistic Interpretability Benchmark's JSON, which `load` reads back |
+        | ``.json.gz`` | the same, packed by gzip: the format lists every edge of the model, and is large |
         | ``.html`` | a page with the graph, which opens without a network |
         | ``.graphml`` | a multigraph for Gephi, Cytoscape or yEd |
         | ``.csv``, ``.parquet`` | the table of `to_dataframe`, a line for each edge |
@@ -269,13 +271,18 @@ class Circuit(Result):
 
     def _keep(self, path: Path) -> Path:
         """Write the JSON of the Mechanistic Interpretability Benchmark (`tensorlens_tl.results.edges.benchmark`)."""
+        content = benchmark_json(self).encode()
+        if path.suffix.lower() == ".gz":
+            content = gzip.compress(content, mtime=0)  # without a time, the same circuit gives the same file
         with replacing(path) as temporary:
-            temporary.write_text(benchmark_json(self), encoding="utf-8")
+            temporary.write_bytes(content)
         return path
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Circuit":
-        """Read the JSON that `save` wrote, or the benchmark's. Scores and edges of neurons are not read; null is NaN.
+        """Read the JSON that `save` wrote, or the benchmark's, packed by gzip or not.
+
+        Scores and edges of neurons are not read; null is NaN.
 
         What `export` writes is for other tools, and is not read back.
 
