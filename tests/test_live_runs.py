@@ -13,6 +13,7 @@ from tensorlens_tl.circuits.live import LiveTarget
 from tensorlens_tl.hooks import other_hooks
 from tensorlens_tl.methods import gradients
 from tensorlens_tl.methods.live_logits import LiveLogits
+from tensorlens_tl.passes import frozen as frozen_module
 from tensorlens_tl.passes.live import EarlierLayers
 from tensorlens_tl.passes.live.layers import Form
 from tensorlens_tl.testing import model_names, tiny_model
@@ -242,7 +243,9 @@ def test_a_torch_hook_after_the_unembedding_is_noticed_where_it_acts(name):
     model.unembed.register_forward_hook(late)
     frozen = tlens.freeze(model, some_tokens())
     own = model(**frozen.inputs)[:, 2, 5]
-    assert close(frozen.operator().target(5, query=2).total[:, 0], own)
+    total = frozen.operator().target(5, query=2).total
+    assert total is not None
+    assert close(total[:, 0], own)
     for query in (3, [0, 3]):
         with pytest.raises(tlens.UnsupportedModelError, match="a hook after the unembedding"):
             frozen.operator().target(5, query=query)
@@ -328,6 +331,31 @@ def test_logits_that_are_asked_for_later_are_of_the_same_model(name):
         with pytest.raises(tlens.FrozenModelError, match=r"logits at positions.*hooks were put on it"):
             frozen.operator().target(5, query=3)
     assert close(frozen.logits(2), expected)
+
+
+@every_class
+def test_the_last_logits_need_no_run_beside_the_passs_own(name, monkeypatch):
+    """They are the model's, and of the same model: what has changed since is refused as by a run."""
+    model, tokens = tiny_model(name), some_tokens(2, 6)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+    frozen = tlens.freeze(model, tokens, attention_mask=mask)
+    expected = model(tokens, attention_mask=mask).detach()[[0, 1], [5, 3]]
+    runs = []
+    run = frozen_module.states_and_logits
+    monkeypatch.setattr(frozen_module, "states_and_logits", lambda *args: runs.append(args) or run(*args))
+    assert close(frozen.last_logits, expected)
+    assert not runs
+    changed = model.hooks(fwd_hooks=[(frozen.points.blocks[1].z, lambda z, hook: 1.1 * z)])
+    with changed, pytest.raises(tlens.FrozenModelError, match=r"logits.*hooks were put on it"):
+        frozen.logits(-1)
+    assert frozen.errors["unembed"] < 1e-9  # after that they are no longer stored
+    runs.clear()
+    assert close(frozen.logits(-1), expected[:, None])
+    assert len(runs) == 1
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    with pytest.raises(tlens.FrozenModelError, match="weights"):
+        frozen.logits(-1)
 
 
 # ------------------------------------------------------------------ perturbed prompts

@@ -440,12 +440,14 @@ class FrozenPass(Linearisation):
 
     @cached_property
     def last_logits(self) -> Float[Tensor, "batch d_vocab"] | None:
-        """The model's own logits at each row's last real token, by one more run; None of a model without logits."""
+        """The model's own logits at each row's last real token; None of a model without logits."""
         logits = self.logits(-1)
         return None if logits is None else logits[:, 0]
 
     def logits(self, query: Query = -1) -> Float[Tensor, "batch query d_vocab"] | None:
-        """The model's own logits at some positions, by one more run; None of a model without logits.
+        """The model's own logits at some positions; None of a model without logits.
+
+        By one more run, but for those that the pass's own run still holds: each row's last, until its error is read.
 
         Args:
             query: see `tensorlens_tl.passes.inputs.query_positions`.
@@ -460,6 +462,10 @@ class FrozenPass(Linearisation):
         if self.view.unembedding is None or self.points.unembed_in is None:
             return None
         positions = query_positions(self.prompt, query)
+        if live.same_hooks and not live.alone:
+            held = self.logits_check.held(positions)
+            if held is not None:
+                return held.detach()
         states, logits = self._run_for_logits(live, positions)
         if not live.same_hooks:  # one of them may act after the unembedding
             error = logits_error(self.capture, states, logits, positions)

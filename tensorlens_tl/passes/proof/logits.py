@@ -1,7 +1,7 @@
 """Whether the model's logits are ``cap(W_U·x + b_U)``: compared at every position that a result is about."""
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.models import ModelView, Query
@@ -38,6 +38,16 @@ class LogitsCheck:
         """Hold the model's logits at some positions until somebody reads their error: it reads all of W_U."""
         self.compared = self.compared.scatter(1, positions, True)
         self.postponed = logits, positions
+
+    def held(self, positions: Int[Tensor, "batch query"]) -> Float[Tensor, "batch query d_vocab"] | None:
+        """The model's logits at some positions, while they are held; None otherwise."""
+        if self.postponed is None:
+            return None
+        logits, places = self.postponed
+        is_there = places[:, :, None] == positions[:, None].to(places.device)
+        if not isinstance(logits, Tensor) or logits.ndim != 3 or not bool(is_there.any(1).all()):
+            return None
+        return torch.take_along_dim(logits, is_there.int().argmax(1)[..., None].to(logits.device), dim=1)
 
     def catch_up(self, capture: Capture, states: Tensor) -> None:
         """Compare what was postponed with the weights' logits of the model's last states."""
