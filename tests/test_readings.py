@@ -1,5 +1,9 @@
 """Passes of one run share the reading of their model only while the model is what was read."""
 
+import gc
+import weakref
+from contextlib import contextmanager
+
 import pytest
 import torch
 from conftest import some_tokens
@@ -17,12 +21,36 @@ def model(request):
     return tiny_model(request.param)
 
 
-def test_passes_inside_share_a_view_and_those_outside_do_not(model):
+@contextmanager
+def nothing():
+    yield
+
+
+@pytest.fixture(params=[one_reading, nothing])
+def inside(request):
+    """Also elsewhere, passes share the reading of another that is still there."""
+    return request.param
+
+
+def test_passes_share_a_view(model, inside):
     tokens = some_tokens()
-    with one_reading():
+    with inside():
         first, second = tlens.freeze(model, tokens), tlens.freeze(model, tokens)
     assert first.view is second.view
-    assert tlens.freeze(model, tokens).view is not first.view
+    assert first.points is second.points
+
+
+def test_a_view_stays_as_long_as_a_pass_has_it(model):
+    view = weakref.ref(tlens.freeze(model, some_tokens()).view)
+    gc.collect()
+    assert view() is None
+
+
+def test_a_model_with_another_tokenizer_is_read_again(model, inside):
+    with inside():
+        first = tlens.freeze(model, some_tokens())
+        model.tokenizer = object.__new__(type("Tokenizer", (), {"all_special_ids": (), "__len__": lambda self: 0}))
+        assert tlens.freeze(model, some_tokens()).view is not first.view
 
 
 def _through_data(model):
@@ -39,10 +67,10 @@ def _hooked(model):
 
 
 @pytest.mark.parametrize("change", [_through_data, _in_place, _hooked])
-def test_a_changed_model_is_read_again(change):
+def test_a_changed_model_is_read_again(change, inside):
     model = tiny_model("bridge/gpt2")
     tokens = some_tokens()
-    with one_reading():
+    with inside():
         before = tlens.freeze(model, tokens)
         change(model)
         after = tlens.freeze(model, tokens)
@@ -52,11 +80,11 @@ def test_a_changed_model_is_read_again(change):
     model.reset_hooks()
 
 
-def test_a_model_in_another_mode_is_read_again():
+def test_a_model_in_another_mode_is_read_again(inside):
     """RWKV halves its stream in eval mode."""
     model = tiny_model("bridge/rwkv")
     tokens = some_tokens()
-    with one_reading():
+    with inside():
         before = tlens.freeze(model, tokens)
         model.train()
         after = tlens.freeze(model, tokens)
@@ -64,10 +92,10 @@ def test_a_model_in_another_mode_is_read_again():
     assert after.proof is not None
 
 
-def test_hook_points_are_those_of_now(model):
+def test_hook_points_are_those_of_now(model, inside):
     """What heads write is shown where it was switched on."""
     tokens = some_tokens()
-    with one_reading():
+    with inside():
         for shown in (False, True, False):
             model.set_use_attn_result(shown)
             points = tlens.freeze(model, tokens).points

@@ -24,13 +24,12 @@ from tensorlens_tl.hooks import (
     SomeLogits,
     StreamPoint,
     check_finite,
+    foreign_hooks,
     from_cache,
-    hook_numbers,
     hooked,
     hooked_stream_points,
     keep_in,
     observe,
-    other_hooks,
     passing,
     refuse_attached,
     unheld_run,
@@ -68,7 +67,7 @@ from tensorlens_tl.passes.preflight import (
     warn_of_ties,
 )
 from tensorlens_tl.passes.proof import SeenWrites, compared_positions, prove, sampled_positions
-from tensorlens_tl.passes.readings import points_of, view_of
+from tensorlens_tl.passes.readings import points_of, shared_view
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far a block's map may be from the block: the largest relative error of a token. A wrong reading of the
@@ -167,12 +166,14 @@ def freeze(
         raise InvalidInputError("cache: patterns='recompute' sees patterns while the model runs; leave one out.")
     # activations must be usable with gradients later, also when the caller is in inference mode
     with torch.inference_mode(False), torch.no_grad():
-        # without proof nothing would notice a weight that changed unseen since the model was read
-        view = view_of(model) if verify else ModelView(model)
+        view = ModelView(model)
+        weights: WeightState | None = None
         with unheld_run(view.model):
             refuse_dropout(view.model)
             refuse_devices(view.model)
             refuse_attached(view.model)
+            if verify:  # without proof nothing would notice a weight that changed unseen since the model was read
+                view, weights = shared_view(view)
             view.untrained.warn(logits=False)
             prompt = prepare(
                 view,
@@ -185,7 +186,7 @@ def freeze(
                 padding_side=padding_side,
                 model_inputs=model_inputs,
             )
-            return _freeze(view, prompt, options, cache)
+            return _freeze(view, prompt, options, cache, weights=weights)
 
 
 @dataclass(frozen=True)
@@ -261,12 +262,14 @@ def _freeze(
     cache: CacheLike,
     *,
     hooked: bool = False,
+    weights: WeightState | None = None,
 ) -> FrozenPass:
     """Capture, check and prove one pass, in this order; its logits are compared at some positions.
 
     Args:
         view, prompt, options, cache: as of `freeze`.
         hooked: whether hooks change what enters.
+        weights: what the model's weights were as it was read, just now; None where that is not known.
     """
     allowed = partial(options.tolerance_of, view)
     points = points_of(view)
@@ -282,16 +285,19 @@ def _freeze(
     else:
         names = [name for name in points.captured if name not in points.calls]
         run.activations = from_cache(cache, names, len(prompt.tokens), _lengths(view, prompt, points))
+    others = foreign_hooks(view.model)
+    if weights is None or others or not weights.seems_held(view.model):  # a hook may have written to them
+        weights = WeightState.of(view.model)
     capture = Capture(
         view,
         points,
         prompt,
         run.activations,
-        WeightState.of(view.model),
+        weights,
         held_scores=run.held_scores,
         configuration=HeldConfiguration(configuration(view.model)),
-        other_hooks=tuple(other_hooks(view.model)),
-        hook_numbers=hook_numbers(view.model),
+        other_hooks=tuple(dict.fromkeys(hook.point for hook in others)),
+        hook_numbers=frozenset(hook.number for hook in others),
     )
     capture.note_fresh()
     check_width(capture)

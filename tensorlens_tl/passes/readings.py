@@ -1,14 +1,15 @@
-"""Reading a model once for the passes of one run, as long as it stays what it was.
+"""Reading a model once for its passes, as long as it stays what it was.
 
-A `ModelView` reads weights when they are first needed: the same ones for every batch of a data set.
+A `ModelView` reads weights when they are first needed: the same ones for every pass, also for every batch of a data
+set.
 """
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from tensorlens_tl.hooks import ModelPoints, hook_numbers, lock_of, model_points
 from tensorlens_tl.models import ModelView
@@ -18,49 +19,39 @@ from tensorlens_tl.models.parameters import whole
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """A view of a model, and the state that the model was in.
+    """The state that a model was in when it was read.
 
     Attributes:
-        view: the reading of its weights.
         weights: what its weights were.
         configuration: what decided its numbers besides them.
         hooks: which user-installed hooks were on it.
         modes: which modes its modules were in, and whether it showed what heads write.
+        tokenizer: what read its prompts.
     """
 
-    view: ModelView
     weights: WeightState
     configuration: Mapping[str, str]
     hooks: frozenset[int]
     modes: tuple[bool, ...]
+    tokenizer: Any
 
     @classmethod
     def of(cls, model: Any) -> "Reading":
-        """The reading of a model now."""
-        view = ModelView(model)
+        """The state of a model now."""
+        tokenizer = getattr(model, "tokenizer", None)
         with lock_of(model):
-            return cls(view, WeightState.of(model), configuration(model), hook_numbers(model), _modes(model))
+            weights = WeightState.of(model)
+            return cls(weights, configuration(model), hook_numbers(model), _modes(model), tokenizer)
 
-    @cached_property
-    def points(self) -> ModelPoints:
-        """The model's hook points.
-
-        Raises:
-            UnsupportedModelError: as `model_points`.
-        """
-        return model_points(self.view)
-
-    def holds(self, model: Any) -> bool:
-        """Whether a model is still what was read: what a frozen pass checks of it, and its hooks and modes besides."""
-        if self.view.model is not model:
-            return False
-        with lock_of(model):
-            return (
-                self.weights.holds(model)
-                and self.configuration is configuration(model)
-                and self.hooks == hook_numbers(model)
-                and self.modes == _modes(model)
-            )
+    def equals(self, other: "Reading") -> bool:
+        """Whether the model was the same twice: what a frozen pass checks of it, and its hooks and modes besides."""
+        return (
+            self.weights.equals(other.weights)
+            and self.configuration is other.configuration
+            and self.hooks == other.hooks
+            and self.modes == other.modes
+            and self.tokenizer is other.tokenizer
+        )
 
 
 def _modes(model: Any) -> tuple[bool, ...]:
@@ -72,14 +63,18 @@ def _modes(model: Any) -> tuple[bool, ...]:
     return (shows_heads, *(module.training for module in whole(model)))
 
 
-_shared: ContextVar[list[Reading] | None] = ContextVar("shared", default=None)
+_views: "WeakKeyDictionary[Any, ref[ModelView]]" = WeakKeyDictionary()  # by model, the last one
+_readings: "WeakKeyDictionary[ModelView, Reading]" = WeakKeyDictionary()
+_points: "WeakKeyDictionary[ModelView, ModelPoints]" = WeakKeyDictionary()
+_held: ContextVar[list[ModelView] | None] = ContextVar("held", default=None)
 
 
 @contextmanager
 def one_reading() -> Generator[None, None, None]:
     """Passes that are frozen inside share the reading of their model until its state changes; nothing is left after.
 
-    Every pass is proved against the model's own run all the same.
+    Elsewhere a pass shares the reading of another that is still there. Every pass is proved against the model's own
+    run all the same.
 
     >>> from tensorlens_tl.passes import one_reading
     >>> with one_reading():
@@ -87,11 +82,11 @@ def one_reading() -> Generator[None, None, None]:
     >>> first.view is second.view
     True
     """
-    token = _shared.set([])
+    token = _held.set([])
     try:
         yield
     finally:
-        _shared.reset(token)
+        _held.reset(token)
 
 
 def unchecked_view(model: Any) -> ModelView:
@@ -100,26 +95,29 @@ def unchecked_view(model: Any) -> ModelView:
     Raises:
         UnsupportedModelError, InvalidInputError: as `ModelView`.
     """
-    shared = _shared.get()
-    if shared and shared[0].view.model is model:
-        return shared[0].view
+    held = _held.get()
+    if held and held[0].model is model:
+        return held[0]
     return ModelView(model)
 
 
-def view_of(model: Any) -> ModelView:
-    """A model's view: inside `one_reading` the same one as before, where that still holds.
+def shared_view(view: ModelView) -> tuple[ModelView, WeightState]:
+    """The view of a model's last pass where the model is what it was, else this one; and its weights' state.
 
-    Raises:
-        UnsupportedModelError, InvalidInputError: as `ModelView`.
+    A view whose weights are brought in is shared inside `one_reading` alone: two threads may bring them in at once.
     """
-    shared = _shared.get()
-    if shared is None:
-        return ModelView(model)
-    if not shared or not shared[0].holds(model):
-        shared[:] = [Reading.of(model)]
-    view = shared[0].view
-    view.refuse_split_inputs()
-    return view
+    model = view.model
+    reading = Reading.of(model)
+    held = _held.get()
+    if held is not None or not (view.any_offloaded or view.any_moved):
+        last = _views.get(model, lambda: None)()
+        if last is not None and reading.equals(_readings[last]):
+            view = last
+        _views[model] = ref(view)
+    reading = _readings.setdefault(view, reading)
+    if held is not None:
+        held[:] = [view]
+    return view, reading.weights
 
 
 def points_of(view: ModelView) -> ModelPoints:
@@ -128,7 +126,8 @@ def points_of(view: ModelView) -> ModelPoints:
     Raises:
         UnsupportedModelError: as `model_points`.
     """
-    shared = _shared.get()
-    if shared and shared[0].view is view:
-        return shared[0].points
-    return model_points(view)
+    if view not in _readings:
+        return model_points(view)
+    if view not in _points:
+        _points[view] = model_points(view)
+    return _points[view]

@@ -73,7 +73,7 @@ class Untrained:
         """All of them, by Hugging Face's names; None where the model does not show it."""
         return maybe(tuple, self._weights)
 
-    @property
+    @cached_property
     def head(self) -> tuple[str, ...]:
         """Those that stand between the hidden state and the logits."""
         parts: list[str] = [*HEAD_PARTS]
@@ -81,7 +81,7 @@ class Untrained:
             parts.append("ln_final")
         return self._inside(parts)
 
-    @property
+    @cached_property
     def stack(self) -> tuple[str, ...]:
         """Those that the hidden state itself depends on: of embeddings, blocks and the final norm."""
         children = [name for name, _ in self.model.named_children() if name != "original_model"]
