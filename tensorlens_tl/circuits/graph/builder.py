@@ -238,8 +238,8 @@ class GraphBuilder:
         if sublayer.is_attention:
             self.edges.into_heads(sublayer, nodes, first, cotangent, carried)
         elif sublayer.read.mixes:
-            for number, part in enumerate(sublayer.split(cotangent[0, 0]).unbind(-2)):
-                self.edges.into_mixing(first + number, sublayer.read_of(number), part, carried)
+            reads = [sublayer.read_of(number) for number in range(len(nodes))]
+            self.edges.into_mixing(first, reads, sublayer.split(cotangent[0, 0]).unbind(-2), carried)
         else:
             self.edges.into_positionwise(sublayer, nodes, first, cotangent, carried)
         return [node.outputs for node in nodes]
@@ -292,6 +292,6 @@ class GraphBuilder:
         if step.outer.bias is not ZERO:  # what changed weights of it add
             biases = (cotangent * step.outer.bias[0]).sum(-1)
         row = self._add(step.outer_name, "whitening", step.layer, (cotangent * output).sum(-1), biases)
-        self.edges.into_mixing(row, step.outer, cotangent, self._carried(outputs))
+        self.edges.into_mixing(row, [step.outer], [cotangent], self._carried(outputs))
         self.carried = [row]
         return output[None]

@@ -1,5 +1,6 @@
 """The edges of a contribution graph: what enters each node from every source before it, and which of it is large."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -86,8 +87,13 @@ class Edges:
             carried: the sources.
         """
         parts = sublayer.split(cotangent[0, 0])
-        for number, node in enumerate(nodes):
-            read = sublayer.read_of(number)
+        reads = [sublayer.read_of(number) for number in range(len(nodes))]
+        if not any(len(node.chosen) for node in nodes):
+            alone = parts.unbind(1)
+            pulled = [read.pull(part[None, None])[:, 0] for read, part in zip(reads, alone, strict=True)]
+            self.into_rows(first, torch.cat(pulled), carried)
+            return
+        for number, (node, read) in enumerate(zip(nodes, reads, strict=True)):
             for alone in rows_alone(parts[:, number], node.chosen):
                 self.into_rows(first, read.pull(alone[:, None])[:, 0], carried)
                 first += len(alone)
@@ -123,10 +129,17 @@ class Edges:
         cotangent: Float[Tensor, "1 1 pos width"],
         carried: Carried,
     ) -> None:
-        """Edges into heads, from every position that they read; arguments as in `into_positionwise`."""
-        if self.selection is not None and not any(len(node.chosen) for node in nodes):
-            for number, part in enumerate(sublayer.split(cotangent[0, 0]).unbind(-2)):
-                self.into_mixing(first + number, sublayer.read_of(number), part, carried)
+        """Edges into heads, from every position that they read; arguments as in `into_positionwise`.
+
+        The fewer vectors are multiplied: the target pulled through each head at each query to what it reads, or the
+        values of all sources. Causal heads read from half of all pairs.
+        """
+        whole = not any(len(node.chosen) for node in nodes)
+        width = cotangent.shape[-1] // len(nodes) * sublayer.mixing.kv_heads
+        few = len(nodes) * carried.outputs.shape[1] <= 2 * width
+        if whole and (few or self.selection is not None):
+            reads = [sublayer.read_of(number) for number in range(len(nodes))]
+            self.into_mixing(first, reads, sublayer.split(cotangent[0, 0]).unbind(-2), carried)
             return
         outputs = carried.outputs
         pos = outputs.shape[1]
@@ -151,21 +164,47 @@ class Edges:
             self.entering[first] = entering
             first += len(entering)
 
-    def into_mixing(self, row: int, m: AffineMap, cotangent: Float[Tensor, "pos width"], carried: Carried) -> None:
-        """Edges from every position into what mixes positions without a pattern, a few queries at a time."""
+    def into_mixing(
+        self,
+        first: int,
+        reads: Sequence[AffineMap],
+        cotangents: Sequence[Float[Tensor, "pos _width"]],
+        carried: Carried,
+    ) -> None:
+        """Edges from every position into whole nodes that mix positions, all nodes of a sublayer in one product.
+
+        Args:
+            first: the first one's row.
+            reads: what each of them reads.
+            cotangents: what the target becomes at each, pulled back.
+            carried: the sources.
+        """
         outputs = carried.outputs
-        pos, width = cotangent.shape
+        pos = outputs.shape[1]
         at = carried.positions
+        wanted = torch.ones(len(reads), pos, dtype=torch.bool, device=outputs.device)
         if self.selection is not None:
-            at = at[self.selection[row * pos : (row + 1) * pos]]
-        self.entering[row] = torch.zeros(1, pos).to(outputs)
+            wanted = self.selection[first * pos :][: len(reads) * pos].view(-1, pos)
+        self.entering[first] = torch.zeros(len(reads), pos).to(outputs)
+        nodes = wanted.any(1).nonzero()[:, 0]
+        queries = at[wanted.any(0)]
+        if not len(nodes):
+            return
+        width = max(cotangent.shape[1] for cotangent in cotangents)
         at_once = _at_once((len(outputs) + 3 * width) * pos, outputs)
-        for start in range(0, len(at), at_once):
-            queries = at[start : start + at_once]
-            rows = place(cotangent[queries][:, None], queries[:, None], cotangent[None])
-            weights = _products(m.pull(rows)[:, 0], outputs).permute(2, 1, 0)
-            self.entering[row][0, queries] = weights.abs().sum((0, 2))
-            self.add(carried.numbers[:, None], row * pos + queries[:, None], weights)
+        together = max(1, at_once // len(queries))
+        for some in nodes.split(together):
+            for part in queries.split(at_once):
+                rows: list[Tensor] = []
+                for node in some.tolist():
+                    vectors = cotangents[node][part] * wanted[node, part, None]
+                    alone = place(vectors[:, None], part[:, None], cotangents[node][None])
+                    rows.append(reads[node].pull(alone)[:, 0])
+                # [node, source, query, key]
+                weights = _mixed_products(torch.cat(rows), outputs).unflatten(0, (len(some), -1)).transpose(1, 2)
+                self.entering[first][some[:, None], part] = weights.abs().sum((1, 3))
+                ends = (first + some[:, None]) * pos + part
+                self.add(carried.numbers[:, None], ends[:, None, :, None], weights)
 
     def add(self, source: Tensor, target: Tensor, weights: Tensor) -> None:
         """Add the edges that are large enough; numbers of nodes broadcast to `weights`."""
@@ -224,6 +263,17 @@ def _products(
 ) -> Float[Tensor, "pos row source"]:
     """Of every read and every output at a position; where an einsum would copy all outputs for each node."""
     return reads.transpose(0, 1) @ outputs.permute(1, 2, 0)
+
+
+def _mixed_products(
+    reads: Float[Tensor, "row pos d_model"], outputs: Float[Tensor, "source pos d_model"]
+) -> Float[Tensor, "row source pos"]:
+    """Of every read and every output at each position; of reads that are zero there, as after a query, none."""
+    products = reads.new_zeros(reads.shape[1], len(reads), len(outputs))
+    live = reads.any(-1).T
+    for position, rows in enumerate(live):
+        products[position, rows] = reads[rows, position] @ outputs[:, position].T
+    return products.permute(1, 2, 0)
 
 
 def _at_once(numbers: int, like: Tensor) -> int:
