@@ -11,6 +11,7 @@ from tensorlens_tl.hooks.capture import (
     keep_in,
     logits_at,
     observe,
+    run_until,
     states_and_logits,
 )
 from tensorlens_tl.hooks.freeze import (
@@ -88,6 +89,7 @@ __all__ = [
     "refuse_attached",
     "replace",
     "run",
+    "run_until",
     "states_and_logits",
     "take_off_leftovers",
     "unheld_run",

@@ -81,12 +81,10 @@ def observe(
     # one filter instead of a hook for each name: a Bridge lists all its hook points again for every name
     look: list[FwdHook] = [(called.__contains__, in_this_thread(note))]
     placed = [*hooks, *look] if changed else [*look, *hooks]
-    if last is not None:
-        placed.append((last, in_this_thread(_stop)))
     output = None
     called_with = {name: calls[name] for name in names if name in calls}
-    with torch.no_grad(), suppress(_ReachedError), seen_calls(called_with, see):
-        output = run(model, inputs, placed, listed)
+    with torch.no_grad(), seen_calls(called_with, see):
+        output = run_until(model, inputs, placed, last, listed)
     expected = [name for point, names in wanted.items() if point not in fired for name in names]
     silent = [name for name in expected if name not in optional]
     if silent:
@@ -102,6 +100,27 @@ def observe(
             "activation for each block does not describe it. Such models cannot be frozen."
         )
     return output
+
+
+def run_until(
+    model: HookedModel,
+    inputs: Mapping[str, Any],
+    hooks: Sequence[FwdHook],
+    last: str | None,
+    points: Mapping[str, Any] | None = None,
+) -> Any:
+    """`run` up to a hook point, after the hooks there; then there is no output. None runs the whole model.
+
+    >>> from tensorlens_tl.hooks import run_until
+    >>> show = ("hook_embed", lambda activation, hook: print(activation.shape))
+    >>> run_until(model, frozen.inputs, [show], "blocks.0.hook_resid_pre")
+    torch.Size([1, 7, 128])
+    """
+    if last is not None:
+        hooks = [*hooks, (last, in_this_thread(_stop))]
+    with suppress(_ReachedError):
+        return run(model, inputs, hooks, points)
+    return None
 
 
 def capture(

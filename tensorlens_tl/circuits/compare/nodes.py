@@ -26,7 +26,7 @@ hooks added to one of the runs, or of a patch, which is a node by the name of it
 model's own answer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -51,10 +51,10 @@ from tensorlens_tl.circuits.compare.pairs import (
 from tensorlens_tl.circuits.compare.weights_forward import Replay, recordable
 from tensorlens_tl.circuits.live import LiveTarget, NodeChange, losses, sublayer_nodes
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, summed_by_name
-from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, run
+from tensorlens_tl.hooks import FwdHook, in_this_thread, run_until
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.models.parameters import saved_by_name
-from tensorlens_tl.passes import FrozenPass, PassLike, note_rounding, one_question
+from tensorlens_tl.passes import PassLike, note_rounding, one_question
 from tensorlens_tl.results import Terms
 
 BY = ("component", "head", "neuron", "stream")
@@ -223,23 +223,22 @@ class _LiveNodes:
     """The nodes of a live model, with their values for both prompts."""
 
     def __init__(self, readout: StreamTarget, corrupted: PassLike, by: str, method: str) -> None:
-        self.live = LiveTarget(readout, f"patch_scores(method={method!r})")
+        question = f"patch_scores(method={method!r})"
         self.readout = readout
-        self.frozen = self.live.frozen
+        self.frozen = readout.stream.run
         self.corrupted = corrupted
-        self.nodes = list(_live_nodes(self.live, by))
+        self.nodes = list(_live_nodes(readout, question, by))
         self.names = [node.name for node in self.nodes]
         self.points = list(dict.fromkeys(point for node in self.nodes for point in node.points))
-        self.clean, _ = self._values(self.frozen)
-        self.other, number = self._values(corrupted)
-        self.live.check_other(number, readout.number_of(corrupted.activation))
+        self.live = LiveTarget(readout, question, self.points)
+        self.clean = self._values(self.live.seen)
+        seen = self.live.run_of(corrupted, self.points)
+        self.other = self._values(seen)
+        self.live.check_other(self.live.number(seen)[0], readout.number_of(corrupted.activation))
 
-    def _values(self, frozen: FrozenPass) -> tuple[dict[str, Tensor], Float[Tensor, "batch query"]]:
-        """What the live model has at every node for some prompts, and the number that it gives."""
-        names = list(dict.fromkeys([*self.points, *self.readout.points]))
-        activations, _ = capture(frozen.model, frozen.inputs, names)
-        values = {point: self._side_by_side(point, activations[point]) for point in self.points}
-        return values, self.live.number(activations)[0]
+    def _values(self, seen: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a run of the live model gave at every node."""
+        return {point: self._side_by_side(point, seen[point]) for point in self.points}
 
     def _side_by_side(self, point: str, value: Tensor) -> Float[Tensor, "batch some width"]:
         """What a hook point shows, with heads side by side; some classes flatten batch and position."""
@@ -295,7 +294,7 @@ class _LiveNodes:
             hooks: list[FwdHook] = [(name, in_this_thread(partial(start, name=name))) for name in added]
             hooks += [(name, in_this_thread(partial(add, name=name))) for name in self.points if name not in added]
             hooks += [(name, in_this_thread(partial(see, name=name))) for name in readout.points]
-            run(frozen.model, frozen.inputs, hooks)
+            run_until(frozen.model, frozen.inputs, hooks, readout.points[-1])
             number = self.live.number(read).sum()
             leaves = [added[point] for point in self.points]
             is_half = leaves[0].dtype.itemsize == 2
@@ -326,14 +325,14 @@ class _LiveNodes:
         return scores.unflatten(2, (-1, pos))
 
 
-def _live_nodes(live: LiveTarget, by: str) -> Iterator[NodeChange]:
+def _live_nodes(readout: StreamTarget, question: str, by: str) -> Iterator[NodeChange]:
     """The first block's input, and the nodes of every sublayer or the stream before every block."""
-    captured = live.frozen.capture
+    captured = readout.stream.run.capture
     yield NodeChange("embed", tuple(captured.stream_names(0)))
     if by != "stream":
-        yield from sublayer_nodes(live, by, "Use method='frozen', which reads weights, or by='stream'.")
+        yield from sublayer_nodes(readout, question, by, "Use method='frozen', which reads weights, or by='stream'.")
         return
-    for layer in range(live.frozen.n_layers):
+    for layer in range(captured.n_layers):
         # the stream before a block is what the block before it gives; of an encoder–decoder that of its side
         side = -1 if layer >= captured.view.encoder_layers else 0
         yield NodeChange(f"L{layer}.stream", (captured.stream_names(layer)[side],), layer=max(layer - 1, 0))

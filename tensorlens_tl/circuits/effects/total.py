@@ -124,7 +124,8 @@ def _frozen(
 def _live(
     readout: StreamTarget, by: str, nodes: Sequence[str] | None, memory: Memory
 ) -> tuple[list[str], Float[Tensor, "batch query term"]]:
-    live = LiveTarget(readout, "total_effects(live=True)")
-    changes = list(sublayer_nodes(live, by, "Leave live out: the frozen model's effects are exact."))
+    question = "total_effects(live=True)"
+    live = LiveTarget(readout, question)
+    changes = list(sublayer_nodes(readout, question, by, "Leave live out: the frozen model's effects are exact."))
     changes = [changes[number] for number in _chosen([change.name for change in changes], nodes)]
     return [change.name for change in changes], losses(live, changes, None, memory, "ablations")

@@ -17,7 +17,7 @@ from tensorlens_tl.algebra import Beside
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.circuits.live.experts import Expert, without_experts
 from tensorlens_tl.circuits.live.target import LiveTarget
-from tensorlens_tl.circuits.stream import Sublayer
+from tensorlens_tl.circuits.stream import StreamTarget, Sublayer
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, changed_calls, in_this_thread
 from tensorlens_tl.models.sublayers import ExpertsWeights
@@ -161,11 +161,12 @@ def _changed(
     return changed.reshape(tensor.shape)
 
 
-def sublayer_nodes(live: LiveTarget, by: str, advice: str) -> Iterator[NodeChange]:
+def sublayer_nodes(readout: StreamTarget, question: str, by: str, advice: str) -> Iterator[NodeChange]:
     """Every sublayer's nodes where the live model has them.
 
     Args:
-        live: the target whose stream they belong to.
+        readout: the target whose stream they belong to.
+        question: the function that was called, for messages.
         by: ``"component"`` (attention and MLPs whole), ``"head"`` (attention by head, a mixture by expert) or
             ``"neuron"`` (MLPs by neuron as well).
         advice: what to do where no hook reaches a sublayer, for the message.
@@ -173,19 +174,20 @@ def sublayer_nodes(live: LiveTarget, by: str, advice: str) -> Iterator[NodeChang
     Raises:
         UnsupportedModelError: neither a hook nor a module's call reaches a sublayer's nodes.
     """
-    for step in live.readout.stream.steps:
+    frozen = readout.stream.run
+    for step in readout.stream.steps:
         for sublayer in step.sublayers:
             if isinstance(sublayer.read.stages[-1], Beside):
-                yield from _expert_nodes(live, sublayer, by)
+                yield from _expert_nodes(frozen, question, sublayer, by)
                 continue
-            point = _hidden_point(live.frozen, sublayer)
+            point = _hidden_point(frozen, sublayer)
             if point is None:
                 raise UnsupportedModelError(
-                    f"{live.question}: nothing inside {sublayer.name} of this {live.frozen.view.description} can be "
+                    f"{question}: nothing inside {sublayer.name} of this {frozen.view.description} can be "
                     f"changed by a hook (a gate or a norm inside, a mixer in place of attention, one output of self- "
                     f"and cross-attention). {advice}"
                 )
-            names = _node_names(live.frozen, sublayer, by)
+            names = _node_names(frozen, sublayer, by)
             for part, name in enumerate(names):
                 yield NodeChange(name, (point,), part, len(names), layer=sublayer.layer)
 
@@ -215,14 +217,14 @@ def _node_names(frozen: FrozenPass, sublayer: Sublayer, by: str) -> Sequence[str
     return sublayer.nodes
 
 
-def _expert_nodes(live: LiveTarget, sublayer: Sublayer, by: str) -> Iterator[NodeChange]:
+def _expert_nodes(frozen: FrozenPass, question: str, sublayer: Sublayer, by: str) -> Iterator[NodeChange]:
     """A mixture of experts at its end, or each of them where it is called.
 
     Raises:
         UnsupportedModelError: a shared expert that is called in a way that is not known.
     """
-    points = live.frozen.points.blocks[sublayer.layer]
-    weights = live.frozen.view.blocks[sublayer.layer].mlp
+    points = frozen.points.blocks[sublayer.layer]
+    weights = frozen.view.blocks[sublayer.layer].mlp
     assert isinstance(weights, ExpertsWeights)
     assert points.mlp is not None  # experts are held as a whole
     shared = () if points.shared is None else (points.shared.out,)
@@ -243,6 +245,6 @@ def _expert_nodes(live: LiveTarget, sublayer: Sublayer, by: str) -> Iterator[Nod
             yield NodeChange(name, expert=Expert(weights, None, weights.shared_module), layer=layer)
         else:
             raise UnsupportedModelError(
-                f"{live.question}: no hook and no module is known where {name} could be taken away. "
+                f"{question}: no hook and no module is known where {name} could be taken away. "
                 "by='component' takes all experts of a layer away; or leave live out."
             )

@@ -10,6 +10,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.circuits.stream import StreamTarget
 from tensorlens_tl.hooks import FwdHook, capture
+from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.live import Copies, EarlierLayers, prove_obedience, repeated
 
 
@@ -21,6 +22,11 @@ class LiveTarget:
         frozen: the pass.
         question: the function that was called, for messages.
         earlier: the layers that a change need not compute again.
+        seen: what the model gave at some hook points in the run that compares its number with the pass's.
+
+    Args:
+        readout, question: as above.
+        points: those hook points besides those that the target reads.
 
     Raises:
         UnsupportedModelError: the model ignores hooks.
@@ -28,7 +34,7 @@ class LiveTarget:
             it.
     """
 
-    def __init__(self, readout: StreamTarget, question: str) -> None:
+    def __init__(self, readout: StreamTarget, question: str, points: Sequence[str] = ()) -> None:
         self.readout = readout
         self.frozen = readout.stream.run
         self.question = question
@@ -40,25 +46,28 @@ class LiveTarget:
         # a difference of two logits may be small beside the rounding of the logits themselves
         rounding = 32 * torch.finfo(activations.dtype).eps / activations.shape[-1] ** 0.5
         self._scale = max(float(readout.total.abs().max()), rounding / self._model.tolerance * float(sizes.max()))
-        error = self._error(self.numbers(1, [], self.earlier.seen())[0])
+        with self.earlier.seen():
+            self.seen = self.run_of(self.frozen, points)
+        error = self._error(self.number(self.seen)[0])
         self._model.refuse(error, f"they differ by {error:.1e}")
         prove_obedience(self.frozen.maps)  # after the number: a hook put on since would look like disobedience
 
-    def numbers(
-        self, copies: int, hooks: Sequence[FwdHook], inside: AbstractContextManager[None] | None = None
-    ) -> Float[Tensor, "copy batch query"]:
+    def numbers(self, copies: int, hooks: Sequence[FwdHook]) -> Float[Tensor, "copy batch query"]:
         """The number in one run of copies of the prompts, as hooks make it.
 
         Args:
             copies: how many there are.
             hooks: what changes them.
-            inside: what the run takes place in, for changes where there is no hook point.
         """
         names = self.readout.points
         inputs = repeated(self.frozen.inputs, copies)
-        with inside or nullcontext():
-            activations, _ = capture(self.frozen.model, inputs, names, hooks=hooks, last=names[-1])
+        activations, _ = capture(self.frozen.model, inputs, names, hooks=hooks, last=names[-1])
         return self.number(activations, copies)
+
+    def run_of(self, frozen: FrozenPass, points: Sequence[str]) -> dict[str, Tensor]:
+        """What the model gives for the prompts of a pass at hook points, and where the target reads it, the last."""
+        names = list(dict.fromkeys([*points, *self.readout.points]))
+        return capture(frozen.model, frozen.inputs, names, last=self.readout.points[-1])[0]
 
     def number(self, activations: Mapping[str, Tensor], copies: int = 1) -> Float[Tensor, "copy batch query"]:
         """The number of what copies of some prompts have at the hook points where the target reads it."""

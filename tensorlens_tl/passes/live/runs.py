@@ -22,7 +22,7 @@ from torch import Tensor
 from tensorlens_tl.algebra.memory import Memory, chunks, in_bytes
 from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.errors import FrozenModelError
-from tensorlens_tl.hooks import capture, foreign_hooks, hook_numbers, refuse_attached
+from tensorlens_tl.hooks import capture, foreign_hooks, refuse_attached
 from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.passes.capture import Capture
 
@@ -54,8 +54,9 @@ class LiveModel:
         refuse_dropout(capture.view.model)
         self.capture = capture
         self.question = question
-        self.alone = bool(foreign_hooks(capture.model))
-        self.same_hooks = capture.hook_numbers == hook_numbers(capture.model)
+        others = foreign_hooks(capture.model)
+        self.alone = bool(others)
+        self.same_hooks = capture.hook_numbers == {hook.number for hook in others}
         self.copies_tolerance = tolerance
         self.tolerance = tolerance if self.same_hooks else min(tolerance, SAME_SHAPE)
 
