@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -29,7 +29,7 @@ FwdHook = tuple[Any, Callable[..., Any]]
 
 _unheld: ContextVar[bool] = ContextVar("unheld", default=False)
 _keepers: "WeakKeyDictionary[Any, WeakSet[Any]]" = WeakKeyDictionary()  # by model
-_known: ContextVar[tuple[Any, dict[str, Any], list[nn.Module]] | None] = ContextVar("known", default=None)
+_known: ContextVar["_Listing | None"] = ContextVar("known", default=None)
 
 
 def run(
@@ -136,41 +136,67 @@ def _drop(module: Any, args: Any, output: Any) -> None:
 @contextmanager
 def unheld_run(model: HookedModel) -> Generator[None, None, None]:
     """Runs inside are the model's own: this thread holds its lock, and a frozen pass's hooks do nothing."""
-    with lock_of(model):
-        # a Bridge puts its list of hook points together anew for everyone who asks: here it is asked once
-        whole_model: Any = model
+    with listed_once(model):
         take_off_leftovers(model)
-        before = (_unheld.get(), _known.get())
+        before = _unheld.get()
         try:
             _unheld.set(True)
-            _known.set((model, dict(model.hook_dict), list(whole(whole_model))))
             yield
         finally:  # twice, as an interrupt may come in between
             try:
-                _restore(*before)
+                _unheld.set(before)
             finally:
-                _restore(*before)
+                _unheld.set(before)
 
 
-def _restore(unheld: bool, known: tuple[Any, dict[str, Any], list[nn.Module]] | None) -> None:
-    _unheld.set(unheld)
-    _known.set(known)
+@contextmanager
+def listed_once(model: HookedModel) -> Generator[None, None, None]:
+    """Inside, this thread holds the model's lock, and its hook points and modules are listed once.
+
+    A Bridge puts its list of hook points together anew for everyone who asks.
+    """
+    with lock_of(model):
+        before = _known.get()
+        try:
+            if before is None or before.model is not model:
+                _known.set(_Listing(model))
+            yield
+        finally:  # twice, as an interrupt may come in between
+            try:
+                _known.set(before)
+            finally:
+                _known.set(before)
+
+
+class _Listing:
+    """A model's hook points and modules, each listed when somebody first asks."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @cached_property
+    def points(self) -> dict[str, Any]:
+        return dict(self.model.hook_dict)
+
+    @cached_property
+    def modules(self) -> list[nn.Module]:
+        return list(whole(self.model))
 
 
 def hook_points(model: HookedModel) -> dict[str, Any]:
     """The model's hook points by name."""
     known = _known.get()
-    if known is None or known[0] is not model:
+    if known is None or known.model is not model:
         return dict(model.hook_dict)
-    return known[1]
+    return known.points
 
 
 def modules(model: Any) -> list[nn.Module]:
     """All modules of a model; of a Bridge also those of the model that it wraps."""
     known = _known.get()
-    if known is None or known[0] is not model:
+    if known is None or known.model is not model:
         return list(whole(model))
-    return known[2]
+    return known.modules
 
 
 def is_unheld() -> bool:

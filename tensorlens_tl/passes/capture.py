@@ -15,7 +15,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import HeldScores, on_device
 from tensorlens_tl.algebra.numerics import refuse_autocast, upcast
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
-from tensorlens_tl.hooks import ModelPoints, StreamPoint, foreign_hooks, lock_of, with_other_names
+from tensorlens_tl.hooks import ModelPoints, StreamPoint, foreign_hooks, listed_once, lock_of, with_other_names
 from tensorlens_tl.models import HookedModel, ModelView
 from tensorlens_tl.models.lifecycle import WeightState, changed, configuration
 from tensorlens_tl.passes.inputs import Prompt
@@ -38,7 +38,7 @@ def one_check(model: HookedModel) -> Generator[None, None, None]:
     Raises:
         FrozenModelError: as it ends, if the weights of a pass that was compared are no longer those of the pass.
     """
-    with lock_of(model):
+    with listed_once(model):
         if _checked.get() is not None:
             yield
             return
