@@ -6,6 +6,7 @@ import re
 import struct
 import zlib
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,12 @@ NASTY = "<img src=x onerror=alert(1)> \"'></svg><script>alert(2)</script>"
 @pytest.fixture(scope="module")
 def frozen():
     return tlens.freeze(tlens.load_demo_model(), "Return the value of the")
+
+
+def sum_of(value: torch.Tensor | None) -> float:
+    """The one number of a total or a gap, of a result that has it."""
+    assert value is not None
+    return float(value)
 
 
 def decoded(uri):
@@ -172,7 +179,12 @@ def test_comparing_methods(frozen):
     assert "Picture(" in repr(picture)
     assert "mine" in report.compare({"mine": a}).body
     other = tlens.attribute(tlens.load_demo_model(), "Another prompt")
-    for bad, message in (([a, other], "compare one prompt"), ([], "pass Attributions"), ("text", "pass Attributions")):
+    refused: list[tuple[Any, str]] = [
+        ([a, other], "compare one prompt"),
+        ([], "pass Attributions"),
+        ("text", "pass Attributions"),
+    ]
+    for bad, message in refused:
         with pytest.raises(tlens.InvalidInputError, match=message):
             report.compare(bad)
 
@@ -197,7 +209,7 @@ def test_terms_are_shown_with_their_sum(frozen):
 def test_a_graph_is_drawn_within_its_frame(frozen):
     graph = circuits.contribution_graph(frozen, " the")
     html = graph._repr_html_()
-    width, height = (float(size) for size in re.search(r'<svg width="(\d+)" height="(\d+)"', html).groups())
+    width, height = (float(size) for size in re.findall(r'<svg width="(\d+)" height="(\d+)"', html)[0])
     for x, y, r in re.findall(r'cx="([\d.]+)" cy="([\d.]+)" r="([\d.]+)"', html):
         assert float(r) <= float(x) <= width - float(r)
         assert float(r) <= float(y) <= height - float(r)
@@ -213,7 +225,7 @@ def test_the_report_says_what_was_measured(frozen):
     picture = report.explain(frozen, target=" the", minus=" a", methods=["tensorlens", "rollout"])
     assert "logit of &#x27; the&#x27; − &#x27; a&#x27;" in picture.body
     own = tlens.attribute(frozen, collapse="target", target=" the", minus=" a")
-    assert f"<b>{float(own.total):+.4g}</b>" in picture.body
+    assert f"<b>{sum_of(own.total):+.4g}</b>" in picture.body
     assert f"{float(own.scores[0, 0, 1]):+.4g}" in picture.body
     assert "blocks.3: the composed map" in picture.body
     chances = frozen.last_logits[0].double().softmax(-1)
@@ -235,12 +247,12 @@ def test_the_report_begins_with_an_answer_that_adds_up(frozen):
     heads = circuits.logit_attribution(frozen, " the", " a", by="head")
     assert [name for name, _ in rows_of(tokens)[:5]] == [f"{e.name!r} · {e.position}" for e in why.top(5)]
     real = {name: abs(float(heads[name])) for name in heads.names if re.fullmatch(r"L\dH\d|MLP\d", name)}
-    assert [name for name, _ in rows_of(components)[:5]] == sorted(real, key=real.get, reverse=True)[:5]
+    assert [name for name, _ in rows_of(components)[:5]] == sorted(real, key=lambda name: real[name], reverse=True)[:5]
     for card in (tokens, components):
         *lines, (name, total) = rows_of(card)
         assert name == "sum"
         assert sum(value for _, value in lines) == pytest.approx(total, abs=5e-3)  # four digits each
-        assert total == pytest.approx(float(why.total), rel=1e-3)
+        assert total == pytest.approx(sum_of(why.total), rel=1e-3)
     prediction = next(card for name, card in cards_.items() if name.startswith("What it expects after"))
     assert ">explained</td>" in prediction
     assert ">against</td>" in prediction
@@ -252,8 +264,9 @@ def test_the_report_of_a_generated_text_begins_with_an_answer_that_adds_up(froze
     text = tlens.generation.freeze_generation(frozen.model, "If the file is not found, a", max_new_tokens=5)
     whole = text.attribute(span=span, minus=minus)
     terms = stretch_components(text, whole, minus)
-    assert float(terms.total) == pytest.approx(float(whole.total), rel=1e-5)
-    assert float(terms.gap) < 1e-6
+    assert terms is not None
+    assert sum_of(terms.total) == pytest.approx(sum_of(whole.total), rel=1e-5)
+    assert sum_of(terms.gap) < 1e-6
     body = report.explain_generation(text, span=span, minus=minus).body
     cards_ = re.findall(r'<section class="card" aria-label="([^"]*)">(.*?)</section>', body.split("<h2>Each token")[0])
     assert len(cards_) == 3
@@ -262,7 +275,7 @@ def test_the_report_of_a_generated_text_begins_with_an_answer_that_adds_up(froze
         assert name == "sum"
         assert len(lines) == 7
         assert sum(value for _, value in lines) == pytest.approx(total, abs=0.05)  # four digits each
-        assert total == pytest.approx(float(whole.total), rel=1e-3)
+        assert total == pytest.approx(sum_of(whole.total), rel=1e-3)
 
 
 def test_components_of_runners_up_are_left_out(frozen):
@@ -276,7 +289,7 @@ def test_a_framed_method_does_not_set_the_scale_of_its_group(frozen):
     said = methods.answers(frozen, question, ["tensorlens", "integrated-gradients"])
     loose = said.shown["integrated-gradients"].result
     exact = said.shown["tensorlens (target)"].result
-    huge = replace(loose, scores=1000 * loose.scores, gap=torch.ones_like(loose.gap))
+    huge = replace(loose, scores=1000 * loose.scores, gap=torch.ones_like(loose.scores[:, :, 0]))
     shown = said.shown | {"integrated-gradients": replace(said.shown["integrated-gradients"], result=huge)}
     html = groups.grouped_html(shown, question.position).split("Maps of token pairs")[0]
     assert f"+{float(exact.scores.abs().max()):.3g}, blue" in html
@@ -396,7 +409,7 @@ def test_the_page_is_one_file_and_inert(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"input": "text"}, "input already"),
+        ({"input": " the", "target": " a"}, "input already"),
         ({"query": 99}, "out of range"),
         ({"target": "two words"}, "one token"),
     ],
@@ -428,6 +441,7 @@ def evaluation(methods=7, labels=None, **changes):
 
 def test_an_evaluation_shows_every_method_and_value():
     result = evaluation()
+    assert result.curves is not None
     html = result.to_html(style=False)
     assert html == result._repr_html_().removeprefix(page.head())
     for number, metric in enumerate(result.metrics):
@@ -441,7 +455,7 @@ def test_an_evaluation_shows_every_method_and_value():
             mean, low, high = (result.table(metric).loc[method, (metric, what)] for what in ("mean", "low", "high"))
             assert f"{mean:.3g} [{low:.3g}, {high:.3g}]" in html
         best = result.table(metric).index[0]
-        assert re.search(rf'<b>{metric}</b>.*?class="r spans"><tbody><tr>.*?</tr><tr><td>(m\d)', html).group(1) == best
+        assert re.findall(rf'<b>{metric}</b>.*?class="r spans"><tbody><tr>.*?</tr><tr><td>(m\d)', html)[0] == best
     assert html.count('class="t other"') == 2 * 2  # all but the best five
 
 
@@ -462,7 +476,7 @@ def test_evaluations_without_curves_values_or_harm():
 def test_a_gap_that_is_none_is_pointed_out(frozen):
     sums = tlens.attribute(frozen, collapse="target", target=5)
     loose = tlens.attribute(frozen, method="integrated-gradients", target=5, steps=1)
-    assert float(loose.gap) > heat_maps.LOOSE
+    assert sum_of(loose.gap) > heat_maps.LOOSE
     html = report.compare([sums, loose]).body
     assert html.count("class=loose") == 1
     assert "The gap of integrated-gradients is framed: its integral has not converged at steps=1" in html
@@ -471,7 +485,7 @@ def test_a_gap_that_is_none_is_pointed_out(frozen):
 
 def test_a_method_that_claims_no_sum_is_not_advised_to_take_more_steps(frozen):
     rules = [tlens.attribute(frozen, method=name, target=5) for name in ("attnlrp", "gim")]
-    assert all(float(result.gap) > heat_maps.LOOSE for result in rules)
+    assert all(sum_of(result.gap) > heat_maps.LOOSE for result in rules)
     html = report.compare(rules).body
     assert html.count("class=loose") == 2
     assert "The gap of attnlrp and gim is framed: the method does not claim" in html
@@ -504,7 +518,8 @@ def test_results_of_different_queries_are_not_compared(frozen):
     with pytest.raises(tlens.InvalidInputError, match="different queries"):
         report.compare([first, last])
     every = tlens.attribute(frozen, query="all")
-    assert "2 attributions" in report.compare({1: every, 2: last}).body
+    numbered: dict[Any, Any] = {1: every, 2: last}
+    assert "2 attributions" in report.compare(numbered).body
 
 
 def test_small_multiples_have_scales_of_their_own():

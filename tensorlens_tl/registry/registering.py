@@ -6,7 +6,7 @@ from functools import wraps
 from importlib.metadata import entry_points
 from typing import Annotated, Any, cast
 
-from tensorlens_tl._arguments import checked_arguments
+from tensorlens_tl._arguments import checked_arguments, checked_names
 from tensorlens_tl.errors import InvalidInputError, RegistryError, warn_caller
 from tensorlens_tl.passes import Difference, FrozenPass, check_pass
 from tensorlens_tl.registry.entries import (
@@ -118,11 +118,11 @@ def _checking(method: Method) -> Callable[..., Attribution]:
     """A method's function that checks what the method needs before it is called."""
 
     @wraps(method.function)
-    def checked(frozen: Any, **options: Any) -> Attribution:
+    def checked(frozen: Any, *others: Any, **options: Any) -> Attribution:
         if not (method.explains_differences and isinstance(frozen, Difference)):
             check_pass(frozen)
         method.check(frozen, options)
-        return method.function(frozen, **options)
+        return method.function(frozen, *others, **options)  # ours refuse others, with their signature
 
     return checked
 
@@ -170,6 +170,7 @@ def register_alias(
     def decorate(declared: MethodFunction) -> MethodFunction:
         defaults = Method(name, declared).options
 
+        @checked_names
         @wraps(declared)
         def alias(frozen: FrozenPass, **options: Any) -> Attribution:
             chosen = defaults | options

@@ -21,13 +21,15 @@ from tensorlens_tl.report.methods import Limits, answers
 from tensorlens_tl.report.prediction import Prediction, predict
 from tensorlens_tl.results import Terms
 
+TARGET_FOLLOWS = "a frozen pass has its input already, so what follows it is the target: "
+
 
 @checked_names
 def explain(
     model: ModelLike | FrozenPass,
     input: Any = None,
-    *,
     target: TokenLike = None,
+    *,
     minus: TokenLike = None,
     query: Query | None = None,
     methods: Sequence[str] | None = None,
@@ -38,7 +40,8 @@ def explain(
     The page begins with the answer: what is predicted, and the five tokens and five components that it comes from.
 
     Args:
-        model: a TransformerLens model, or a `FrozenPass` of one prompt (then leave `input` out).
+        model: a TransformerLens model; or a `FrozenPass` of one prompt, which has its input already: the target may
+            come next, as in ``explain(frozen, " Paris")``.
         input: a string or token ids.
         target, minus: the token that is explained, and one to compare it with. By default the model's first choice
             against its second; a `target` by itself is its plain logit, as `tensorlens_tl.attribute` has it.
@@ -62,11 +65,22 @@ def explain(
     'Where a prediction comes from: <|bos|>Return the value. Return the'
     """
     chosen = _chosen(methods)
+    in_place_of_input = isinstance(model, FrozenPass) and input is not None
+    if in_place_of_input:
+        if target is not None:
+            raise InvalidInputError(f"explain: {TARGET_FOLLOWS}explain(frozen, ' Paris').")
+        input, target = None, input
     frozen = _one_prompt(model, input)
     limits = Limits(every=slow, named=methods is not None)
     with one_check(frozen.model):  # not each of some 25 methods compares all weights with those of the pass
         frozen.check_fresh()
-        page = _page(frozen, predict(frozen, target, minus, query), chosen, limits)
+        try:
+            prediction = predict(frozen, target, minus, query)
+        except InvalidInputError as error:
+            if not in_place_of_input:
+                raise
+            raise InvalidInputError(f"explain: {TARGET_FOLLOWS}explain(frozen, ' Paris'). ", *error.args) from error
+        page = _page(frozen, prediction, chosen, limits)
     frozen.check_fresh()  # a method that somebody registered may have changed them
     return page
 
@@ -113,17 +127,12 @@ def _one_prompt(model: ModelLike | FrozenPass, input: Any) -> FrozenPass:
     """The pass itself, or that of an input.
 
     Raises:
-        InvalidInputError: no input, one too many, or several prompts.
+        InvalidInputError: no input, or several prompts.
     """
     if not isinstance(model, FrozenPass):
         if input is None:
             raise InvalidInputError("explain: `input` is missing; pass a string or token ids.")
         model = freeze(model, input)
-    elif input is not None:
-        raise InvalidInputError(
-            "explain: a frozen pass has its input already; leave `input` out. A target is passed by name, "
-            "as in explain(frozen, target=' Paris')."
-        )
     if len(model.tokens) != 1:
         raise InvalidInputError(f"explain: the pass has {len(model.tokens)} prompts; freeze one.")
     return model
