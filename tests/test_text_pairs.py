@@ -50,6 +50,36 @@ def test_the_tokens_that_differ_are_the_sources(model):
     assert result.values.shape[-1] == 2
 
 
+def test_prompts_of_several_lengths_are_what_each_is_alone(model):
+    clean = [*CLEAN, "Return the value", "Set the file of the value of the file", "Return the file"]
+    corrupted = [*CORRUPTED, "Return the name", "Set the name of the value of the name", "Return the name"]
+    methods = ["tensorlens target", "relp", "random"]
+    for answers in (None, [" is", " the", " of", " to", " is"]):
+        task = evaluate.text_answers(model, clean, corrupted, answers=answers)
+        together = evaluate.known_answer(model, task, methods, only_correct=False)
+        assert together.values.shape[-1] == len(clean)
+        random_mrr = 0.0
+        for row, pair in enumerate(zip(clean, corrupted, strict=True)):
+            answer = None if answers is None else answers[row : row + 1]
+            alone = evaluate.text_answers(model, pair[:1], pair[1:], answers=answer)
+            length = alone.tokens.shape[1]
+            assert torch.equal(task.tokens[row, :length], alone.tokens[0])
+            assert torch.equal(task.sources[row].nonzero(), alone.sources[0].nonzero())
+            assert task.answers[row] == alone.answers[0]
+            result = evaluate.known_answer(model, alone, methods, only_correct=False)
+            torch.testing.assert_close(together.values[:, :, row], result.values[:, :, 0], rtol=1e-9, atol=1e-12)
+            random_mrr += result.settings["random_mrr"] / len(clean)
+        assert together.settings["random_mrr"] == pytest.approx(random_mrr, abs=1e-12)
+    chosen = task.only(torch.tensor([True, False, True, False, True]))
+    assert repr(chosen) == "KnownAnswers('texts', prompts=3, pos=4 to 7)"
+    half = evaluate.known_answer(model, chosen, methods, only_correct=False, minus=[" a", " to", " not"])
+    assert half.values.shape[-1] == 3
+    with pytest.raises(InvalidInputError, match="several lengths"):
+        evaluate.compression(model, task, {"half": tlens.compress.plan(model, ratio=2)})
+    with pytest.raises(InvalidInputError, match="prompt 0 has a source beyond its end"):
+        evaluate.KnownAnswers("x", task.tokens, task.answers, task.sources, torch.ones(5).long())
+
+
 def test_a_pair_that_does_not_align_is_shown(model):
     with pytest.raises(InvalidInputError) as error:
         evaluate.text_pairs(model, CLEAN, [CORRUPTED[0], "Set the FileNotFoundError of the file"])

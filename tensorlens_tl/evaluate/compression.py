@@ -201,6 +201,7 @@ class Questions:
         if view.unembedding is None:
             raise UnsupportedModelError(f"compression: {view.description} predicts no tokens.")
         if isinstance(task, KnownAnswers):
+            task.refuse_several_lengths("compression")
             positions = torch.full((len(task), 1), task.tokens.shape[1] - 1)
             answers = _checked(view, task.answers[:, None])
             return cls(task.name, _in_parts(view, task.tokens), positions, answers, torch.ones_like(answers).bool())

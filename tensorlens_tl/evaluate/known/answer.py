@@ -47,7 +47,7 @@ def known_answer(
 
     Args:
         model: a TransformerLens model that can do the task.
-        task: prompts, answers and true sources.
+        task: prompts, answers and true sources. Prompts of several lengths are run by length, without padding.
         methods: see `tensorlens_tl.evaluate.scorers`; None is every standard method that fits the model, and random.
         k: of `precision`; None is each prompt's number of true sources.
         minus: explain the predicted token's logit less this one's: a token, one for each prompt, or ``"runner-up"``,
@@ -77,23 +77,24 @@ def known_answer(
         k = whole_number("k", k, 1, task.tokens.shape[1])
     scorers = scorers_of(methods, seed=seed)
     ModelView(model).refuse_encoder_decoder("known_answer")
-    parts = [slice(start, start + PROMPTS_AT_ONCE) for start in range(0, len(task), PROMPTS_AT_ONCE)]
-    first = freeze(model, task.tokens[parts[0]])
+    parts = task.parts(PROMPTS_AT_ONCE)
+    numbers, length = parts[0]
+    first = freeze(model, task.tokens[numbers, :length])
     others: Tensor | None = None
     if minus is not None and minus != "runner-up":
         others = token_ids(first.view, minus, len(task), "minus")[:, 0]
     skipped: dict[str, str] = {}
     if methods is None or len(parts) > 1:  # otherwise each method is tried by what it is for
-        scorers, skipped = usable(scorers, freeze(model, task.tokens[:1]), -1, skip=methods is None)
+        scorers, skipped = usable(scorers, freeze(model, task.tokens[numbers[:1], :length]), -1, skip=methods is None)
     bar = tqdm(total=len(parts) * len(scorers), desc="known answers", leave=False, delay=2.0, disable=not progress)
     generator = torch.Generator().manual_seed(seed)
     rankings = []
     is_answered = []
-    for part in parts:
+    for turn, (part, length) in enumerate(parts):
         frozen = first
-        if part.start:
-            frozen = freeze(model, task.tokens[part], verify=False)
-        sources = task.sources[part]
+        if turn:
+            frozen = freeze(model, task.tokens[part, :length], verify=False)
+        sources = task.sources[part, :length]
         ties = torch.rand(sources.shape, generator=generator, dtype=torch.float64)
         predicted, logits = predictions(frozen)
         is_answered.append(predicted.cpu() == task.answers[part])
@@ -113,17 +114,17 @@ def known_answer(
             scores = scores.abs()
         rankings.append(torch.stack([ranking(row, sources, ties, k) for row in scores], dim=1))
     bar.close()
-    values = torch.cat(rankings, dim=2)
-    correct = torch.cat(is_answered)
+    order = torch.cat([part for part, _ in parts]).argsort()  # of the task again
+    values = torch.cat(rankings, dim=2)[:, :, order]
+    correct = torch.cat(is_answered)[order]
     accuracy = float(correct.double().mean())
     if only_correct and not bool(correct.any()):
         raise InvalidInputError(
             f"known_answer: the model answers none of these {len(task)} {task.name} prompts, so the true sources say "
             "nothing about it. Use a model trained on the task, or only_correct=False."
         )
-    numbers = torch.arange(len(task))
-    if only_correct:
-        numbers = numbers[correct]
+    counted = correct if only_correct else torch.ones_like(correct)
+    numbers = counted.nonzero()[:, 0]
     return Evaluation(
         kind=f"known answers: {task.name}",
         values=values[:, :, numbers],
@@ -135,9 +136,9 @@ def known_answer(
             "task": task.name,
             "prompts": len(task),
             "dropped": len(task) - len(numbers),
-            "tokens": task.tokens.shape[1],
+            "tokens": task.tokens.shape[1],  # of the longest
             "accuracy": accuracy,
-            "random_mrr": _random_mrr(task.sources[numbers]),
+            "random_mrr": _random_mrr(task.only(counted)),
             "minus": None if minus is None else str(minus),
             "absolute": absolute,
             "seed": seed,
@@ -164,10 +165,11 @@ def ranking(
     return torch.stack([1 / (best + 1).double(), hits / top.double(), mass.double()])
 
 
-def _random_mrr(sources: Bool[Tensor, "prompt pos"]) -> float:
-    """What a random order gets on average over these prompts, each with its number of true sources."""
-    counts = Counter(sources.sum(1).tolist())
-    return sum(prompts / len(sources) * expected_mrr(sources.shape[1], count) for count, prompts in counts.items())
+def _random_mrr(task: AnswerTask) -> float:
+    """What a random order gets on average over these prompts, each with its number of tokens and of true sources."""
+    parts = task.parts(len(task))
+    counts = Counter((length, count) for part, length in parts for count in task.sources[part].sum(1).tolist())
+    return sum(prompts / len(task) * expected_mrr(length, count) for (length, count), prompts in counts.items())
 
 
 @checked_names

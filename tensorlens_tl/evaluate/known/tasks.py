@@ -48,15 +48,17 @@ class KnownAnswers:
 
     Attributes:
         name: of the task.
-        tokens: `[prompt, pos]`, all of one length.
+        tokens: `[prompt, pos]`; prompts that are shorter than the longest have anything after their end.
         answers: the token that follows each prompt, `[prompt]`.
         sources: True at the tokens that determine the answer, `[prompt, pos]`.
+        lengths: how many tokens each prompt has, `[prompt]`; None is all of them.
     """
 
     name: str
     tokens: Int[Tensor, "prompt pos"]
     answers: Int[Tensor, "..."]
     sources: Bool[Tensor, "..."]
+    lengths: Int[Tensor, "..."] | None = None
 
     def __post_init__(self) -> None:
         for name, axes in (("tokens", 2), ("answers", 1)):
@@ -67,20 +69,59 @@ class KnownAnswers:
                 f"KnownAnswers: tokens {tuple(self.tokens.shape)}, sources {tuple(self.sources.shape)} and answers "
                 f"{tuple(self.answers.shape)} must agree."
             )
+        if self.lengths is not None:
+            self._check_lengths(self.lengths)
         lacking = ~self.sources.any(1)
         if bool(lacking.any()):
             raise InvalidInputError(f"KnownAnswers: prompt {int(lacking.nonzero()[0])} has no source token.")
+
+    def _check_lengths(self, lengths: TokenIds) -> None:
+        lengths = token_ids("KnownAnswers: lengths", lengths, 1)
+        object.__setattr__(self, "lengths", lengths)
+        prompts, pos = self.tokens.shape
+        if len(lengths) != prompts or not bool(((lengths >= 1) & (lengths <= pos)).all()):
+            raise InvalidInputError(
+                f"KnownAnswers: lengths {lengths.tolist()}; pass one for each of {prompts} prompts, from 1 to {pos}."
+            )
+        beyond = self.sources & (torch.arange(pos) >= lengths[:, None])
+        if bool(beyond.any()):
+            raise InvalidInputError(
+                f"KnownAnswers: prompt {int(beyond.any(1).nonzero()[0])} has a source beyond its end."
+            )
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __repr__(self) -> str:
         prompts, pos = self.tokens.shape
+        if self.lengths is not None:
+            pos = f"{int(self.lengths.min())} to {int(self.lengths.max())}"
         return f"KnownAnswers({self.name!r}, prompts={prompts}, pos={pos})"
+
+    def parts(self, most: int) -> list[tuple[Int[Tensor, "part"], int]]:
+        """The prompts' numbers in parts of one length, and that length: the shortest first, at most so many in each."""
+        if self.lengths is None:
+            return [(numbers, self.tokens.shape[1]) for numbers in torch.arange(len(self)).split(most)]
+        return [
+            (numbers, length)
+            for length in sorted(set(self.lengths.tolist()))
+            for numbers in (self.lengths == length).nonzero()[:, 0].split(most)
+        ]
+
+    def refuse_several_lengths(self, what: str) -> None:
+        """Raise `InvalidInputError` where the prompts do not have one length."""
+        if self.lengths is not None and bool((self.lengths != self.tokens.shape[1]).any()):
+            raise InvalidInputError(
+                f"{what}: the prompts of {self.name!r} have several lengths, and all run together here; make a task "
+                "of those of one length."
+            )
 
     def only(self, selection: Bool[Tensor, "prompt"]) -> "KnownAnswers":
         """Some of the prompts, by a mask."""
-        return KnownAnswers(self.name, self.tokens[selection], self.answers[selection], self.sources[selection])
+        lengths = None if self.lengths is None else self.lengths[selection]
+        return KnownAnswers(
+            self.name, self.tokens[selection], self.answers[selection], self.sources[selection], lengths
+        )
 
 
 if TYPE_CHECKING:

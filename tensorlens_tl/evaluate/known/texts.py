@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tensorlens_tl._arguments import checked_names, plain
 from tensorlens_tl.errors import InvalidInputError
@@ -76,7 +77,14 @@ def text_pairs(
     """
     texts = _Texts.of(clean, corrupted, answers, others)
     view = ModelView(model)
-    first, second = texts.aligned(view, prepend_bos)
+    sides = texts.aligned(view, prepend_bos)
+    lengths = Counter(map(len, sides[0]))
+    if len(lengths) > 1:
+        counts = ", ".join(f"{count} of {length} tokens" for length, count in sorted(lengths.items()))
+        raise InvalidInputError(
+            f"pairs: their prompts have several lengths ({counts}); all run together, so pass those of one length."
+        )
+    first, second = map(torch.tensor, sides)
     return PromptPairs(
         name,
         first,
@@ -102,10 +110,11 @@ def text_answers(
         model, clean, corrupted, answers, name, prepend_bos: as for `text_pairs`.
 
     Returns:
-        The clean prompts, with those tokens as their true sources: for `known_answer`.
+        The clean prompts, with those tokens as their true sources: for `known_answer`. Both prompts of a pair have as
+        many tokens; pairs may have more or fewer than others.
 
     Raises:
-        InvalidInputError: as for `text_pairs`; also a pair of equal prompts.
+        InvalidInputError: as for `text_pairs`, but for prompts of several lengths; also a pair of equal prompts.
 
     >>> from tensorlens_tl import evaluate
     >>> task = evaluate.text_answers(model, ["The value of"], ["The name of"], answers=[" the"])
@@ -114,11 +123,21 @@ def text_answers(
     """
     texts = _Texts.of(clean, corrupted, answers, None)
     view = ModelView(model)
-    first, second = texts.aligned(view, prepend_bos)
+    rows = [list(map(torch.tensor, side)) for side in texts.aligned(view, prepend_bos)]
+    first, second = (pad_sequence(side, batch_first=True) for side in rows)
     equal = (first == second).all(1)
     if bool(equal.any()):
         raise InvalidInputError(f"pair {int(equal.nonzero()[0])}: both prompts are equal, so nothing is a source.")
-    return KnownAnswers(name, first, _answers(view, first, texts.answers, "answers"), first != second)
+    lengths = torch.tensor([len(row) for row in rows[0]])
+    if bool((lengths == first.shape[1]).all()):
+        return KnownAnswers(name, first, _answers(view, first, texts.answers, "answers"), first != second)
+    predicted = torch.zeros_like(lengths)
+    task = KnownAnswers(name, first, predicted, first != second, lengths)
+    if texts.answers is not None:
+        return replace(task, answers=_answers(view, first, texts.answers, "answers"))
+    for part, length in task.parts(PROMPTS_AT_ONCE):
+        predicted[part] = _answers(view, first[part, :length], None, "answers")
+    return replace(task, answers=predicted)
 
 
 @dataclass(frozen=True)
@@ -153,23 +172,17 @@ class _Texts:
             raise InvalidInputError(f"pairs: there are {counts}; pass the same number of each, and one at least.")
         return cls(list(sides["clean"]), list(sides["corrupted"]), answers, others)
 
-    def aligned(self, view: ModelView, prepend_bos: bool | None) -> tuple[Tensor, Tensor]:
-        """Both prompts of every pair as token ids, `[prompt, pos]`.
+    def aligned(self, view: ModelView, prepend_bos: bool | None) -> tuple[list[list[int]], list[list[int]]]:
+        """The token ids of both prompts of every pair.
 
         Raises:
-            InvalidInputError: a pair of different lengths, or pairs of different lengths.
+            InvalidInputError: a pair whose prompts have different lengths.
         """
         clean, corrupted = (tokenized(view, texts, prepend_bos) for texts in (self.clean, self.corrupted))
         for number, (first, second) in enumerate(zip(clean, corrupted, strict=True)):
             if len(first) != len(second):
                 raise InvalidInputError(_misaligned(view, number, first, second))
-        lengths = Counter(map(len, clean))
-        if len(lengths) > 1:
-            counts = ", ".join(f"{count} of {length} tokens" for length, count in sorted(lengths.items()))
-            raise InvalidInputError(
-                f"pairs: their prompts have several lengths ({counts}); all run together, so pass those of one length."
-            )
-        return torch.tensor(clean), torch.tensor(corrupted)
+        return clean, corrupted
 
 
 def _columns(table: Any) -> dict[str, list[str]]:
