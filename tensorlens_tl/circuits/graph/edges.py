@@ -214,7 +214,8 @@ class Edges:
         if self.selection is not None:
             sizes = sizes * (self.selection[source] & self.selection[target])
         self.largest = max(self.largest, float(sizes.max()))
-        large = (sizes >= self.threshold * self.largest) & (sizes > 0)
+        least = self.threshold * self.largest
+        large = (sizes >= least if least > 0 else sizes > 0).nonzero(as_tuple=True)
         self.tables.append((source.expand_as(weights)[large], target.expand_as(weights)[large], weights[large]))
         self.count += len(self.tables[-1][2])
         if self.count > 4 * self.most:
