@@ -37,6 +37,32 @@ def number(value: int | float) -> str:
     return f"{value:+.4g}"
 
 
+LARGE = 1e5
+SMALL = 1e-3
+"""The largest of some values is written as it is between these two."""
+
+NEGLIGIBLE = 1e-6
+"""Of the largest value: what is smaller is not written out."""
+
+
+def numbers(values: Sequence[float]) -> tuple[list[str], str]:
+    """Values as texts in four digits, in one unit, and that unit; an empty text is 1.
+
+    Where the largest is far from 1, the unit is a power of a thousand; what is a millionth of it or less is ``≈0``.
+
+    >>> numbers([5.051e18, 1.5e17, -3.0, 0.0])
+    (['+5.051', '+0.15', '≈0', '+0'], '1e18')
+    >>> numbers([12.5, -0.25])
+    (['+12.5', '-0.25'], '')
+    """
+    largest = largest_of(np.array(values, dtype=np.float64))
+    power = 0
+    if largest and not SMALL <= largest < LARGE:
+        power = max(-300, 3 * math.floor(math.log10(largest) / 3))
+    texts = ["≈0" if 0 < abs(value) <= NEGLIGIBLE * largest else number(value / 10.0**power) for value in values]
+    return texts, f"1e{power}" if power else ""
+
+
 def largest_of(values: np.ndarray) -> float:
     """The largest absolute value, NaN apart; 0 where there is none."""
     return float(np.abs(values[np.isfinite(values)]).max(initial=0.0))

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.drawing import figure, generated, heat_maps, images, page, printed_text, terminal
-from tensorlens_tl.drawing.marks import number
+from tensorlens_tl.drawing.marks import number, numbers
 from tensorlens_tl.passes.inputs import joined
 from tensorlens_tl.results.entry import (
     MINUS,
@@ -159,13 +159,16 @@ class Shown(Result):
         left = self.left_out[batch] if self.left_out else []
         if left:
             lines.append((f"{len(left)} left out", float(scores[left].sum())))
-        rows = [(str(entry.position), repr(entry.name), number(entry.score)) for entry in entries]
-        rows += [("", name, number(score)) for name, score in lines[len(entries) :]]
-        headings = ["position", "token", "score"]
-        sums: list[tuple[str, ...]] = []
+        values = [score for _, score in lines]
         if self.bias is not None and self.total is not None:
-            sums = [("", "bias (no token)", number(float(self.bias[batch, row])))]
-            sums.append(("", "total", number(float(self.total[batch, row]))))
+            values += [float(self.bias[batch, row]), float(self.total[batch, row])]
+        texts, unit = numbers(values)
+        names = [(str(entry.position), repr(entry.name)) for entry in entries]
+        names += [("", name) for name, _ in lines[len(entries) :]]
+        rows = [(*name, text) for name, text in zip(names, texts, strict=False)]
+        headings = ["position", "token", f"score / {unit}" if unit else "score"]
+        below = ("bias (no token)", "total")
+        sums: list[tuple[str, ...]] = [("", *line) for line in zip(below, texts[len(rows) :], strict=False)]
         if self.sides is not None:  # a column more, between the token and its score
             headings.insert(2, "side")
             sides = [self.sides[batch][int(str(entry.position))] for entry in entries]
@@ -239,7 +242,7 @@ class Shown(Result):
             return ""
         share = float(sizes[0] / sizes.sum())
         note = f"position {listed[0]} has {share:.0%} of all scores; without({listed[0]}) leaves it out"
-        if MINUS not in self.target:
+        if self.target and MINUS not in self.target:  # a map of token pairs has no other token to compare with
             note += ", and a contrast (minus=) often cancels it"
         return f"{note}."
 
