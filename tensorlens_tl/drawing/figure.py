@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tensorlens_tl.drawing.charts import LINES
+from tensorlens_tl.drawing.fonts import use_fonts_with_letters
 from tensorlens_tl.drawing.marks import NEGATIVE, POSITIVE, STRONGEST, largest_of, sign_colour, visible
 from tensorlens_tl.drawing.matrix import head_cells
 
@@ -86,6 +87,7 @@ def heat_map(
     bar = ax.figure.colorbar(image, cax=beside)
     bar.outline.set_linewidth(0.5)
     bar.ax.tick_params(labelsize=LABEL, width=0.5)
+    use_fonts_with_letters(ax)
     return ax
 
 

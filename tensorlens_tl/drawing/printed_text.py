@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tensorlens_tl.drawing.figure import LABEL, axes, plain, scale, set_title, width_of
+from tensorlens_tl.drawing.fonts import use_fonts_with_letters
 from tensorlens_tl.drawing.marks import visible
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def text(
     ax.set_ylim(lines, 0)
     ax.set_axis_off()
     set_title(ax, title)
+    use_fonts_with_letters(ax)
     return ax
 
 
