@@ -4,6 +4,7 @@ from tensorlens_tl import (
     algebra as algebra,
     circuits as circuits,
     compress as compress,
+    core as core,
     datasets as datasets,
     demo as demo,
     drawing as drawing,
@@ -26,6 +27,9 @@ from tensorlens_tl.circuits import (
 )
 from tensorlens_tl.classifiers import (
     load_classifier as load_classifier,
+)
+from tensorlens_tl.core import (
+    Rule as Rule,
 )
 from tensorlens_tl.datasets import (
     BatchAttributor as BatchAttributor,
@@ -88,8 +92,10 @@ from tensorlens_tl.registry import (
     get_method as get_method,
     list_layer_maps as list_layer_maps,
     list_methods as list_methods,
+    list_rules as list_rules,
     register_layer_map as register_layer_map,
     register_method as register_method,
+    register_rule as register_rule,
 )
 from tensorlens_tl.requirements import (
     Requirement as Requirement,

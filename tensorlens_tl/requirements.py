@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from tensorlens_tl.core import Rule
 from tensorlens_tl.errors import RegistryError, UnsupportedModelError
 from tensorlens_tl.layerwise import refuse_whitened
 from tensorlens_tl.models import require_attention_alone
@@ -173,6 +174,16 @@ REQUIREMENTS = {
     )
 }
 """Those that have names, in the order in which they are checked."""
+
+
+def check_rule(rule: Rule, frozen: FrozenPass, what: str) -> None:
+    """Refuse a model of which a rule says nothing.
+
+    Raises:
+        UnsupportedModelError: it does not meet one of the rule's needs; names the block.
+    """
+    for requirement in resolved(rule.needs, what):
+        requirement.check(frozen, what)
 
 
 def resolved(needs: Iterable[str | Requirement], what: str) -> tuple[Requirement, ...]:

@@ -13,7 +13,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from transformers import StableLmConfig, StableLmForCausalLM
 
 import tensorlens_tl as tlens
-from tensorlens_tl.core import ATTNLRP, GIM, RELP, Linearised, Rule, held, marked_activations
+from tensorlens_tl.core import ATTNLRP, FROZEN, GIM, RELP, Linearised, Rule, held, marked_activations
 from tensorlens_tl.hooks import Placing, graph_of
 from tensorlens_tl.passes.backward import rule_scores
 from tensorlens_tl.testing import model_names, tiny_input, tiny_model
@@ -49,7 +49,7 @@ def test_the_peers_numbers(case, peers):
 REFUSED = ("mamba", "jamba", "falcon-h1", "lfm2", "qwen3-next", "rwkv")
 
 
-HELD = {"split": replace(RELP, softmax=held), "tangent": Rule(softmax=held)}
+HELD = {"ratio": FROZEN, "split": replace(RELP, softmax=held), "tangent": Rule(softmax=held)}
 """Rules that hold patterns are the frozen operator, by the names of its `activation`."""
 LAYOUTS = (
     "hooked/ln", "hooked/sandwich", "hooked/sinks", "encoder/bert", "bridge/neox", "bridge/llama", "bridge/gemma2",
@@ -85,6 +85,14 @@ def test_nothing_through_the_scores_is_the_frozen_operator(model_name, model_nam
     assert float(relp.gap.max()) < tolerance(name) * 10
     cp, ratio = (tlens.attribute(frozen, method=method, target=5, minus=9) for method in ("cp-lrp", "tensorlens"))
     assert float((cp.scores - ratio.scores).abs().max()) <= 1e-9 * float(ratio.scores.abs().max())
+
+
+@pytest.mark.parametrize("name", [name for name in model_names() if any(part in name for part in REFUSED)])
+def test_what_is_held_of_other_products_is_in_doubt(name, model_named):
+    """Nothing says which factor of a state-space or convolution block is held: refused, and not guessed."""
+    frozen = tlens.freeze(model_named(name), some_tokens())
+    with pytest.raises(tlens.UnsupportedModelError, match=r"nothing says what of it is held|no rule knows"):
+        rule_scores(frozen, FROZEN, 5, 9)
 
 
 def test_whole_shares_are_the_live_gradient():

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from tensorlens_tl.core import Rule
     from tensorlens_tl.models import ModelLike, ModelView
     from tensorlens_tl.passes import FrozenPass
 
@@ -31,10 +32,13 @@ if TYPE_CHECKING:
     LabelsLike = Mapping[int, str] | Mapping[str, str] | str | os.PathLike[str] | None
     """Labels of features: by their numbers or names, or a CSV or JSON file of them."""
 
+    RuleLike = Rule | str | None
+    """A rule, or its name; None for none."""
+
     HookName = str | None
     """A hook point."""
 
     Share = float | None
     """So many (a whole number), or a share of the largest (below 1); None for no such choice."""
 else:
-    Direction = Whole = Offset = WeightsLike = FeatureLike = LabelsLike = HookName = Share = Any
+    Direction = Whole = Offset = WeightsLike = FeatureLike = LabelsLike = HookName = RuleLike = Share = Any

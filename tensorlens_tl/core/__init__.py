@@ -1,14 +1,20 @@
 """A run whose gradient is a linear map, by a rule: no architecture is described here, only kinds of operations."""
 
-from tensorlens_tl.core.linearise import Linearised, activation, marked_activations, refuse_other_functions
+from tensorlens_tl.core.linearise import Linearised, activation, marked_activations, refuse_other_functions, ruled
 from tensorlens_tl.core.rules import (
     ATTNLRP,
+    FROZEN,
     GIM,
     RELP,
+    RULES,
     SECANT,
+    TANGENT,
     Rule,
     by_ratio,
+    doubted,
+    gates_held,
     held,
+    rule_of,
     shared,
     stands,
     unchanged,
@@ -16,16 +22,23 @@ from tensorlens_tl.core.rules import (
 
 __all__ = [
     "ATTNLRP",
+    "FROZEN",
     "GIM",
     "RELP",
+    "RULES",
     "SECANT",
+    "TANGENT",
     "Linearised",
     "Rule",
     "activation",
     "by_ratio",
+    "doubted",
+    "gates_held",
     "held",
     "marked_activations",
     "refuse_other_functions",
+    "rule_of",
+    "ruled",
     "shared",
     "stands",
     "unchanged",

@@ -1,17 +1,18 @@
 """A run whose every operation is linear, or is what a rule makes of it."""
 
 import functools
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
-from tensorlens_tl.core.rules import Operation, Rule, stands
+from tensorlens_tl.core.rules import Operation, Rule, calling_module, stands
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks import Placing
+from tensorlens_tl.hooks import Placing, lock_of
+from tensorlens_tl.models import HookedModel
 
 
 def _names(text: str) -> frozenset[str]:
@@ -107,7 +108,7 @@ class Linearised(TorchFunctionMode):
     ) -> Any:
         """One operation of the run."""
         kwargs = kwargs or {}
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or kwargs.get("requires_grad"):  # the latter makes a source of the map
             return func(*args, **kwargs)
         name: str = getattr(func, "__name__", "")
         given = args[:1] if name in LIKE else (*args, *kwargs.values())
@@ -130,6 +131,7 @@ class Linearised(TorchFunctionMode):
         def of_first(z: Tensor) -> Tensor:
             return func(z, *args[1:], **kwargs)
 
+        of_first.__name__ = name
         if name in MULTIPLY:
             return rule.multiply(func, *live)
         if name in MATMUL:
@@ -158,7 +160,7 @@ class Linearised(TorchFunctionMode):
             return _fixed(out)
         if any(y.requires_grad for y in _tensors([out])):
             raise UnsupportedModelError(
-                f"{name} in {_calling_module()}: no rule knows this operation, so that its gradient would be the "
+                f"{name} in {calling_module()}: no rule knows this operation, so that its gradient would be the "
                 "model's own. Methods over the operator (tensorlens, cp-lrp, relp) work."
             )
         return out
@@ -206,6 +208,18 @@ class Linearised(TorchFunctionMode):
             return stands(value, out if bias is None else out + bias)
 
 
+@contextmanager
+def ruled(model: HookedModel, rule: Rule | None) -> Generator[None, None, None]:
+    """Inside, runs of a model have gradients by a rule, or for None the model's own."""
+    if rule is None:
+        yield
+        return
+    with lock_of(model), Placing() as placing, Linearised(rule):
+        assert isinstance(model, nn.Module)
+        marked_activations(model, placing)
+        yield
+
+
 def refuse_other_functions(outputs: Iterable[Tensor]) -> None:
     """Refuse a run with a ``torch.autograd.Function`` of the model, which no operation shows; ours are linear.
 
@@ -237,6 +251,7 @@ def _of_factors(
         put = {id(live[0]): x, id(live[1]): y}
         return func(*(_put(arg, put) for arg in args), **kwargs)
 
+    of_factors.__name__ = getattr(func, "__name__", "a product")
     return of_factors
 
 
@@ -263,14 +278,3 @@ def _fixed(out: Any) -> Any:
     if isinstance(out, tuple):  # a named one too, as of topk
         return tuple(map(_fixed, out)) if type(out) is tuple else type(out)(map(_fixed, out))
     return [_fixed(part) for part in out] if isinstance(out, list) else out
-
-
-def _calling_module() -> str:
-    """The class of the module whose code calls an operation."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            return type(owner).__name__
-        frame = frame.f_back
-    return "the model"

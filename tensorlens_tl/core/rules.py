@@ -6,15 +6,18 @@ others are of six kinds, and a `Rule` has a function for each. It is given the o
 that depend on the sources of the map), and returns f's value with the gradient that the rule gives it.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from tensorlens_tl._arguments import nearest
 from tensorlens_tl.algebra.secants import logarithmic_mean, slope
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 
 Operation = Callable[..., Tensor]
 
@@ -42,6 +45,7 @@ class Rule:
         softmax: attention patterns, of scores and the dimension that they are normalised over.
         runs: of how many runs the map is; of two, a batch holds the first run's prompts, then the second's.
         head: the same for prediction heads that are read from their weights, as `activation` of an operator.
+        needs: names of `tensorlens_tl.requirements.REQUIREMENTS`: what it needs of a model.
     """
 
     matmul: Operation = unchanged
@@ -52,6 +56,7 @@ class Rule:
     softmax: Operation = unchanged
     runs: int = 1
     head: str = "tangent"
+    needs: tuple[str, ...] = ("attention_products",)
 
 
 # ------------------------------------------------------------------ one run
@@ -73,12 +78,13 @@ class Stands(torch.autograd.Function):
     """The value of one tensor with the gradient of another, which stands for it."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, value: Tensor, linear: Tensor) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, value: Tensor, linear: Tensor, of_activation: bool = False) -> Tensor:  # noqa: D102
+        ctx.of_activation = of_activation
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[None, Tensor]:  # noqa: D102
-        return None, gradients[0]
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[None, Tensor, None]:  # noqa: D102
+        return None, gradients[0], None
 
 
 def stands(value: Tensor, linear: Tensor) -> Tensor:
@@ -98,7 +104,7 @@ def by_ratio(f: Operation, z: Tensor) -> Tensor:
     ratio, is_zero = out / at, at == 0
     if bool(is_zero.any()):
         ratio = torch.where(is_zero, derivative(f, at), ratio)
-    return stands(out, z * ratio)
+    return Stands.apply(out, z * ratio, True)
 
 
 def softened(f: Operation, scores: Tensor, dim: int) -> Tensor:
@@ -119,13 +125,81 @@ def derivative(f: Operation, z: Tensor) -> Tensor:
         return torch.autograd.grad(f(z).sum(), z)[0]
 
 
+class Doubt(torch.autograd.Function):
+    """A value that no gradient may pass, as nothing says what of it is held."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, message: str) -> Tensor:  # noqa: D102
+        ctx.message = message
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: D102
+        raise UnsupportedModelError(ctx.message)
+
+
+def doubted(f: Operation, *inputs: Any) -> Tensor:
+    """The operation, whose gradient is refused if the answer needs it."""
+    return Doubt.apply(
+        f(*inputs),
+        f"{getattr(f, '__name__', 'an operation')} in {calling_module()}: the answer depends on it, and nothing says "
+        "what of it is held: it is no activation, pattern or scale, and no factor of it is. Methods over the operator "
+        "(tensorlens, cp-lrp) work.",
+    )
+
+
+def calling_module() -> str:
+    """The class of the module whose code computes."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            return type(owner).__name__
+        frame = frame.f_back
+    return "the model"
+
+
+def gates_held(f: Operation, x: Tensor, y: Tensor) -> Tensor:
+    """A product in which the activation is held; of other products it is in doubt what is."""
+    of_x, of_y = is_activation(x), is_activation(y)
+    if of_x is of_y:
+        return doubted(f, x, y)
+    return f(x.detach(), y) if of_x else f(x, y.detach())
+
+
+def is_activation(x: Tensor) -> bool:
+    """Whether a value is φ(z) as `by_ratio` gives it, perhaps viewed, cut, cast or scaled."""
+    node: Any = x.grad_fn
+    while node.name().partition("Backward")[0] in ELEMENTWISE:
+        live = [before for before, _ in node.next_functions if before is not None]
+        if len(live) != 1:
+            return False
+        node = live[0]
+    return getattr(node, "of_activation", False)
+
+
+ELEMENTWISE = frozenset(
+    (
+        "View", "UnsafeView", "Reshape", "ReshapeAlias", "Transpose", "T", "Permute", "Expand", "Squeeze", "Unsqueeze",
+        "Slice", "Select", "Split", "SplitWithSizes", "Unbind", "Index", "Alias", "Clone", "ToCopy", "Mul", "Div",
+    )
+)  # fmt: skip
+"""What autograd calls operations after which a number is still that of an activation."""
+
+
+TANGENT = Rule(scale=unchanged, needs=())
+"""The model's own gradient."""
+
+FROZEN = Rule(doubted, gates_held, by_ratio, doubted, held, held, head="ratio", needs=())
+"""TensorLens: patterns, scales and gates are held, φ is φ(z)/z."""
+
 RELP = Rule(multiply=shared, activation=by_ratio, head="split")
 """Jafari et al. 2025, attention live: gates are shared, φ is φ(z)/z, attention keeps its gradient."""
 
 ATTNLRP = Rule(matmul=shared, multiply=shared, activation=by_ratio, head="split")
 """Achtibat et al. 2024: every product is shared between its factors, φ is φ(z)/z, softmax keeps its gradient."""
 
-GIM = Rule(matmul=shared, softmax=softened)
+GIM = Rule(matmul=shared, softmax=softened, needs=("attention_products", "full_rows"))
 """Edin et al. 2025: products of attention are shared, softmax is softer on the way back, MLPs keep their gradient."""
 
 
@@ -166,3 +240,28 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 SECANT = Rule(by_means, by_means, by_slope, by_slope, by_slope, by_logarithmic_mean, runs=2)
 """The exact difference of two runs: nothing is held."""
+
+
+# ------------------------------------------------------------------ by name
+
+
+RULES: dict[str, Rule] = {"attnlrp": ATTNLRP, "frozen": FROZEN, "gim": GIM, "relp": RELP, "tangent": TANGENT}
+"""Rules of one run by their names, those that users register among them."""
+
+
+def rule_of(rule: Any) -> Rule:
+    """A rule, or the rule of a name.
+
+    Raises:
+        InvalidInputError: neither.
+    """
+    if isinstance(rule, Rule) and rule.runs == 1:
+        return rule
+    if isinstance(rule, str) and rule in RULES:
+        return RULES[rule]
+    if rule == "secant" or isinstance(rule, Rule):
+        raise InvalidInputError(
+            f"rule={rule!r} is of two runs. Ask about tlens.difference(first, second): any question takes it."
+        )
+    names = ", ".join(map(repr, RULES))
+    raise InvalidInputError(f"rule={rule!r}; use one of {names}, or a tlens.Rule.{nearest(rule, RULES)}")

@@ -3,10 +3,9 @@
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.core import ATTNLRP
-from tensorlens_tl.methods.ruled import by_rule
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass
-from tensorlens_tl.registry import register_method
+from tensorlens_tl.registry import by_rule, register_method
 from tensorlens_tl.results import Attribution
 
 

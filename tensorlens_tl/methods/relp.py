@@ -6,11 +6,10 @@ from typing import Any, Literal
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.core import RELP
-from tensorlens_tl.methods.ruled import by_rule
 from tensorlens_tl.methods.tensorlens import tensorlens
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass
-from tensorlens_tl.registry import register_method, renamed
+from tensorlens_tl.registry import by_rule, register_method, renamed
 from tensorlens_tl.results import Attribution
 
 

@@ -9,13 +9,13 @@ from contextlib import ExitStack
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import refuse_nan, relative_error, relative_gap, upcast
-from tensorlens_tl.core import Linearised, Rule, marked_activations, refuse_other_functions
+from tensorlens_tl.core import Rule, refuse_other_functions, ruled
 from tensorlens_tl.errors import GapWarning, NumericalError, warn_caller
-from tensorlens_tl.hooks import FwdHook, Placing, graph_of, in_this_thread, lock_of
+from tensorlens_tl.hooks import FwdHook, graph_of, in_this_thread
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.models.parameters import saved_by_name
 from tensorlens_tl.passes.frozen import FrozenPass
@@ -64,9 +64,7 @@ def rule_scores(
             (name, in_this_thread(lambda stream, *, hook, part=part: part))
             for name, part in zip(frozen.capture.stream_names(0), parts, strict=True)
         ]
-        with lock_of(frozen.model), Placing() as placing, Linearised(rule):
-            assert isinstance(frozen.model, nn.Module)
-            marked_activations(frozen.model, placing)
+        with ruled(frozen.model, rule):
             outputs = graph_of(frozen.model, frozen.inputs, _ends(frozen), entry)
         refuse_other_functions(outputs)
         _check_run(frozen, outputs)

@@ -45,6 +45,7 @@ from tensorlens_tl.registry.registering import (
     register_method,
     renamed as renamed,
 )
+from tensorlens_tl.registry.rules import by_rule as by_rule, list_rules, register_rule
 
 __all__ = [
     "LayerMap",
@@ -54,7 +55,9 @@ __all__ = [
     "get_method",
     "list_layer_maps",
     "list_methods",
+    "list_rules",
     "register_alias",
     "register_layer_map",
     "register_method",
+    "register_rule",
 ]

@@ -24,6 +24,7 @@ from tensorlens_tl.passes.operator import RANKED, target_ids, token_label
 from tensorlens_tl.registry.entries import Method
 from tensorlens_tl.registry.options import PER_PROMPT, split_options
 from tensorlens_tl.registry.registering import get_method, is_ours, list_methods
+from tensorlens_tl.registry.rules import method_of_rule
 from tensorlens_tl.results import MEAN_QUERY, TOKENS_OF_QUERIES, Attribution, joined, one_query
 
 MEAN = "mean"
@@ -40,6 +41,7 @@ def attribute(
     target: TokenLike = None,
     *,
     method: str | None = None,
+    rule: Any = None,
     memory: Memory = None,
     **options: Any,
 ) -> Attribution:
@@ -57,6 +59,7 @@ def attribute(
             default the model's first choice against its runner-up, and of a `Difference` the tokens that its two runs
             predict against each other.
         method: one of `list_methods()`; None is ``"tensorlens"``, and of a `Difference` ``"difference"``.
+        rule: in place of a method, a rule of gradients: one of `list_rules()`, or a `Rule` of your own.
         memory: what may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. It bounds
             the batches, and whatever the method itself bounds by it.
         options: the method's options (``help(tlens.get_method(name).function)`` describes them; the default method
@@ -82,7 +85,7 @@ def attribute(
     >>> torch.equal(attribution.scores, tlens.methods.alti(frozen, distance="l2").scores)
     True
     """
-    chosen = _chosen(model, method)
+    chosen = _chosen(model, method, rule)
     in_bytes(memory)
     if memory is not None and "memory" in chosen.options:
         options = {**options, "memory": memory}
@@ -123,13 +126,19 @@ def attribute(
     return joined(parts, batches, explained)
 
 
-def _chosen(model: ModelLike | FrozenPass | Difference, name: str | None) -> Method:
-    """The method of a name, or the default.
+def _chosen(model: ModelLike | FrozenPass | Difference, name: str | None, rule: Any) -> Method:
+    """The method of a name or a rule, or the default.
 
     Raises:
         RegistryError: no such name.
-        InvalidInputError: it explains one run, and not the difference of two.
+        InvalidInputError: no such rule, or a method besides; it explains one run, and not the difference of two.
     """
+    if rule is not None:
+        if name is not None:
+            raise InvalidInputError(f"attribute: method={name!r} and rule={rule!r} are two answers; leave one out.")
+        if isinstance(model, Difference):
+            raise InvalidInputError("attribute: a rule explains one run; pass one of its passes, or leave rule out.")
+        return method_of_rule(rule)
     if not isinstance(model, Difference):
         return get_method(DEFAULT if name is None else name)
     chosen = get_method(DEFAULT_OF_DIFFERENCES if name is None else name)

@@ -107,15 +107,15 @@ def register_method(
             same_numbers=same_numbers,
         )
         if needs is not None:
-            method = replace(method, function=_checking(method))
+            method = checking(method)
         _METHODS[name] = method
         return cast(MethodFunction, method.function)
 
     return decorate
 
 
-def _checking(method: Method) -> Callable[..., Attribution]:
-    """A method's function that checks what the method needs before it is called."""
+def checking(method: Method) -> Method:
+    """A method whose function checks what it needs before it is called."""
 
     @wraps(method.function)
     def checked(frozen: Any, *others: Any, **options: Any) -> Attribution:
@@ -124,7 +124,7 @@ def _checking(method: Method) -> Callable[..., Attribution]:
         method.check(frozen, options)
         return method.function(frozen, *others, **options)  # ours refuse others, with their signature
 
-    return checked
+    return replace(method, function=checked)
 
 
 @checked_arguments

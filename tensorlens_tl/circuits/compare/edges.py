@@ -47,12 +47,13 @@ from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import Offset
-from tensorlens_tl.circuits.arguments import Direction
+from tensorlens_tl.circuits.arguments import Direction, RuleLike
 from tensorlens_tl.circuits.compare.pairs import (
     change_target,
     corrupted_stream,
     gradient_shares,
     pair_target,
+    ruled_method,
 )
 from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products, recordable
 from tensorlens_tl.circuits.stream import Pulled, Step, Stream, StreamTarget, Sublayer
@@ -70,7 +71,8 @@ def edge_scores(
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
-    method: str = "frozen",
+    method: str | None = None,
+    rule: RuleLike = None,
     positions: bool = False,
     query: Query = -1,
     direction: Direction = None,
@@ -85,7 +87,8 @@ def edge_scores(
         clean, corrupted, target, minus, direction, query: as in `patch_scores`.
         method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by averaged gradients),
             ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"difference"`` (exact between the two
-            runs) or ``"patching"`` (a live run for each edge).
+            runs) or ``"patching"`` (a live run for each edge). None is ``"frozen"``, and with a rule ``"gradient"``.
+        rule: what gradients follow, as in `patch_scores`.
         positions: also each edge at each position where its destination reads, `EdgeScores.by_position`; not with
             ``"patching"``.
         activation: the rule for MLPs, of the frozen methods.
@@ -96,7 +99,7 @@ def edge_scores(
         memory: what the runs of ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
 
     Raises:
-        InvalidInputError: no such method or points, and what `patch_scores` refuses.
+        InvalidInputError: no such method, rule or points, and what `patch_scores` refuses.
         UnsupportedModelError: blocks in a loop, shared keys and values, a mixture of experts; under ``"difference"``
             what `difference` refuses; or, except under this and ``"frozen"``, blocks that are not read as a sum of what
             their parts write (see `tensorlens_tl.circuits.compare.live_blocks`).
@@ -108,6 +111,7 @@ def edge_scores(
     >>> edges.scores.shape  # prompt source destination
     torch.Size([1, 21, 53])
     """
+    method, chosen = ruled_method(method, rule, clean)
     shares = gradient_shares(method, steps, points)
     if positions and method == "patching":
         raise InvalidInputError("positions: patching measures whole edges; use another method, or leave it out.")
@@ -126,7 +130,7 @@ def edge_scores(
         scores = _products(readout.stream, Changes.of(readout.stream), layout, pulled, positions)
     elif method in ("gradient", "integrated"):
         replay = Replay(readout, clean, corrupted, layout.exists)
-        scores = replay.products(replay.gradients(shares), positions)
+        scores = replay.products(replay.gradients(shares, chosen), positions)
     else:
         changes = Changes.of(readout.stream, corrupted_stream(readout, corrupted, activation))
         if method == "frozen":

@@ -22,6 +22,7 @@ from tensorlens_tl.algebra import Linear, Norm
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.scores import ScoreReading, score_reading
+from tensorlens_tl.core import activation
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import ModelView
@@ -196,11 +197,11 @@ class Neurons:
         x = normed(self.norm, self.at.select(reads))
         linear = Linear(weights.W_in, weights.b_in)(x)
         if weights.W_gate is None:
-            hidden = weights.activation(linear)
+            hidden = activation(linear, weights.activation)
         else:
             if weights.linear_activation is not None:
-                linear = weights.linear_activation(linear)
-            hidden = weights.activation(Linear(weights.W_gate, weights.b_gate)(x)) * linear
+                linear = activation(linear, weights.linear_activation)
+            hidden = activation(Linear(weights.W_gate, weights.b_gate)(x), weights.activation) * linear
         hidden = _plus(hidden, weights.b_post)
         if weights.post_factor is not None:
             hidden = hidden * weights.post_factor(hidden)

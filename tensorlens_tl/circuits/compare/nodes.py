@@ -26,11 +26,8 @@ hooks added to one of the runs, or of a patch, which is a node by the name of it
 model's own answer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import groupby
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -38,23 +35,23 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.algebra.numerics import refuse_nan, upcast
+from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import widened
-from tensorlens_tl.circuits.arguments import Direction
+from tensorlens_tl.circuits.arguments import Direction, RuleLike
 from tensorlens_tl.circuits.compare.edges import Changes, added_by_hooks, edge_layout, pull_with_patterns
 from tensorlens_tl.circuits.compare.pairs import (
     change_target,
     corrupted_stream,
     gradient_shares,
     pair_target,
+    ruled_method,
 )
 from tensorlens_tl.circuits.compare.weights_forward import Replay, recordable
-from tensorlens_tl.circuits.live import LiveTarget, NodeChange, losses, sublayer_nodes
+from tensorlens_tl.circuits.live import NodeChange, NodeGradients, losses, sublayer_nodes
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, summed_by_name
-from tensorlens_tl.hooks import FwdHook, in_this_thread, run_until
+from tensorlens_tl.core import Rule
 from tensorlens_tl.models import Query, TokenLike
-from tensorlens_tl.models.parameters import saved_by_name
-from tensorlens_tl.passes import PassLike, note_rounding, one_question
+from tensorlens_tl.passes import PassLike, one_question
 from tensorlens_tl.results import Terms
 
 BY = ("component", "head", "neuron", "stream")
@@ -69,7 +66,8 @@ def patch_scores(
     minus: TokenLike = None,
     *,
     by: str = "head",
-    method: str = "frozen",
+    method: str | None = None,
+    rule: RuleLike = None,
     positions: bool = False,
     query: Query = -1,
     direction: Direction = None,
@@ -95,7 +93,8 @@ def patch_scores(
         by: what a node is.
         method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by gradients),
             ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"difference"`` (exact between the two
-            runs) or ``"patching"`` (a live run for each node).
+            runs) or ``"patching"`` (a live run for each node). None is ``"frozen"``, and with a rule ``"gradient"``.
+        rule: what gradients follow in place of the model's own: one of ``tlens.list_rules()``, or a `Rule`.
         positions: also each node at each position, in `Terms.keys`, `[batch, query, node, pos]`. They sum to the
             node's score, except under ``"patching"``, where each is patched by itself. Of an encoder–decoder they are
             zero at the positions of the other side.
@@ -112,8 +111,8 @@ def patch_scores(
         ``"difference"`` what it is more than the corrupted one.
 
     Raises:
-        InvalidInputError: no such `by`, method or points, prompts that cannot be compared (see `check_pair`), and what
-            `logit_attribution` refuses.
+        InvalidInputError: no such `by`, method, rule or points, a rule for a method without gradients, prompts that
+            cannot be compared (see `check_pair`), and what `logit_attribution` refuses.
         UnsupportedModelError: blocks in a loop, shared keys and values, a mixture of experts, or, except under
             ``"frozen"``, a part that no hook reaches; under ``"frozen+qk"`` what live edges refuse (see `edge_scores`).
         FrozenModelError: weights changed since a pass; and except under ``"frozen"``, which describes the passes
@@ -126,6 +125,7 @@ def patch_scores(
     True
     """
     check_choice("by", by, BY)
+    method, chosen = ruled_method(method, rule, clean)
     shares = gradient_shares(method, steps, points)
     if method == "difference":
         readout = change_target(clean, corrupted, target, minus, direction, query).change
@@ -142,7 +142,7 @@ def patch_scores(
             keys = nodes.patched_at_positions(memory)
     else:
         if method in ("gradient", "integrated"):
-            nodes = _LiveNodes(readout, corrupted, by, method)
+            nodes = _LiveNodes(readout, corrupted, by, method, chosen)
             names = nodes.names
             by_position = nodes.along_gradients(shares)
         elif method == "difference":
@@ -222,88 +222,30 @@ def _among_all(values: Float[Tensor, "batch node some"], start: int, positions: 
 class _LiveNodes:
     """The nodes of a live model, with their values for both prompts."""
 
-    def __init__(self, readout: StreamTarget, corrupted: PassLike, by: str, method: str) -> None:
+    def __init__(
+        self, readout: StreamTarget, corrupted: PassLike, by: str, method: str, rule: Rule | None = None
+    ) -> None:
         question = f"patch_scores(method={method!r})"
-        self.readout = readout
         self.frozen = readout.stream.run
         self.corrupted = corrupted
         self.nodes = list(_live_nodes(readout, question, by))
         self.names = [node.name for node in self.nodes]
-        self.points = list(dict.fromkeys(point for node in self.nodes for point in node.points))
-        self.live = LiveTarget(readout, question, self.points)
-        self.clean = self._values(self.live.seen)
-        seen = self.live.run_of(corrupted, self.points)
-        self.other = self._values(seen)
-        self.live.check_other(self.live.number(seen)[0], readout.number_of(corrupted.activation))
-
-    def _values(self, seen: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What a run of the live model gave at every node."""
-        return {point: self._side_by_side(point, seen[point]) for point in self.points}
-
-    def _side_by_side(self, point: str, value: Tensor) -> Float[Tensor, "batch some width"]:
-        """What a hook point shows, with heads side by side; some classes flatten batch and position."""
-        return value.reshape(len(self.frozen.tokens), len(self._positions(point)), -1)
-
-    def _positions(self, point: str) -> range:
-        """The positions that a hook point shows, among all of an encoder–decoder."""
-        return range(self.frozen.tokens.shape[1])[self.frozen.capture.span(point)]
+        self.gradients = NodeGradients(readout, question, self.nodes, rule)
+        self.live = self.gradients.live
+        self.other = self.gradients.values_of(corrupted)
 
     def along_gradients(self, shares: Sequence[float]) -> Float[Tensor, "batch node pos"]:
         """(a_clean − a_corrupted) · mean gradient, embeddings at these shares of the way from corrupted to clean."""
-        mean = self._gradients(shares[0])
-        for share in shares[1:]:
-            for point, gradient in self._gradients(share).items():
-                mean[point] = mean[point] + gradient
-        products: dict[str, Tensor] = {}
-        for point in self.points:
-            difference = self.clean[point] - self.other[point]
-            products[point] = difference * (mean[point] / len(shares)).to(difference)
-        pos = self.frozen.tokens.shape[1]
-        scores: list[Tensor] = []
-        for (points, parts), nodes in groupby(self.nodes, key=lambda node: (node.points, node.parts)):
-            numbers = [node.part for node in nodes]
-            by_side: list[Tensor] = []
-            for point in points:
-                by_part = products[point].unflatten(-1, (parts, -1)).sum(-1).mT
-                by_side.append(_among_all(by_part[:, numbers], self._positions(point).start, pos))
-            scores.append(torch.stack(by_side).sum(0))
-        return torch.cat(scores, dim=1)
-
-    def _gradients(self, share: float) -> dict[str, Float[Tensor, "batch _side _width"]]:
-        """Gradients of the target at every point, with the first block's input on the way between the prompts."""
-        readout = self.readout
-        frozen = self.frozen
-        read: dict[str, Tensor] = {}
-        added: dict[str, Tensor] = {}
-
-        def add(live: Tensor, *, hook: Any, name: str) -> Tensor:
-            # the tensor that a Bridge shows a hook need not be the one that it uses; what the hook returns is
-            added[name] = torch.zeros_like(live, requires_grad=True)
-            return live + added[name]
-
-        def start(live: Tensor, *, hook: Any, name: str) -> Tensor:
-            return added[name]
-
-        def see(live: Tensor, *, hook: Any, name: str) -> None:
-            read[name] = live
-
-        with saved_by_name(frozen.model), torch.enable_grad():
-            for name in frozen.capture.stream_names(0):
-                ends = (self.corrupted.activation(name), frozen.activation(name))
-                added[name] = torch.lerp(*ends, share).clone().requires_grad_(True)
-            hooks: list[FwdHook] = [(name, in_this_thread(partial(start, name=name))) for name in added]
-            hooks += [(name, in_this_thread(partial(add, name=name))) for name in self.points if name not in added]
-            hooks += [(name, in_this_thread(partial(see, name=name))) for name in readout.points]
-            run_until(frozen.model, frozen.inputs, hooks, readout.points[-1])
-            number = self.live.number(read).sum()
-            leaves = [added[point] for point in self.points]
-            is_half = leaves[0].dtype.itemsize == 2
-            gradients = torch.autograd.grad(number, leaves, retain_graph=is_half)
-            if is_half:
-                note_rounding(frozen, [_in_a_row(gradients)], partial(_of_multiple, number, leaves))
-        refuse_nan("gradients of the live model", *gradients)
-        pairs = zip(self.points, gradients, strict=True)
-        return {point: self._side_by_side(point, gradient) for point, gradient in pairs}
+        names = self.frozen.capture.stream_names(0)
+        ends = [(self.corrupted.activation(name), self.frozen.activation(name)) for name in names]
+        summed: dict[str, Tensor] = {}
+        for share in shares:
+            start = {name: torch.lerp(*pair, share) for name, pair in zip(names, ends, strict=True)}
+            for point, gradient in self.gradients.at(start).items():
+                summed[point] = summed[point] + gradient if point in summed else gradient
+        mean = {point: gradient[0] / len(shares) for point, gradient in summed.items()}
+        changes = {point: self.gradients.values[point] - self.other[point] for point in mean}
+        return self.gradients.products(changes, mean)
 
     def patched(self, memory: Memory) -> Float[Tensor, "batch query node"]:
         """What the target loses with each node patched, at all its positions."""
@@ -316,7 +258,7 @@ class _LiveNodes:
         pos = self.frozen.tokens.shape[1]
         for number, node in enumerate(self.nodes):
             for point in node.points:
-                for place, position in enumerate(self._positions(point)):
+                for place, position in enumerate(self.gradients.positions(point)):
                     changes.append(node._replace(points=(point,), position=place))
                     columns.append(number * pos + position)
         lost = losses(self.live, changes, self.other, memory, "patches")
@@ -336,12 +278,3 @@ def _live_nodes(readout: StreamTarget, question: str, by: str) -> Iterator[NodeC
         # the stream before a block is what the block before it gives; of an encoder–decoder that of its side
         side = -1 if layer >= captured.view.encoder_layers else 0
         yield NodeChange(f"L{layer}.stream", (captured.stream_names(layer)[side],), layer=max(layer - 1, 0))
-
-
-def _of_multiple(number: Tensor, leaves: Sequence[Tensor], factor: float) -> list[Tensor | None]:
-    """The gradients of a number times a factor."""
-    return [_in_a_row(torch.autograd.grad(factor * number, leaves, retain_graph=True))]
-
-
-def _in_a_row(tensors: Sequence[Tensor]) -> Float[Tensor, "1 number"]:
-    return torch.cat([tensor.flatten() for tensor in tensors])[None]

@@ -9,7 +9,7 @@ Sign of every score: what the target loses when the clean value is replaced by t
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
@@ -17,12 +17,14 @@ from torch import Tensor
 from tensorlens_tl._arguments import check_choice, whole_number
 from tensorlens_tl.circuits.arguments import Direction, Whole
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
+from tensorlens_tl.core import Rule, rule_of
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.hooks import hook_numbers, other_hooks, refuse_attached
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import PassLike, check_pass, difference
 from tensorlens_tl.passes.operator import resolve_target
+from tensorlens_tl.requirements import check_rule
 
 METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "difference", "patching")
 """The ways to get a score of a node or an edge."""
@@ -56,6 +58,27 @@ def gradient_shares(method: str, steps: Whole, points: str = "midpoint") -> list
     steps = whole_number("steps", steps, least=1)
     on_the_way = [(step + POINTS[points]) / steps for step in range(steps)]
     return {"gradient": [1.0], "integrated": on_the_way, "frozen+qk": on_the_way}.get(method, [])
+
+
+def ruled_method(method: str | None, rule: Any, clean: PassLike) -> tuple[str, Rule | None]:
+    """The method, and the rule that its gradients follow.
+
+    Raises:
+        InvalidInputError: no such rule, or a method that takes no gradients.
+        UnsupportedModelError: the rule says nothing of this model.
+    """
+    if rule is None:
+        return method or "frozen", None
+    chosen = rule_of(rule)
+    method = method or "gradient"
+    if method not in ("gradient", "integrated"):
+        raise InvalidInputError(
+            f"rule={rule!r}, method={method!r}: a rule says what gradients follow; use it with method='gradient' or "
+            "'integrated', or leave one of the two out."
+        )
+    check_pass(clean)
+    check_rule(chosen, clean, f"rule={rule!r}")
+    return method, chosen
 
 
 def check_pair(clean: PassLike, corrupted: PassLike) -> None:

@@ -22,7 +22,9 @@ from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.circuits.compare.live_blocks import encoder_norm, final_norm, live_block, normed, refusal
 from tensorlens_tl.circuits.compare.pairs import refuse_hooks
+from tensorlens_tl.circuits.live import refuse_other_values
 from tensorlens_tl.circuits.stream import StreamTarget
+from tensorlens_tl.core import Rule, ruled
 from tensorlens_tl.models.parameters import NormWeights, saved_by_name
 from tensorlens_tl.passes import PassLike
 
@@ -180,19 +182,28 @@ class Replay:
             exists = exists[..., None]
         return scores * exists
 
-    def gradients(self, shares: Sequence[float]) -> Float[Tensor, "destination batch pos d"]:
-        """Gradients of the target by what every destination reads, averaged over these shares of the way."""
-        mean = self._gradients(shares[0]) / len(shares)
+    def gradients(self, shares: Sequence[float], rule: Rule | None = None) -> Float[Tensor, "destination batch pos d"]:
+        """Gradients of the target by what every destination reads, averaged over these shares of the way.
+
+        Args:
+            shares: of the way from the corrupted to the clean embeddings.
+            rule: what gradients follow; None for the model's own.
+        """
+        mean = self._gradients(shares[0], rule) / len(shares)
         for share in shares[1:]:
-            mean += self._gradients(share) / len(shares)
+            mean += self._gradients(share, rule) / len(shares)
         return mean
 
-    def _gradients(self, share: float) -> Float[Tensor, "destination batch pos d"]:
+    def _gradients(self, share: float, rule: Rule | None) -> Float[Tensor, "destination batch pos d"]:
         recorded = _WholeStream()
         with saved_by_name(self.frozen.model), torch.enable_grad():
             x = torch.lerp(self.corrupted.resid_pre(0), self.frozen.resid_pre(0), share).clone().requires_grad_(True)
-            number = self._run(x[None], recorded).sum()
-            gradients = torch.autograd.grad(number, list(recorded.streams.values()))
+            with ruled(self.frozen.model, rule):
+                number = self._run(x[None], recorded)
+            if rule is not None:
+                with torch.no_grad():
+                    refuse_other_values(self.frozen, number, self._run(x[None], _WholeStream()))
+            gradients = torch.autograd.grad(number.sum(), list(recorded.streams.values()), materialize_grads=True)
         return torch.cat([gradient[:, 0] for gradient in gradients])
 
     def _run(self, x: Float[Tensor, "row batch pos d"], inputs: _Inputs) -> Float[Tensor, "row batch"]:

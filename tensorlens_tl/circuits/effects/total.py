@@ -15,12 +15,14 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice, checked_names
 from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.circuits.arguments import Direction
-from tensorlens_tl.circuits.live import LiveTarget, losses, sublayer_nodes
+from tensorlens_tl.circuits.arguments import Direction, RuleLike
+from tensorlens_tl.circuits.live import LiveTarget, NodeChange, NodeGradients, losses, sublayer_nodes
 from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target
+from tensorlens_tl.core import Rule, rule_of
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, Query, TokenLike
 from tensorlens_tl.passes import Difference, PassLike
+from tensorlens_tl.requirements import check_rule
 from tensorlens_tl.results import Terms
 
 BY = ("component", "head")
@@ -39,6 +41,7 @@ def total_effects(
     final_norm: bool | None = None,
     activation: str = "ratio",
     live: bool = False,
+    rule: RuleLike = None,
     nodes: Sequence[str] | None = None,
     memory: Memory = None,
 ) -> Terms:
@@ -54,14 +57,16 @@ def total_effects(
         activation: the rule for the MLPs that effects go through, frozen.
         live: ablate in the live model, patterns, activations and norms responding, instead of the frozen one. An
             expert that is taken away counts nothing where its tokens are sent to it; routing of later layers responds.
+        rule: what the pull follows in place of the frozen model: one of ``tlens.list_rules()``, or a `Rule`. An effect
+            is a component's hidden vector dotted with the target's gradient there, in the live model.
         nodes: only these, by name, such as ``["L1H0", "MLP2"]``: one live run then has a copy of the prompts for each.
-        memory: what the runs of ``live=True`` may allocate at once, as ``"512MB"`` or bytes.
+        memory: what the runs of ``live=True``, or queries of a rule, may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
         Terms that are not additive: what goes through two components counts for both.
 
     Raises:
-        InvalidInputError: no such `by` or node, and what `logit_attribution` refuses.
+        InvalidInputError: no such `by`, node or rule, a rule of a difference, and what `logit_attribution` refuses.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
             Live effects where the model ignores hooks, or of a part that neither a hook nor a module's call reaches.
         FrozenModelError: ``live=True`` while a frozen pass is attached, or where the live model no longer
@@ -79,8 +84,15 @@ def total_effects(
             "total_effects(live=True): a difference of two runs is no run of its own. Ask about either of its passes, "
             "or leave live out."
         )
+    if rule is not None and (live or activation != "ratio" or isinstance(frozen, Difference)):
+        raise InvalidInputError(
+            "total_effects(rule=): a rule is of one run, whose gradients it says; leave live and activation out, and "
+            "ask about one of the passes of a difference."
+        )
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
-    if live:
+    if rule is not None:
+        names, scores = _under(rule_of(rule), readout, by, nodes, memory)
+    elif live:
         names, scores = _live(readout, by, nodes, memory)
     else:
         names, scores = _frozen(readout, by, nodes)
@@ -121,11 +133,30 @@ def _frozen(
     return [names[number] for number in chosen], torch.cat(scores, dim=-1).transpose(0, 1)[..., chosen]
 
 
+def _under(
+    rule: Rule, readout: StreamTarget, by: str, nodes: Sequence[str] | None, memory: Memory
+) -> tuple[list[str], Float[Tensor, "batch query term"]]:
+    question = "total_effects(rule=)"
+    check_rule(rule, readout.stream.run, question)
+    changes = _live_nodes(readout, question, by, nodes)
+    gradients = NodeGradients(readout, question, changes, rule)
+    frozen = gradients.frozen
+    at_nodes = gradients.at({name: frozen.activation(name) for name in frozen.capture.stream_names(0)}, memory)
+    scores = gradients.products(gradients.values, at_nodes).sum(-1)  # over positions
+    return [change.name for change in changes], scores.transpose(0, 1)
+
+
 def _live(
     readout: StreamTarget, by: str, nodes: Sequence[str] | None, memory: Memory
 ) -> tuple[list[str], Float[Tensor, "batch query term"]]:
     question = "total_effects(live=True)"
+    changes = _live_nodes(readout, question, by, nodes)
     live = LiveTarget(readout, question)
-    changes = list(sublayer_nodes(readout, question, by, "Leave live out: the frozen model's effects are exact."))
-    changes = [changes[number] for number in _chosen([change.name for change in changes], nodes)]
     return [change.name for change in changes], losses(live, changes, None, memory, "ablations")
+
+
+def _live_nodes(readout: StreamTarget, question: str, by: str, nodes: Sequence[str] | None) -> list[NodeChange]:
+    """The components, where the live model has them."""
+    advice = "Leave live and rule out: the frozen model's effects are exact."
+    changes = list(sublayer_nodes(readout, question, by, advice))
+    return [changes[number] for number in _chosen([change.name for change in changes], nodes)]
