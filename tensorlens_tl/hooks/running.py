@@ -153,7 +153,7 @@ def unheld_run(model: HookedModel) -> Generator[None, None, None]:
 def listed_once(model: HookedModel) -> Generator[None, None, None]:
     """Inside, this thread holds the model's lock, and its hook points and modules are listed once.
 
-    A Bridge puts its list of hook points together anew for everyone who asks.
+    A Bridge puts its list of hook points together again for each caller.
     """
     with lock_of(model):
         before = _known.get()

@@ -71,7 +71,7 @@ def one_question(function: Callable[Arguments, Answer]) -> Callable[Arguments, A
     """A function that is asked about passes, inside `one_check` of their model, where they have one between them."""
 
     @wraps(function)
-    def asked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
+    def answered(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
         views = [getattr(each, "view", None) for each in (*args, *kwargs.values())]
         models = {id(view.model): view.model for view in views if isinstance(view, ModelView)}
         if len(models) != 1:
@@ -79,7 +79,7 @@ def one_question(function: Callable[Arguments, Answer]) -> Callable[Arguments, A
         with one_check(*models.values()):
             return function(*args, **kwargs)
 
-    return asked
+    return answered
 
 
 @dataclass(frozen=True, eq=False)

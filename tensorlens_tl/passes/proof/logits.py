@@ -44,10 +44,10 @@ class LogitsCheck:
         if self.postponed is None:
             return None
         logits, places = self.postponed
-        is_there = places[:, :, None] == positions[:, None].to(places.device)
-        if not isinstance(logits, Tensor) or logits.ndim != 3 or not bool(is_there.any(1).all()):
+        matches = places[:, :, None] == positions[:, None].to(places.device)
+        if not isinstance(logits, Tensor) or logits.ndim != 3 or not bool(matches.any(1).all()):
             return None
-        return torch.take_along_dim(logits, is_there.int().argmax(1)[..., None].to(logits.device), dim=1)
+        return torch.take_along_dim(logits, matches.int().argmax(1)[..., None].to(logits.device), dim=1)
 
     def catch_up(self, capture: Capture, states: Tensor) -> None:
         """Compare what was postponed with the weights' logits of the model's last states."""
