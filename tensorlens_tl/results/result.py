@@ -18,8 +18,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tensorlens_tl.drawing import page
-from tensorlens_tl.drawing.fonts import use_fonts_with_letters
+from tensorlens_tl.drawing import fonts, page
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.storage import LOADABLE, Stored, replacing
 
@@ -208,7 +207,7 @@ def _drawn(suffix: str, result: Result, **chosen: Any) -> bytes:
     axes = result.plot(**chosen)
     first = axes[0] if isinstance(axes, list) else axes
     file = io.BytesIO()
-    use_fonts_with_letters(first.figure)
+    fonts.use_fonts_with_letters(first.figure)
     with rc_context(SAME_BYTES), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # said above, by script
         options = {"bbox_inches": "tight", "metadata": NO_DATE.get(suffix), "dpi": DOTS}
