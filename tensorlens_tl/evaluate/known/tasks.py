@@ -98,7 +98,7 @@ class KnownAnswers:
             pos = f"{int(self.lengths.min())} to {int(self.lengths.max())}"
         return f"KnownAnswers({self.name!r}, prompts={prompts}, pos={pos})"
 
-    def parts(self, most: int) -> list[tuple[Int[Tensor, "part"], int]]:
+    def parts(self, most: int) -> list[tuple[Int[Tensor, "..."], int]]:
         """The prompts' numbers in parts of one length, and that length: the shortest first, at most so many in each."""
         if self.lengths is None:
             return [(numbers, self.tokens.shape[1]) for numbers in torch.arange(len(self)).split(most)]
