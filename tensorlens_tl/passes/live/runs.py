@@ -56,7 +56,7 @@ class LiveModel:
         self.question = question
         others = foreign_hooks(capture.model)
         self.alone = bool(others)
-        self.same_hooks = capture.hook_numbers == {hook.number for hook in others}
+        self.same_hooks = capture.hook_numbers == frozenset(hook.number for hook in others)
         self.copies_tolerance = tolerance
         self.tolerance = tolerance if self.same_hooks else min(tolerance, SAME_SHAPE)
 
