@@ -94,10 +94,13 @@ def perturbations(
 ) -> list[str]:
     parts = []
     methods, refused = fitting(model, prompts, query)
+    replacement = "mean" if query == "last" else None
     for order, better in (("descending", "higher"), ("ascending", "lower")):
 
         def run(methods, *, seed=SEEDS[0], order=order):
-            return evaluate.perturbation(model, prompts, methods, query=query, order=order, seed=seed)
+            return evaluate.perturbation(
+                model, prompts, methods, query=query, order=order, replacement=replacement, seed=seed
+            )
 
         result = replace(with_random_seeds(run(methods), run), skipped=refused)
         first = "most relevant first" if order == "descending" else "least relevant first"

@@ -93,7 +93,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "perturbation":
             sub.add_argument("--query", type=position, default="last", help="last, cls, mean or a position")
             sub.add_argument("--order", default="descending", choices=("descending", "ascending"))
-            sub.add_argument("--replacement", help="mask, pad, mean, zero or a token")
+            sub.add_argument(
+                "--replacement",
+                help="resampled, mask, pad, mean, zero or a token (default: resampled of a causal language model)",
+            )
             _add_question_arguments(sub)
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     Order = Literal["descending", "ascending"]
     Hidden = Literal["unembedded", "output"]
 
-    ReplacementName = Literal["mask", "pad", "mean", "zero"] | str | int | None
+    ReplacementName = Literal["resampled", "mask", "pad", "mean", "zero"] | str | int | None
     """What stands for a replaced token: see `tensorlens_tl.evaluate.perturbation`."""
 else:
     MethodFunction = MethodSpec = Methods = Names = WholeNumber = PerturbationQuery = Any

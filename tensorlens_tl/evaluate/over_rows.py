@@ -35,8 +35,10 @@ from tensorlens_tl.evaluate.arguments import (
     Order,
     PerturbationQuery,
     ReplacementName,
+    WholeNumber,
 )
 from tensorlens_tl.evaluate.perturbing import FRACTIONS, METRICS, PerturbationTest, explained_in_words
+from tensorlens_tl.evaluate.resampling import RESAMPLED, replacement_of
 from tensorlens_tl.evaluate.scorers import Scorer, usable
 from tensorlens_tl.models import ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import freeze
@@ -58,6 +60,7 @@ def perturbation_dataset(
     query: PerturbationQuery = "last",
     fractions: Fractions = FRACTIONS,
     replacement: ReplacementName = None,
+    draws: WholeNumber = 3,
     metrics: Metrics = METRICS,
     order: Order = "descending",
     absolute: bool = False,
@@ -89,7 +92,7 @@ def perturbation_dataset(
             the methods are known by their names alone when a run is resumed.
         target, minus: see `perturbation`; the same of every row.
         columns: the columns that hold each row's own `target` or `minus`: ``{"target": "answer"}``.
-        replacement: see `perturbation`; ``"mean"`` is the token embedding's mean over all rows.
+        replacement, draws: see `perturbation`; ``"mean"`` is the token embedding's mean over all rows.
         engine, load_model, num_actors, num_gpus: see `tlens.attribute_dataset`.
 
     Raises:
@@ -98,7 +101,7 @@ def perturbation_dataset(
         FileFormatError: the folder's manifest or one of its shards is damaged.
         OSError: a shard cannot be written; those before it are whole.
     """
-    test = PerturbationTest(methods, query, fractions, metrics, order, absolute, hidden, seed, memory)
+    test = PerturbationTest(methods, query, fractions, metrics, order, absolute, hidden, seed, draws, memory)
     explained = {name: value for name, value in (("target", target), ("minus", minus)) if value is not None}
     _check_columns(columns or {}, explained)
     named = explained | dict.fromkeys(columns or {}, "")
@@ -116,7 +119,7 @@ class _Perturbing(Work):
 
     Attributes:
         test: what is measured, by which methods.
-        replacement: what tokens are replaced by, the same in all rows.
+        replacement: what tokens are replaced by, the same in all rows unless it is drawn.
         skipped: methods that do not fit the model.
         explained: the tokens that all rows are asked about, if any are named.
         described: what an Evaluation says besides its numbers.
@@ -207,7 +210,7 @@ def _work(
         query = test.query_of(view, prompt)
     except InvalidInputError as error:
         raise InvalidInputError(f"perturbation: the longest row cannot be tested. {error}") from error
-    by = Replacement.of(view, prompt, replacement, vocabulary_mean(view, counts))
+    by = replacement_of(view, prompt, replacement, vocabulary_mean(view, counts))
     scorers, skipped = usable(test.scorers, freeze(view.model, [longest]), query, skip)
     options = {
         "methods": {scorer.label: [_name(scorer.method), repr(dict(scorer.options))] for scorer in scorers},
@@ -218,6 +221,8 @@ def _work(
         "metrics": test.names,
         **{name: getattr(test, name) for name in ("order", "absolute", "hidden", "seed")},
     }
+    if by.name == RESAMPLED:
+        options["draws"] = test.draws
     options |= explained
     words = explained_in_words(view, explained.get("target"), explained.get("minus"))
     if columns:

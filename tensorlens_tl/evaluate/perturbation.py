@@ -30,15 +30,16 @@ from tensorlens_tl.evaluate.arguments import (
     Order,
     PerturbationQuery,
     ReplacementName,
+    WholeNumber,
 )
 from tensorlens_tl.evaluate.generated import GeneratedStretch
 from tensorlens_tl.evaluate.perturbing import FRACTIONS, METRICS, PerturbationTest, explained_in_words
+from tensorlens_tl.evaluate.resampling import replacement_of
 from tensorlens_tl.evaluate.scorers import usable
 from tensorlens_tl.generation import Continuation, Count, Span
 from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import freeze
 from tensorlens_tl.passes.inputs import InputLike, prepare
-from tensorlens_tl.passes.replacement import Replacement
 from tensorlens_tl.results import Evaluation, area
 
 
@@ -56,6 +57,7 @@ def perturbation(
     span: Span = None,
     fractions: Fractions = FRACTIONS,
     replacement: ReplacementName = None,
+    draws: WholeNumber = 3,
     metrics: Metrics = METRICS,
     order: Order = "descending",
     absolute: bool = False,
@@ -86,10 +88,14 @@ def perturbation(
             itself stays; `logit` is the fall of the sum of its tokens' logits, other metrics are means over its tokens.
             All prompts are frozen at once.
         fractions: shares of a prompt's tokens to replace, ascending, the first 0.
-        replacement: ``"mask"`` or ``"pad"`` (the tokenizer's), a token (string or id), ``"mean"`` (the token
-            embedding's mean over all prompts) or ``"zero"`` (no token embedding; positions stay). None is the mask
-            token where there is one, else the mean. Of patches, `"mean"` and `"zero"` are those of what the patch
-            embedding gives.
+        replacement: ``"resampled"`` (a token that the model itself would write there: drawn from its predictions at the
+            position before, without the token that it replaces and special tokens; of the first token, from their
+            mean), ``"mask"`` or ``"pad"`` (the tokenizer's), a token (string or id), ``"mean"`` (the token
+            embedding's mean over all prompts) or ``"zero"`` (no token embedding; positions stay). None is
+            ``"resampled"`` of a causal language model on tokens alone, else the mask token where there is one, else the
+            mean. Of patches, `"mean"` and `"zero"` are those of what the patch embedding gives.
+        draws: over how many draws the damage of ``"resampled"`` is averaged. A prompt's draws depend on `seed` and its
+            tokens, not on its batch.
         metrics: of `hs_mse` (mean squared change of the final hidden state), `aopc` (how far the probability of the
             model's first choice falls), `aopc_abs` (the absolute value of that: TensorLens' Table 1), `logit` (how
             far its logit falls).
@@ -99,7 +105,7 @@ def perturbation(
             blocks and final norm give. They differ where a prediction head lies between (masked language models).
         attention_mask: 1 at real tokens, with token ids only.
         prepend_bos: as in TransformerLens, with strings only.
-        seed: of the random order and of the order of equal scores.
+        seed: of the random order, of the order of equal scores, and of the draws.
         memory: what the perturbed runs may allocate, as ``"512MB"`` or bytes.
 
     Returns:
@@ -117,7 +123,7 @@ def perturbation(
     >>> result.curves.shape  # metric, method, prompt, step
     torch.Size([3, 2, 1, 3])
     """
-    test = PerturbationTest(methods, query, fractions, metrics, order, absolute, hidden, seed, memory)
+    test = PerturbationTest(methods, query, fractions, metrics, order, absolute, hidden, seed, draws, memory)
     view = ModelView(model)
     view.refuse_encoder_decoder("perturbation")
     facts: dict[str, Any] = {}
@@ -143,13 +149,14 @@ def perturbation(
         prompt = prepare(view, prompts, attention_mask=attention_mask, prepend_bos=prepend_bos)
         position = test.query_of(view, prompt)
         words = (explained_in_words(view, target, minus),)
-    runs = test.runs(view, prompt, Replacement.of(view, prompt, replacement), **explained)
+    by = replacement_of(view, prompt, replacement)
+    runs = test.runs(view, prompt, by, **explained)
     part = slice(0, 1)
     first = freeze(model, **prompt.again(part))
     scorers, skipped = usable(test.scorers, first, position, methods is None, runs.explained(part))
     curves = test.curves(runs, scorers)
     axis = torch.tensor(test.steps, dtype=torch.float64)
-    about = test.described(view, runs.replacement, scorers, len(prompt.tokens), *words)
+    about = test.described(view, by, scorers, len(prompt.tokens), *words)
     about["settings"] |= facts
     return Evaluation(
         values=area(curves, axis),

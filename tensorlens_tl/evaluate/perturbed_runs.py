@@ -28,7 +28,7 @@ class PerturbedRuns:
     prompt is run by itself where such code is seen (`alone`), else between whole ones that must come out the same.
 
     A query is one position of each prompt, "all" for the mean over them, or the positions that predict a stretch of
-    generated text, `[prompt, query]` with `NEXT` as the target.
+    generated text, `[prompt, query]` with `NEXT` as the target. Of several replacements, damages are averaged.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class PerturbedRuns:
         view: ModelView,
         prompt: Prompt,
         query: int | Literal["all"] | Int[Tensor, "prompt query"],
-        replacement: Replacement,
+        replacements: Sequence[Replacement],
         metrics: Sequence[str],
         of_output: bool,
         memory: int,
@@ -49,7 +49,6 @@ class PerturbedRuns:
         self.prompt = prompt
         self.is_stretch = isinstance(query, Tensor)
         self.query: int | Literal["all"] = -1 if isinstance(query, Tensor) else query
-        self.replacement = replacement
         self.metrics = metrics
         points = model_points(view)
         self.unembed_at = points.unembed_in or points.output
@@ -61,11 +60,12 @@ class PerturbedRuns:
         for metric in set(metrics) & {"aopc", "aopc_abs"}:
             view.require_probabilities(f"metrics={metric!r}")
         self.alone = bool(foreign_hooks(view.model))
-        self._placement = Placement.of(view, prompt, replacement, singly=self.alone)
+        self._placements = [Placement.of(view, prompt, one, singly=self.alone) for one in replacements]
         self.rows = self._rows_at_once(view, memory)
         self.tolerance = TOLERANCE.get(next(view.model.parameters()).dtype, 1e-4)
         self._whole: list[Tensor] = []  # hidden states of whole prompts, and logits where they are read, once known
-        self._whole = self._measure(torch.arange(len(prompt.tokens)), torch.zeros_like(prompt.mask).cpu())
+        nothing = torch.zeros_like(prompt.mask).cpu()
+        self._whole = self._measure(torch.arange(len(prompt.tokens)), nothing, self._placements[0])
         self._tokens = self._tokens_of(view, target, minus)
         self._is_named = target is not None or minus is not None
 
@@ -157,32 +157,34 @@ class PerturbedRuns:
         """Every metric of some prompts with some of their tokens replaced."""
         prompts, steps, _ = replaced.shape
         index = torch.arange(part.start, part.start + prompts).repeat_interleave(steps)
-        after = self._measure(index, replaced.flatten(0, 1))
         before = [whole[index] for whole in self._whole]
         ids, others = (None if tokens is None else tokens[index] for tokens in self._tokens)
         real = torch.ones(len(index), 1, dtype=torch.bool) if self.positions is None else self._real(index)
-        damages = [_damage(metric, before, after, ids, others, real) for metric in self.metrics]
-        return torch.stack(damages).unflatten(1, (prompts, steps))
+        damages: list[Tensor] = []
+        for placement in self._placements:
+            after = self._measure(index, replaced.flatten(0, 1), placement)
+            damages.append(torch.stack([_damage(name, before, after, ids, others, real) for name in self.metrics]))
+        return torch.stack(damages).mean(0).unflatten(1, (prompts, steps))
 
     def _measure(
-        self, index: Int[Tensor, "row"], replaced: Bool[Tensor, "row pos"]
+        self, index: Int[Tensor, "row"], replaced: Bool[Tensor, "row pos"], placement: Placement
     ) -> list[Float[Tensor, "row query _width"]]:
         """Final hidden states at the queries, and where a metric reads them the logits there."""
         chunks = zip(index.split(self.rows), replaced.split(self.rows), strict=True)
-        outputs = [self._between_whole(rows, part) for rows, part in chunks]
+        outputs = [self._between_whole(rows, part, placement) for rows, part in chunks]
         return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 
-    def _between_whole(self, rows: Tensor, replaced: Tensor) -> list[Tensor]:
+    def _between_whole(self, rows: Tensor, replaced: Tensor, placement: Placement) -> list[Tensor]:
         """One run: a row by itself, or several between the first and the last of their prompts, whole.
 
         Raises:
             FrozenModelError: a whole prompt does not come out the same in another row.
         """
         if len(rows) == 1:
-            return self._run(rows, replaced)
+            return self._run(rows, replaced, placement)
         whole = torch.zeros_like(replaced[:1])
         ends = rows[[0, -1]]
-        outputs = self._run(torch.cat([ends[:1], rows, ends[1:]]), torch.cat([whole, replaced, whole]))
+        outputs = self._run(torch.cat([ends[:1], rows, ends[1:]]), torch.cat([whole, replaced, whole]), placement)
         # the whole prompts themselves are measured first: their rows beside the ends are the same prompts
         expected = [known[ends] for known in self._whole] or [output[[1, -2]] for output in outputs]
         for output, prompts in zip(outputs, expected, strict=True):
@@ -196,10 +198,10 @@ class PerturbedRuns:
                 )
         return [output[1:-1] for output in outputs]
 
-    def _run(self, rows: Tensor, replaced: Tensor) -> list[Tensor]:
+    def _run(self, rows: Tensor, replaced: Tensor, placement: Placement) -> list[Tensor]:
         """What `_measure` gives, of one batch."""
         rows = rows.to(self.prompt.tokens.device)
-        inputs, hooks = self._placement.put(inputs_of(self.prompt, rows), replaced.to(rows.device), rows)
+        inputs, hooks = placement.put(inputs_of(self.prompt, rows), replaced.to(rows.device), rows)
         at = None if self.positions is None else self.positions[rows]
         if at is not None and self.predicts:
             some = SomeLogits(self.model, self.unembed_at, at)

@@ -13,8 +13,9 @@ from tqdm.auto import tqdm
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
-from tensorlens_tl.evaluate.arguments import Fractions, Hidden, Methods, Metrics, Order, PerturbationQuery
+from tensorlens_tl.evaluate.arguments import Fractions, Hidden, Methods, Metrics, Order, PerturbationQuery, WholeNumber
 from tensorlens_tl.evaluate.perturbed_runs import PREDICTED, PerturbedRuns
+from tensorlens_tl.evaluate.resampling import RESAMPLED, drawn
 from tensorlens_tl.evaluate.scorers import MEAN_TOLERANCE, Scorer, random_scores, scorers_of
 from tensorlens_tl.models import FIRST_CHOICE, ModelView, TokenLike
 from tensorlens_tl.passes import freeze
@@ -54,6 +55,7 @@ class PerturbationTest:
     absolute: bool
     hidden: Hidden
     seed: int
+    draws: WholeNumber
     memory: InitVar[Memory]
     scorers: list[Scorer] = field(init=False)
     steps: list[float] = field(init=False)
@@ -66,6 +68,7 @@ class PerturbationTest:
             "steps": _fractions(fractions),
             "names": _metrics(metrics, self.query),
             "working_bytes": in_bytes(memory),
+            "draws": whole_number("draws", self.draws, 1),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -129,9 +132,10 @@ class PerturbationTest:
         query: Int[Tensor, "prompt query"] | None = None,
     ) -> PerturbedRuns:
         """The live model on some prompts, checked by `query_of`; or at the queries of a stretch of generated text."""
+        replacements = drawn(view, prompt, replacement, int(self.draws), self.seed)
         at = _query(self.query, prompt) if query is None else query
         of_output = self.hidden == "output"
-        return PerturbedRuns(view, prompt, at, replacement, self.names, of_output, self.working_bytes, target, minus)
+        return PerturbedRuns(view, prompt, at, replacements, self.names, of_output, self.working_bytes, target, minus)
 
     def curves(
         self, runs: PerturbedRuns, scorers: Sequence[Scorer], progress: bool = True
@@ -188,6 +192,8 @@ class PerturbationTest:
             "biases": "methods without 'biases' in their label leave the model's biases out of the scores, as the "
             "paper",
         }
+        if replacement.name == RESAMPLED:
+            settings["draws"] = self.draws
         if target:
             settings["target"] = target
         if span:

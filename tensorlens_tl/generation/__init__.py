@@ -18,7 +18,7 @@ One pass of prompt and continuation is frozen, and every generated token is a qu
 from tensorlens_tl.generation.attributing import attribute_generation
 from tensorlens_tl.generation.hops import check_hops as check_hops, sent_on
 from tensorlens_tl.generation.methods import scored_by as scored_by
-from tensorlens_tl.generation.writing import Continuation as Continuation, Count as Count
+from tensorlens_tl.generation.writing import Continuation as Continuation, Count as Count, not_causal as not_causal
 from tensorlens_tl.generation.written import FrozenGeneration, Span as Span, freeze_generation
 
 __all__ = ["FrozenGeneration", "attribute_generation", "freeze_generation", "sent_on"]

@@ -40,24 +40,30 @@ else:
     Continuation = Count = Any  # what is wrong with them is said by `texts_of`
 
 
+def not_causal(view: ModelView) -> str | None:
+    """Why a model does not write text from left to right, as the end of a sentence about it; None if it does."""
+    bidirectional = getattr(view.cfg, "attention_dir", "causal") == "bidirectional"
+    if view.reads != "tokens":
+        return f"reads {view.reads}"
+    if view.is_encoder_decoder:
+        return "is an encoder–decoder; attribute its decoder's tokens with tlens.attribute(..., decoder_input_ids=...)"
+    if view.is_hooked_encoder or hasattr(view.model, "mlm_head") or bidirectional:
+        return "is an encoder, which fills gaps and continues nothing"
+    if view.classes is not None:
+        return "is a classifier, which writes nothing"
+    if view.unembedding is None:
+        return "predicts no tokens"
+    return None
+
+
 def refuse_non_causal(view: ModelView) -> None:
     """Refuse a model that does not write text from left to right.
 
     Raises:
         UnsupportedModelError: an encoder, an encoder–decoder, a classifier, or a model of images or sound.
     """
-    bidirectional = getattr(view.cfg, "attention_dir", "causal") == "bidirectional"
-    if view.reads != "tokens":
-        what = f"reads {view.reads}"
-    elif view.is_encoder_decoder:
-        what = "is an encoder–decoder; attribute its decoder's tokens with tlens.attribute(..., decoder_input_ids=...)"
-    elif view.is_hooked_encoder or hasattr(view.model, "mlm_head") or bidirectional:
-        what = "is an encoder, which fills gaps and continues nothing"
-    elif view.classes is not None:
-        what = "is a classifier, which writes nothing"
-    elif view.unembedding is None:
-        what = "predicts no tokens"
-    else:
+    what = not_causal(view)
+    if what is None:
         return
     raise UnsupportedModelError(f"generated text: {view.description} {what}. A causal language model is needed.")
 

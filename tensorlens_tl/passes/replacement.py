@@ -37,7 +37,8 @@ class Replacement:
     """A token id, or a vector put in the place of token embeddings at the hook point `at`.
 
     A vector is one for all positions, `[d]` (or just zero), or one for each, `[pos, d]`, of each prompt or of all. Of
-    an encoder–decoder it is the encoder's, and `decoder` has the decoder's; a token is for both.
+    an encoder–decoder it is the encoder's, and `decoder` has the decoder's; a token is for both. `tokens` are one for
+    each position of some prompts that are nothing but tokens.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Replacement:
     at: str | None = None
     vector: Tensor | None = None
     decoder: "Replacement | None" = None
+    tokens: Int[Tensor, "prompt pos"] | None = None
 
     @classmethod
     def of(
@@ -66,8 +68,7 @@ class Replacement:
         """
         tokenizer = view.tokenizer
         if replacement is None:
-            has_mask = getattr(tokenizer, "mask_token_id", None) is not None
-            replacement = "mask" if has_mask else "mean"
+            replacement = fixed(view)
         if view.reads != "tokens":
             if replacement not in ("mean", "zero"):
                 raise InvalidInputError(f"replacement={replacement!r}: of {view.reads}, use 'mean' or 'zero'.")
@@ -122,9 +123,19 @@ class Replacement:
             vector = vector + means
         return cls(replacement, at=at, vector=vector)
 
-    def put(self, inputs: dict[str, Any], replaced: Bool[Tensor, "row pos"]) -> tuple[dict[str, Any], list[FwdHook]]:
-        """The inputs of a run with some tokens replaced, and the hooks that replace their vectors."""
+    def put(
+        self, inputs: dict[str, Any], replaced: Bool[Tensor, "row pos"], rows: Int[Tensor, "row"] | None = None
+    ) -> tuple[dict[str, Any], list[FwdHook]]:
+        """The inputs of a run with some tokens replaced, and the hooks that replace their vectors.
+
+        Args:
+            inputs: the keyword arguments of the run.
+            replaced: which positions are replaced.
+            rows: which of the prompts each row is, where they have tokens of their own.
+        """
         names = token_inputs(inputs)
+        if self.tokens is not None:
+            return inputs | {"input": torch.where(replaced, self.tokens[rows], inputs["input"])}, []
         if self.token is not None:
             sides = replaced.split([inputs[name].shape[1] for name in names], dim=1)
             filled = zip(names, sides, strict=True)
@@ -144,6 +155,11 @@ class Replacement:
             return torch.where(replaced[..., None], vector.to(embedded), embedded)
 
         return [(self.at, in_this_thread(put))]
+
+
+def fixed(view: ModelView) -> str:
+    """What stands for a token where nothing is named and nothing is drawn: the mask token, else the mean."""
+    return "mean" if getattr(view.tokenizer, "mask_token_id", None) is None else "mask"
 
 
 WITHOUT_CONTENT = ("position_ids", "token_type_ids")
@@ -188,7 +204,8 @@ class Placement:
             streams.append(blocks[view.encoder_layers].resid_pre)
         nowhere = torch.zeros_like(prompt.mask)
         has_content = bool(set(prompt.extra) - set(WITHOUT_CONTENT))
-        if replacement.at in streams or (replacement.token is not None and not has_content):
+        are_tokens = replacement.token is not None or replacement.tokens is not None
+        if replacement.at in streams or (are_tokens and not has_content):
             return cls(replacement, {}, nowhere)
         if has_content and replacement.token in image_tokens(view):
             raise InvalidInputError(
@@ -233,7 +250,7 @@ class Placement:
             rows = torch.arange(len(self.overwritten)).repeat(count // len(self.overwritten))
         rows = rows.to(self.overwritten.device)
         instead = replaced & self.overwritten[rows][:, -width:]
-        inputs, hooks = self.replacement.put(inputs, replaced & ~instead)
+        inputs, hooks = self.replacement.put(inputs, replaced & ~instead, rows)
         start = 0
         for name, arrival in self.arrivals.items():
             side = slice(start, start + min(width, arrival.shape[1]))

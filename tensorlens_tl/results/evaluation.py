@@ -266,6 +266,13 @@ class Evaluation(Result):
         if BASELINE not in self.methods or "replacement" not in self.settings:
             return []
         notes: list[str] = []
+        advice = "Use more prompts, more draws, or larger fractions."
+        if self.settings["replacement"] != "resampled":
+            advice = (
+                f"With replacement {self.settings['replacement']!r} a single token may break the prediction whichever "
+                "it is: use replacement='resampled' (of a causal language model), a token that fits anywhere, or "
+                "larger fractions."
+            )
         means = np.nanmean(np.asarray(self.values), axis=-1)  # [metric, method]
         random = self.methods.index(BASELINE)
         for (name, higher), row in zip(self.metrics.items(), means, strict=True):
@@ -276,9 +283,7 @@ class Evaluation(Result):
             lead = best - row[random] if higher else row[random] - best
             if lead <= AS_GOOD * abs(best):
                 notes.append(
-                    f"{name}: random does as well as every method, so that this says nothing of them. With replacement "
-                    f"{self.settings['replacement']!r} a single token may break the prediction whichever it is: name a "
-                    "token that fits anywhere (replacement=' the'), or larger fractions."
+                    f"{name}: random does as well as every method, so that this says nothing of them. {advice}"
                 )
         return notes
 

@@ -42,6 +42,7 @@ from tensorlens_tl.evaluate.scorers import STANDARD, scorers_of, usable
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import freeze
 from tensorlens_tl.passes.inputs import InputLike, token_rows
+from tensorlens_tl.passes.replacement import fixed
 from tensorlens_tl.results import Evaluation, Result
 
 if TYPE_CHECKING:
@@ -291,7 +292,7 @@ def reproduce(
         if view.reads != experiment.reads:
             raise InvalidInputError(f"{name} is about {experiment.reads}; {view.description} reads {view.reads}.")
         inputs, facts = _inputs(view, data, experiment, length, n)
-        options = {"replacement": replacement, "seed": seed, "memory": memory}
+        options = {"replacement": fixed(view) if replacement is None else replacement, "seed": seed, "memory": memory}
         evaluation = _perturbed(model, inputs, experiment, options)
         evaluation = replace(evaluation, settings=evaluation.settings | facts)
     return Reproduction(experiment, replace(evaluation, settings=evaluation.settings | {"reproduces": name}))
