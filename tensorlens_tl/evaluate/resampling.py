@@ -69,7 +69,7 @@ def drawn(view: ModelView, prompt: Prompt, replacement: Replacement, draws: int,
         seeds = [hash((seed, draw, *ids.tolist())) for draw in range(draws)]
         rngs = [random.Random(one) for one in seeds]
         uniform = torch.tensor([[rng.random() for _ in range(len(ids))] for rng in rngs], dtype=torch.float64)
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         for probabilities in _expected(view, ids):
             if not bool(torch.isfinite(probabilities).all()):
                 raise InvalidInputError(
@@ -77,11 +77,11 @@ def drawn(view: ModelView, prompt: Prompt, replacement: Replacement, draws: int,
                     f": replacement={RESAMPLED!r} finds no other token to draw: all are special tokens, or the logits "
                     "are not finite. Use 'mean', 'zero' or a token.",
                 )
-            first = sum(part.shape[1] for part in found)
+            first = sum(part.shape[1] for part in parts)
             up_to = probabilities.cumsum(-1)
             at = (uniform[:, first : first + len(up_to)].T * up_to[:, -1:]).contiguous()
-            found.append(torch.searchsorted(up_to, at, right=True).T)
-        tokens[:, row, mask] = torch.cat(found, dim=1).to(tokens.device)
+            parts.append(torch.searchsorted(up_to, at, right=True).T)
+        tokens[:, row, mask] = torch.cat(parts, dim=1).to(tokens.device)
     return [replace(replacement, tokens=some) for some in tokens]
 
 
