@@ -4,7 +4,6 @@ from tensorlens_tl import (
     algebra as algebra,
     circuits as circuits,
     compress as compress,
-    core as core,
     datasets as datasets,
     demo as demo,
     drawing as drawing,

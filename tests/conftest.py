@@ -3,6 +3,7 @@ import random
 import re
 from contextlib import nullcontext
 from copy import deepcopy
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import pytest
@@ -233,6 +234,12 @@ class Choices:
     def hold(self, value):
         self.noted.append(value if self.given is None else next(self.given))
         return self.noted[-1]
+
+
+@pytest.fixture
+def read_anew(monkeypatch):
+    """A model is read anew by the next pass, whatever passes of it there are: for tests that change how it is read."""
+    monkeypatch.setattr("tensorlens_tl.passes.readings._views", WeakKeyDictionary())
 
 
 def some_tokens(batch=2, pos=6, seed=0):

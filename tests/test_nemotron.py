@@ -322,7 +322,7 @@ WRONG_PATTERNS = {
 
 
 @pytest.mark.parametrize("which", WRONG_PATTERNS)
-def test_another_pattern_is_refused_by_the_proof(model, monkeypatch, which):
+def test_another_pattern_is_refused_by_the_proof(model, read_anew, monkeypatch, which):
     known = points.pattern_reader
     monkeypatch.setattr(points, "pattern_reader", lambda attention: known(attention) and WRONG_PATTERNS[which])
     with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.1 .*misses its own output"):

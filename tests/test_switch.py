@@ -290,7 +290,7 @@ def freeze_again(model):
     return tlens.freeze(model, SOURCES, decoder_input_ids=WRITTEN)
 
 
-def test_the_bias_that_is_shown_is_no_pattern(model, monkeypatch):
+def test_the_bias_that_is_shown_is_no_pattern(model, read_anew, monkeypatch):
     monkeypatch.setattr(points, "pattern_reader", lambda attention: None)
     with pytest.raises(tlens.UnsupportedModelError, match=r"attn\.hook_pattern .*numbers below 0"):
         freeze_again(model)
@@ -305,13 +305,13 @@ WRONG_PATTERNS = {
 
 
 @pytest.mark.parametrize("which", WRONG_PATTERNS)
-def test_another_pattern_is_refused_by_the_proof(model, monkeypatch, which):
+def test_another_pattern_is_refused_by_the_proof(model, read_anew, monkeypatch, which):
     monkeypatch.setattr(points, "pattern_reader", lambda attention: WRONG_PATTERNS[which])
     with pytest.raises(tlens.UnsupportedModelError, match=r"encoder_blocks\.0"):
         freeze_again(model)
 
 
-def test_no_pattern_is_refused(model, monkeypatch):
+def test_no_pattern_is_refused(model, read_anew, monkeypatch):
     monkeypatch.setattr(points, "pattern_reader", lambda attention: lambda output: None)
     with pytest.raises(tlens.UnsupportedModelError, match=r"encoder_blocks\.0\.attn\.pattern .*is no pattern over all"):
         freeze_again(model)

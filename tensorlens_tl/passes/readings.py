@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+from torch import nn
+
 from tensorlens_tl.hooks import ModelPoints, hook_numbers, lock_of, model_points
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.lifecycle import WeightState, configuration
@@ -25,14 +27,14 @@ class Reading:
         weights: what its weights were.
         configuration: what decided its numbers besides them.
         hooks: which user-installed hooks were on it.
-        modes: which modes its modules were in, and whether it showed what heads write.
+        modes: what its modules were, and whether it showed what heads write.
         tokenizer: what read its prompts.
     """
 
     weights: WeightState
     configuration: Mapping[str, str]
     hooks: frozenset[int]
-    modes: tuple[bool, ...]
+    modes: tuple[Any, ...]
     tokenizer: Any
 
     @classmethod
@@ -54,13 +56,18 @@ class Reading:
         )
 
 
-def _modes(model: Any) -> tuple[bool, ...]:
-    """What else changes how a model is read: whether it shows what heads write, and the modes of its modules.
+def _modes(model: Any) -> tuple[Any, ...]:
+    """What else changes how a model is read: whether it shows what heads write, and every module.
 
-    RWKV halves its stream in eval mode.
+    A module has a mode (RWKV halves its stream in eval mode), a class, and perhaps another forward or activation.
     """
     shows_heads = bool(getattr(model.cfg, "use_attn_result", False))
-    return (shows_heads, *(module.training for module in whole(model)))
+    return (shows_heads, *map(_mode, whole(model)))
+
+
+def _mode(module: nn.Module) -> tuple[Any, ...]:
+    own = vars(module)
+    return module.training, type(module), own.get("forward"), own.get("act_fn")
 
 
 _views: "WeakKeyDictionary[Any, ref[ModelView]]" = WeakKeyDictionary()  # by model, the last one

@@ -115,7 +115,8 @@ class NodeGradients:
             return [*torch.autograd.grad(number, leaves, given, True, is_grads_batched=True, materialize_grads=True)]
 
         gradients = of_multiple(1.0)
-        note_rounding(self.frozen, _in_a_row(gradients), lambda factor: _in_a_row(of_multiple(factor)))
+        if leaves[0].dtype.itemsize == 2:
+            note_rounding(self.frozen, _in_a_row(gradients), lambda factor: _in_a_row(of_multiple(factor)))
         return gradients
 
     def products(self, values: Values, gradients: Values) -> Float[Tensor, "*row batch node pos"]:
@@ -144,7 +145,7 @@ class NodeGradients:
 
 def _in_a_row(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """Gradients of every leaf as one vector of each row."""
-    return [torch.cat([tensor.flatten(1) for tensor in tensors], dim=1)]
+    return [torch.cat([tensor.flatten(1).to(tensors[0].device) for tensor in tensors], dim=1)]
 
 
 def refuse_other_values(frozen: PassLike, under_rule: Tensor, plain: Tensor) -> None:
