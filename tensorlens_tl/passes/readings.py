@@ -66,8 +66,8 @@ def _modes(model: Any) -> tuple[Any, ...]:
 
 
 def _mode(module: nn.Module) -> tuple[Any, ...]:
-    own = vars(module)
-    return module.training, type(module), own.get("forward"), own.get("act_fn")
+    replaced = vars(module)
+    return module.training, type(module), replaced.get("forward"), replaced.get("act_fn")
 
 
 _views: "WeakKeyDictionary[Any, ref[ModelView]]" = WeakKeyDictionary()  # by model, the last one
