@@ -457,16 +457,16 @@ def test_what_replaces_a_piece_of_an_image_reaches_the_first_block(family):
 @pytest.mark.parametrize("place", ["embed.hook_out", "blocks.0.hook_resid_pre"])
 def test_a_replacement_that_goes_nowhere_is_refused(place):
     """Another hook writes over what is put at the embedding; a token would be read all the same."""
-    model = tlens.load_demo_model(kind="bridge")
+    model, text = tlens.load_demo_model(kind="bridge"), "If the sky is clear, the"
     with model.hooks(fwd_hooks=[(place, lambda live, *, hook: torch.ones_like(live))]):
-        frozen = tlens.freeze(model, "If the sky is clear, the")
+        frozen = tlens.freeze(model, text)
         if place == "embed.hook_out":  # ours come after it
             assert tlens.attribute(frozen, " the", method="leave-one-out", replacement="zero").scores.any()
             return
         for question in (
             lambda: tlens.attribute(frozen, " the", method="leave-one-out", replacement="zero"),
             lambda: tlens.methods.difference(frozen, target=" the", baseline="mean"),
-            lambda: evaluate.perturbation(model, "If the sky is clear, the", ["random"], fractions=(0, 0.5)),
+            lambda: evaluate.perturbation(model, text, ["random"], fractions=(0, 0.5), replacement="mean"),
         ):
             with pytest.raises(tlens.UnsupportedModelError, match="does not reach the first block"):
                 question()
