@@ -21,7 +21,7 @@ from tensorlens_tl.hooks import FwdHook, in_this_thread, run_until
 from tensorlens_tl.models.parameters import saved_by_name
 from tensorlens_tl.passes import FrozenPass, PassLike, note_rounding
 
-Values = dict[str, Float[Tensor, "*row batch some width"]]
+Values = dict[str, Float[Tensor, "... batch _some _width"]]
 """What the model has at hook points, heads side by side; of an encoder–decoder at the positions of one side."""
 
 
