@@ -37,6 +37,17 @@ def test_tokens_are_drawn_as_often_as_the_model_expects_them():
         assert not bool((tokens[:, 0, position] == ids[0, position]).any())
 
 
+def test_the_first_token_is_drawn_from_the_mean_where_nothing_is_before_it():
+    model, tokens, count = tiny_model("bridge/gpt2"), some_tokens(1, 4), 3000
+    _, draws = draws_of(model, tokens, count)
+    logits = model(tokens)[0].detach().double()
+    logits[:, tokens[0, 0]] = -torch.inf
+    expected = count * logits.softmax(-1).mean(0)
+    often = draws[:, 0, 0].bincount(minlength=len(expected))
+    assert often[tokens[0, 0]] == 0
+    assert float(((often - expected) / expected.sqrt().clamp(min=1)).abs().max()) < 6
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_draws_do_not_hang_on_the_batch(side):
     model = tlens.load_demo_model()
@@ -59,6 +70,22 @@ def test_damages_are_means_over_draws():
         torch.testing.assert_close(together.curves[..., row, :], alone.curves[..., 0, :], rtol=1e-9, atol=1e-9)
     one = evaluate.perturbation(model, TEXTS, **asked, draws=1)
     assert not torch.equal(one.values, together.values)
+
+
+def test_damage_is_that_of_runs_by_hand(tmp_path):
+    """Everything but BOS replaced: the mean over draws of how far the first choice's logit falls; also in shards."""
+    model = tlens.load_demo_model(dtype=torch.float64)
+    asked = {"methods": ["random"], "fractions": (0, 1), "metrics": ["logit"], "seed": 4, "draws": 2}
+    together = evaluate.perturbation(model, TEXTS, **asked)
+    run = evaluate.perturbation_dataset(model, TEXTS, tmp_path, tokens_per_batch=8, progress=False, **asked)
+    for row, text in enumerate(TEXTS):
+        _, draws = draws_of(model, text, 2, seed=4)
+        tokens = model.to_tokens(text)
+        whole = model(tokens)[0, -1]
+        changed = torch.cat([tokens[:, :1].expand(2, 1), draws[:, 0, 1:]], dim=1)
+        falls = (whole - model(changed)[:, -1])[:, whole.argmax()]
+        for found in (together, run.evaluation()):
+            torch.testing.assert_close(found.curves[0, 0, row, 1], falls.mean(), rtol=1e-9, atol=1e-9)
 
 
 def test_it_tells_methods_from_a_random_order():

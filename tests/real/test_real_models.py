@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tensorlens_tl as tlens
 from scripts.real_models import FOLDER, MODELS
-from tensorlens_tl import circuits
+from tensorlens_tl import circuits, evaluate
 from tensorlens_tl.datasets import job
 from tensorlens_tl.explorer import Explorer, Session
 from tensorlens_tl.generation import freeze_generation
@@ -378,6 +378,17 @@ def test_the_known_source_of_an_answer_is_first(real, text, names):
         best = int(why.scores[0, 0].argmax())
         assert why.tokens[0][best] == f" {source}"
         assert why.tokens[0].index(f" {source}") == best
+
+
+def test_a_perturbation_test_tells_the_default_method_from_a_random_order(real):
+    """The mean embedding breaks these predictions wherever it stands; tokens that the model would write do not."""
+    texts = [
+        "When Mary and John went to the store, John gave a drink to",
+        "The opposite of hot is cold, and the opposite of big is",
+    ]
+    methods = {"default": "tensorlens", "random": "random"}
+    found = evaluate.perturbation(real.bridge(), texts, methods, fractions=(0, 0.1, 0.2), metrics=["aopc"])
+    assert found.mean("aopc", "default") > 1.25 * found.mean("aopc", "random")
 
 
 # ------------------------------------------------------------------ data sets, the command line, the explorer
