@@ -13,8 +13,8 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 from transformers import StableLmConfig, StableLmForCausalLM
 
 import tensorlens_tl as tlens
-from tensorlens_tl.core import ATTNLRP, FROZEN, GIM, RELP, Linearised, Rule, held, marked_activations
-from tensorlens_tl.hooks import Placing, graph_of
+from tensorlens_tl.core import ATTNLRP, FROZEN, GIM, RELP, Linearised, Rule, held, ruled
+from tensorlens_tl.hooks import graph_of
 from tensorlens_tl.passes.backward import rule_scores
 from tensorlens_tl.testing import model_names, tiny_input, tiny_model
 
@@ -127,8 +127,7 @@ def test_the_forward_pass_is_the_models_own(name, rule, model_named):
     own = model(**frozen.inputs)
     forwards = [vars(module).get("forward") for module in model.modules()]
     leaf = frozen.resid_pre(0).requires_grad_(True)
-    with Placing() as placing, Linearised(rule):
-        marked_activations(model, placing)
+    with ruled(model, rule):
         logits = model.run_with_hooks(
             **frozen.inputs, fwd_hooks=[(frozen.points.blocks[0].resid_pre, lambda stream, *, hook: leaf)]
         )
@@ -154,8 +153,7 @@ def test_attnlrp_conserves(name, model_named):
     hooks = [(site.pattern, lambda P, *, hook, name=site.pattern: look(name, P)) for site in sites]
     leaf = frozen.resid_pre(0).requires_grad_(True)
     hooks.append((frozen.points.blocks[0].resid_pre, lambda stream, *, hook: leaf))
-    with Placing() as placing, Linearised(ATTNLRP):
-        marked_activations(model, placing)
+    with ruled(model, ATTNLRP):
         (y,) = graph_of(model, frozen.inputs, [frozen.points.output], hooks)
     W_U, b_U = frozen.view.unembedding
     vector = torch.zeros_like(y if head is None else head(y))

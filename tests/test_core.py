@@ -1,7 +1,5 @@
 """Rules over operations: the difference of two runs from one batch of both, and what rules are made of."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
@@ -12,15 +10,15 @@ from tensorlens_tl.core import (
     ATTNLRP,
     GIM,
     SECANT,
+    TANGENT,
     Linearised,
     Rule,
     held,
-    marked_activations,
+    ruled,
     shared,
     stands,
-    unchanged,
 )
-from tensorlens_tl.hooks import Placing, graph_of
+from tensorlens_tl.hooks import graph_of
 from tensorlens_tl.testing import model_names, tiny_input
 from tensorlens_tl.testing.models import encoder_decoder_names
 
@@ -66,8 +64,7 @@ def test_two_runs_in_one_batch_are_the_difference(model_name, model_named):
     both = {name: torch.cat([first.inputs[name], second.inputs[name]]) for name in first.inputs}
     leaf = torch.cat([first.resid_pre(0), second.resid_pre(0)]).requires_grad_()
     hooks = [(first.points.blocks[0].resid_pre, lambda stream, *, hook: leaf)]
-    with Placing() as placing, Linearised(SECANT):
-        marked_activations(model, placing)
+    with ruled(model, SECANT):
         (end,) = graph_of(model, both, [first.points.unembed_in], hooks)
     at_end = torch.zeros_like(end)
     at_end[0, -1], at_end[1, -1] = vectors[0, 0], -vectors[0, 0]
@@ -155,11 +152,10 @@ def test_a_rule_that_changes_nothing_is_the_models_gradient(name, model_named):
     tokens, given = tiny_input(model, 1, 6)
     frozen = tlens.freeze(model, tokens, **given)
     gradients = []
-    for rule in (Rule(scale=unchanged), None):
+    for rule in (TANGENT, None):
         leaf = frozen.resid_pre(0).requires_grad_()
         hooks = [(frozen.points.blocks[0].resid_pre, lambda stream, *, hook, leaf=leaf: leaf)]
-        with Placing() as placing, nullcontext() if rule is None else Linearised(rule):
-            marked_activations(model, placing)
+        with ruled(model, rule):
             (end,) = graph_of(model, frozen.inputs, [frozen.points.output], hooks)
         gradients.append(torch.autograd.grad(end[0, -1, 3], leaf)[0])
     assert gradients[1].abs().max() > 0

@@ -1,6 +1,6 @@
 """A run whose gradient is a linear map, by a rule: no architecture is described here, only kinds of operations."""
 
-from tensorlens_tl.core.linearise import Linearised, activation, marked_activations, refuse_other_functions, ruled
+from tensorlens_tl.core.linearise import Linearised, activation, refuse_other_functions, ruled
 from tensorlens_tl.core.rules import (
     ATTNLRP,
     FROZEN,
@@ -35,7 +35,6 @@ __all__ = [
     "doubted",
     "gates_held",
     "held",
-    "marked_activations",
     "refuse_other_functions",
     "rule_of",
     "ruled",

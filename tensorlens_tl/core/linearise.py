@@ -65,8 +65,8 @@ def activation(z: Tensor, function: Callable[..., Any]) -> Any:
     return function(z)
 
 
-def marked_activations(model: nn.Module, placing: Placing) -> None:
-    """Until `placing` is taken off, a model's activations are one operation each."""
+def _mark_activations(model: nn.Module, placing: Placing) -> None:
+    """Make a model's activations one operation each, until `placing` is taken off."""
     for module in model.modules():
         kind = type(module).__module__
         if kind == "transformers.activations" or (kind == "torch.nn.modules.activation" and _is_elementwise(module)):
@@ -216,7 +216,7 @@ def ruled(model: HookedModel, rule: Rule | None) -> Generator[None, None, None]:
         return
     with lock_of(model), Placing() as placing, Linearised(rule):
         assert isinstance(model, nn.Module)
-        marked_activations(model, placing)
+        _mark_activations(model, placing)
         yield
 
 

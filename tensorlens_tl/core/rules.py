@@ -190,7 +190,9 @@ ELEMENTWISE = frozenset(
 TANGENT = Rule(scale=unchanged, needs=())
 """The model's own gradient."""
 
-FROZEN = Rule(doubted, gates_held, by_ratio, doubted, held, held, head="ratio", needs=())
+FROZEN = Rule(
+    matmul=doubted, multiply=gates_held, activation=by_ratio, function=doubted, softmax=held, head="ratio", needs=()
+)
 """TensorLens: patterns, scales and gates are held, φ is φ(z)/z."""
 
 RELP = Rule(multiply=shared, activation=by_ratio, head="split")

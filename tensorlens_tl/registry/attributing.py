@@ -11,6 +11,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import plain
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import relative_gap
+from tensorlens_tl.core import Rule
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, RegistryError
 from tensorlens_tl.models import NEXT, ModelLike, Query, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, freeze, one_check, unchecked_view
@@ -41,7 +42,7 @@ def attribute(
     target: TokenLike = None,
     *,
     method: str | None = None,
-    rule: Any = None,
+    rule: Rule | str | None = None,
     memory: Memory = None,
     **options: Any,
 ) -> Attribution:
@@ -126,7 +127,7 @@ def attribute(
     return joined(parts, batches, explained)
 
 
-def _chosen(model: ModelLike | FrozenPass | Difference, name: str | None, rule: Any) -> Method:
+def _chosen(model: ModelLike | FrozenPass | Difference, name: str | None, rule: Rule | str | None) -> Method:
     """The method of a name or a rule, or the default.
 
     Raises:
