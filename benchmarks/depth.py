@@ -1,22 +1,25 @@
-"""What questions cost on deep models that were loaded, in forwards of the bare model: no cost of ours grows faster.
+"""What questions cost on deep models that were loaded, in forwards of the bare model.
 
 Llamas with random weights and 4, 16 and 48 layers are written by transformers and booted from their folder, so that
-they have every hook that a loaded model has. A folder that is named as an argument is measured as well. Prompts of 15
-tokens, one thread and its processor time, the candidates of all models interleaved, minima.
+they have every hook that a loaded model has; SmolLM2 is measured as well where `make real` has fetched it. Prompts of
+15 tokens, one thread and its processor time, the candidates of all models interleaved, minima.
 
-    python benchmarks/depth.py
-    python benchmarks/depth.py path/to/SmolLM2
+    python benchmarks/depth.py               # this checkout
+    python benchmarks/depth.py OTHER         # and another one (a git worktree), in turn
 """
 
-import sys
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import transformers
+from checkouts import HERE, Times, in_turn, main
+from page import Lines, row, table
 from timing import interleaved
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -28,7 +31,9 @@ from tensorlens_tl import circuits
 
 LAYERS = (4, 16, 48)
 POSITIONS = 15
-ROUNDS = 3
+ROUNDS = 2
+PROCESSES = 2
+TRAINED = Path(os.environ.get("TENSORLENS_REAL", Path(HERE) / ".real")) / "smollm2"
 
 Candidates = dict[str, Callable[[], Any]]
 
@@ -75,43 +80,52 @@ def llama(layers: int, folder: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w1", eos_token="w2").save_pretrained(folder)
 
 
-def costs(folders: dict[str, str], names: tuple[str, ...] = ()) -> dict[str, dict[str, float]]:
-    """Forwards of each candidate, by the name of its model; of some candidates, where names are given."""
-    by_model = {model: candidates(folder) for model, folder in folders.items()}
+def times_of(folders: dict[str, str], names: tuple[str, ...] = ()) -> Times:
+    """Seconds of each candidate, as ``"model/candidate"``; of some candidates, where names are given."""
     runs = {
-        (model, name): run
-        for model, each in by_model.items()
-        for name, run in each.items()
-        if name in ("forward", *(names or each))
+        f"{model}/{name}": run
+        for model, folder in folders.items()
+        for name, run in candidates(folder).items()
+        if not names or name in ("forward", *names)
     }
-    seconds = interleaved(runs, ROUNDS, time.thread_time)
-    return {
-        model: {
-            name: seconds[model, name] / seconds[model, "forward"]
-            for name in each
-            if name != "forward" and (model, name) in seconds
-        }
-        for model, each in by_model.items()
-    }
+    return interleaved(runs, ROUNDS, time.thread_time)
 
 
-def random_costs(layers: tuple[int, ...], names: tuple[str, ...] = (), *folders: str) -> dict[str, dict[str, float]]:
-    """`costs` of random Llamas, and of models in folders."""
+def random_times(layers: tuple[int, ...], names: tuple[str, ...] = (), **folders: str) -> Times:
+    """`times_of` random Llamas, and of models in folders."""
     transformers.logging.disable_progress_bar()
     with ExitStack() as stack:
         written = {f"{count} layers": stack.enter_context(TemporaryDirectory()) for count in layers}
         for count, folder in zip(layers, written.values(), strict=True):
             llama(count, folder)
-        return costs(written | {folder: folder for folder in folders}, names)
+        return times_of(written | folders, names)
 
 
-def main() -> None:
+def seconds() -> Times:
+    """Of each candidate, with the package that is imported here."""
     torch.set_num_threads(1)
-    by_model = random_costs(LAYERS, (), *sys.argv[1:])
-    print(f"{'':34}" + "".join(f"{name[-14:]:>16}" for name in by_model))
-    for name in next(iter(by_model.values())):
-        print(f"{name:34}" + "".join(f"{each[name]:16.2f}" for each in by_model.values()))
+    return random_times(LAYERS, **({"SmolLM2": str(TRAINED)} if TRAINED.exists() else {}))
+
+
+def in_forwards(times: Times) -> Times:
+    """Times in forwards of their model."""
+    forwards = {name: value / times[f"{name.partition('/')[0]}/forward"] for name, value in times.items()}
+    return {name: value for name, value in forwards.items() if not name.endswith("/forward")}
+
+
+def depths() -> Lines:
+    """## Questions about deep models, in forwards
+
+    Llamas with random weights and SmolLM2 135M (30 layers), each loaded from a folder; two prompts of 15 tokens, one
+    thread, processor time, forwards of the bare Hugging Face model in the same run, its logits included. A graph of a
+    difference includes the difference. `python benchmarks/depth.py OTHER` measures another checkout in turn.
+    """
+    costs = in_forwards(in_turn(__file__, processes=PROCESSES)[0])
+    models = dict.fromkeys(name.partition("/")[0] for name in costs)
+    yield table("question", *models)
+    for question in dict.fromkeys(name.partition("/")[2] for name in costs):
+        yield row(question, *(costs[f"{model}/{question}"] for model in models))
 
 
 if __name__ == "__main__":
-    main()
+    main(__file__, seconds, in_forwards, PROCESSES)

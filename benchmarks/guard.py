@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from depth import random_costs
+from depth import in_forwards, random_times
 from shapes import gpt2_small
 from timing import interleaved
 
@@ -79,11 +79,12 @@ def main() -> None:
         cost = spent / forward
         mark = "" if cost <= LIMITS[name] else "  above its limit"
         print(f"{name:34} {cost:8.2f} {LIMITS[name]:7.1f}{mark}")
-    shallow, deep = random_costs(DEPTHS, DEEP).values()
+    costs = in_forwards(random_times(DEPTHS, DEEP))
     print(f"\n{'':34} " + " ".join(f"{layers:>2} layers" for layers in DEPTHS))
     for name in DEEP:
-        mark = "" if deep[name] <= MOST_GROWTH * shallow[name] else "  grows with depth"
-        print(f"{name:34} {shallow[name]:9.2f} {deep[name]:9.2f}{mark}")
+        shallow, deep = (costs[f"{layers} layers/{name}"] for layers in DEPTHS)
+        mark = "" if deep <= MOST_GROWTH * shallow else "  grows with depth"
+        print(f"{name:34} {shallow:9.2f} {deep:9.2f}{mark}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from subprocess import run
 import sentences
 import torch
 from data_sets import data_sets
+from depth import depths
 from difference import differences
 from everything_included import everything_included
 from explorer import explorer
@@ -84,6 +85,7 @@ SECTIONS = (
     routes,
     live_changes,
     differences,
+    depths,
     data_sets,
     peers,
     explorer,
