@@ -81,30 +81,37 @@ def llama(layers: int, folder: str) -> None:
 
 
 def times_of(folders: dict[str, str], names: tuple[str, ...] = ()) -> Times:
-    """Seconds of each candidate, as ``"model/candidate"``; of some candidates, where names are given."""
-    runs = {
-        f"{model}/{name}": run
-        for model, folder in folders.items()
-        for name, run in candidates(folder).items()
-        if not names or name in ("forward", *names)
-    }
-    return interleaved(runs, ROUNDS, time.thread_time)
+    """Seconds of each candidate, as ``"model/candidate"``; of some candidates, where names are given.
+
+    The forward runs before each of the others: all are divided by it, and it is the shortest and so the noisiest.
+    """
+    runs: Candidates = {}
+    for model, folder in folders.items():
+        each = candidates(folder)
+        forward = each.pop("forward")
+        for name in names or each:
+            runs[f"{model}/forward/{name}"], runs[f"{model}/{name}"] = forward, each[name]
+    times: Times = {}
+    for label, value in interleaved(runs, ROUNDS, time.thread_time).items():
+        name = "/".join(label.split("/")[:2])
+        times[name] = min(value, times.get(name, value))
+    return times
 
 
-def random_times(layers: tuple[int, ...], names: tuple[str, ...] = (), **folders: str) -> Times:
+def random_times(layers: tuple[int, ...], names: tuple[str, ...] = (), trained: dict[str, str] | None = None) -> Times:
     """`times_of` random Llamas, and of models in folders."""
     transformers.logging.disable_progress_bar()
     with ExitStack() as stack:
         written = {f"{count} layers": stack.enter_context(TemporaryDirectory()) for count in layers}
         for count, folder in zip(layers, written.values(), strict=True):
             llama(count, folder)
-        return times_of(written | folders, names)
+        return times_of(written | (trained or {}), names)
 
 
 def seconds() -> Times:
     """Of each candidate, with the package that is imported here."""
     torch.set_num_threads(1)
-    return random_times(LAYERS, **({"SmolLM2": str(TRAINED)} if TRAINED.exists() else {}))
+    return random_times(LAYERS, trained={"SmolLM2": str(TRAINED)} if TRAINED.exists() else {})
 
 
 def in_forwards(times: Times) -> Times:
