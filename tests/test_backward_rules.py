@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import some_tokens, tolerance
+from conftest import MIXED, some_tokens, tolerance
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import StableLmConfig, StableLmForCausalLM
 
@@ -46,9 +46,6 @@ def test_the_peers_numbers(case, peers):
     assert float((mine - theirs).abs().max()) <= allowed * float(theirs.abs().max())
 
 
-REFUSED = ("mamba", "jamba", "falcon-h1", "lfm2", "qwen3-next", "rwkv")
-
-
 HELD = {"ratio": FROZEN, "split": replace(RELP, softmax=held), "tangent": Rule(softmax=held)}
 """Rules that hold patterns are the frozen operator, by the names of its `activation`."""
 LAYOUTS = (
@@ -63,7 +60,7 @@ LAYOUTS = (
     [
         name if name in LAYOUTS else pytest.param(name, marks=pytest.mark.whole)
         for name in model_names()
-        if not any(part in name for part in REFUSED)
+        if not any(part in name for part in MIXED)
     ],
 )
 def test_nothing_through_the_scores_is_the_frozen_operator(model_name, model_named):
@@ -85,14 +82,6 @@ def test_nothing_through_the_scores_is_the_frozen_operator(model_name, model_nam
     assert float(relp.gap.max()) < tolerance(name) * 10
     cp, ratio = (tlens.attribute(frozen, method=method, target=5, minus=9) for method in ("cp-lrp", "tensorlens"))
     assert float((cp.scores - ratio.scores).abs().max()) <= 1e-9 * float(ratio.scores.abs().max())
-
-
-@pytest.mark.parametrize("name", [name for name in model_names() if any(part in name for part in REFUSED)])
-def test_what_is_held_of_other_products_is_in_doubt(name, model_named):
-    """Nothing says which factor of a state-space or convolution block is held: refused, and not guessed."""
-    frozen = tlens.freeze(model_named(name), some_tokens())
-    with pytest.raises(tlens.UnsupportedModelError, match=r"nothing says what of it is held|no rule knows"):
-        rule_scores(frozen, FROZEN, 5, 9)
 
 
 def test_whole_shares_are_the_live_gradient():

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from conftest import close, hooks_left, rerun_tolerance, some_tokens, tolerance
+from conftest import MIXED, close, hooks_left, rerun_tolerance, some_tokens, tolerance
 from test_patching import BOTH, LIVE, NAMES, two
+from test_scans import Wide
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
@@ -38,6 +39,19 @@ def test_patches_under_the_frozen_rule_are_the_frozen_models(name, model_named):
     theirs = circuits.patch_scores(clean, corrupted, **ASKED, positions=True)
     order = [mine.names.index(node) for node in theirs.names]
     assert close(mine.keys[..., order, :], theirs.keys, atol=tolerance(name))
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_the_frozen_rule_holds_what_the_operator_holds_of_mixers(family, model_named):
+    """Where products do not say which factor is held: scans, the delta rule, gated convolutions and time mixing."""
+    tokens = torch.tensor([[3, 4, 5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 0, 0]])
+    with Wide():
+        frozen = tlens.freeze(model_named(f"bridge/{family}"), tokens, attention_mask=(tokens != 0).long())
+        asked = {**ASKED, "query": [-1, 2]}
+        mine = tlens.attribute(frozen, **asked, rule="frozen")
+        theirs = tlens.attribute(frozen, **asked)
+    assert close(mine.scores, theirs.scores)
+    assert not hooks_left(frozen.model)
 
 
 @pytest.mark.parametrize("rule", ONE_RUN)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu, softplus
 from torch.overrides import TorchFunctionMode
 
+from tensorlens_tl import core
 from tensorlens_tl.algebra import CausalConvolution, Chain, Diagonal, DiagonalRecursion
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.sublayers import delta_pattern, mixer_map, mixer_weights, read_mixer, scan_of
@@ -113,6 +114,31 @@ def test_the_map_gives_what_the_mixer_gives(name, padding):
     assert off(m(x), y) <= 1e-9
     if name in ("Mamba", "Mamba2", "Qwen3Next"):
         check_map(m, x)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_gradient_of_the_frozen_rule_is_the_pull_of_the_map(name, padding):
+    """The mixer itself runs, with what a line of data names held; the map is read from its weights."""
+    mixer, x, mask, _ = run(name, padding=padding)
+    leaf = x.clone().requires_grad_()
+    with Wide():
+        m = mixer_map(mixer, x, mask)
+        with core.ruled(mixer, core.FROZEN):
+            y = mixer(leaf, attention_mask=mask)
+    vectors = torch.randn_like(y)
+    (pulled,) = torch.autograd.grad(y, leaf, vectors)
+    assert off(pulled, m.pull(vectors[None])[0]) <= 1e-9
+    assert "forward" not in vars(mixer)
+
+
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2", "Qwen3Next"])
+def test_a_mixer_without_a_line_is_refused(name, monkeypatch):
+    monkeypatch.setattr(core.families, "MIXERS", ())
+    mixer, x, mask, _ = run(name)
+    leaf = x.clone().requires_grad_()
+    with pytest.raises(UnsupportedModelError, match=f"in {type(mixer).__name__}: "), core.ruled(mixer, core.FROZEN):
+        mixer(leaf, attention_mask=mask).sum().backward()
 
 
 def test_a_delta_rule_masks_only_what_it_reads():

@@ -1,7 +1,7 @@
 """A run whose every operation is linear, or is what a rule makes of it."""
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
+from tensorlens_tl.core.families import held_of, held_pieces
 from tensorlens_tl.core.rules import Operation, Rule, calling_module, stands
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import Placing, lock_of
@@ -54,6 +55,8 @@ SCALES = _names("rsqrt sqrt reciprocal sigmoid hardsigmoid") | MOMENTS
 CHOICES = _names("topk max min sort amax amin argmax argsort maximum minimum cummax")
 """What is chosen by live values is held."""
 
+SPLITS = _names("split split_with_sizes chunk")
+
 LIKE = _names("to type_as view_as reshape_as expand_as")
 """Operations whose other argument only says of which kind the result is."""
 
@@ -74,6 +77,24 @@ def _mark_activations(model: nn.Module, placing: Placing) -> None:
         act_fn = vars(module).get("act_fn")
         if callable(act_fn):
             placing.instead_of(module, "act_fn", functools.partial(activation, function=act_fn))
+
+
+def _hold_factors(model: nn.Module, placing: Placing, run: "Linearised") -> None:
+    """Hold what `families` says of a model's mixers, until `placing` is taken off."""
+    for module in model.modules():
+        held = held_of(module)
+        if held is None:
+            continue
+        for name in held.outputs.split():
+            part = getattr(module, name, None)
+            if isinstance(part, nn.Module):
+                placing.instead_of(part, "forward", functools.partial(_without_gradient, part.forward))
+        pieces = held_pieces(module, held)
+        placing.instead_of(module, "forward", functools.partial(run.splitting, module.forward, pieces))
+
+
+def _without_gradient(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    return forward(*args, **kwargs).detach()
 
 
 def _is_elementwise(module: nn.Module) -> bool:
@@ -102,6 +123,17 @@ class Linearised(TorchFunctionMode):
     def __init__(self, rule: Rule) -> None:
         super().__init__()
         self.rule = rule
+        self._pieces: Mapping[int, tuple[int, ...]] = {}
+
+    def splitting(
+        self, forward: Callable[..., Any], pieces: Mapping[int, tuple[int, ...]], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a mixer, of which some pieces of what it splits are held: which, by the width of what is split."""
+        before, self._pieces = self._pieces, pieces
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._pieces = before
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -116,12 +148,21 @@ class Linearised(TorchFunctionMode):
         if not live:
             with torch.no_grad():
                 return _fixed(func(*args, **kwargs))  # a view of a parameter requires a gradient even here
+        if name in SPLITS and self._pieces:
+            return self._split(func(*args, **kwargs), args[0], kwargs.get("dim", args[2] if len(args) > 2 else 0))
+        if name == "linalg_solve_triangular" and not args[0].requires_grad:
+            return func(*args, **kwargs)
         if name in LINEAR or (len(live) == 1 and (name in MATMUL or name in MULTIPLY)):
             return func(*args, **kwargs)
         if name in IN_PLACE:
             with self:
                 return args[0].copy_(IN_PLACE[name](args[0].clone(), *args[1:], **kwargs))
         return self._ruled(func, name, args, kwargs, live)
+
+    def _split(self, pieces: Sequence[Tensor], x: Tensor, dim: int) -> tuple[Tensor, ...]:
+        """The pieces of a tensor, without the gradients of those that are held."""
+        held = {number % len(pieces) for number in self._pieces.get(x.shape[dim], ())}
+        return tuple(piece.detach() if number in held else piece for number, piece in enumerate(pieces))
 
     def _ruled(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], live: list[Tensor]) -> Any:
         """What the rule makes of an operation that is not linear."""
@@ -214,9 +255,11 @@ def ruled(model: HookedModel, rule: Rule | None) -> Generator[None, None, None]:
     if rule is None:
         yield
         return
-    with lock_of(model), Placing() as placing, Linearised(rule):
+    with lock_of(model), Placing() as placing, Linearised(rule) as run:
         assert isinstance(model, nn.Module)
         _mark_activations(model, placing)
+        if rule.affine:
+            _hold_factors(model, placing, run)
         yield
 
 

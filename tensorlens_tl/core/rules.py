@@ -46,6 +46,7 @@ class Rule:
         runs: of how many runs the map is; of two, a batch holds the first run's prompts, then the second's.
         head: the same for prediction heads that are read from their weights, as `activation` of an operator.
         needs: names of `tensorlens_tl.requirements.REQUIREMENTS`: what it needs of a model.
+        affine: whether it makes one run an affine map; what `core.families` names is then held, too.
     """
 
     matmul: Operation = unchanged
@@ -57,6 +58,7 @@ class Rule:
     runs: int = 1
     head: str = "tangent"
     needs: tuple[str, ...] = ("attention_products",)
+    affine: bool = False
 
 
 # ------------------------------------------------------------------ one run
@@ -167,10 +169,15 @@ def gates_held(f: Operation, x: Tensor, y: Tensor) -> Tensor:
     return f(x.detach(), y) if of_x else f(x, y.detach())
 
 
+def ratios_go_on(f: Operation, x: Tensor) -> Tensor:
+    """A function of an activation is one, as relu(z)² is; of any other function it is in doubt what is held."""
+    return by_ratio(f, x) if is_activation(x) else doubted(f, x)
+
+
 def is_activation(x: Tensor) -> bool:
     """Whether a value is φ(z) as `by_ratio` gives it, perhaps viewed, cut, cast or scaled."""
     node: Any = x.grad_fn
-    while node.name().partition("Backward")[0] in ELEMENTWISE:
+    while node is not None and node.name().partition("Backward")[0] in ELEMENTWISE:
         live = [before for before, _ in node.next_functions if before is not None]
         if len(live) != 1:
             return False
@@ -190,9 +197,7 @@ ELEMENTWISE = frozenset(
 TANGENT = Rule(scale=unchanged, needs=())
 """The model's own gradient."""
 
-FROZEN = Rule(
-    matmul=doubted, multiply=gates_held, activation=by_ratio, function=doubted, softmax=held, head="ratio", needs=()
-)
+FROZEN = Rule(doubted, gates_held, by_ratio, function=ratios_go_on, softmax=held, head="ratio", needs=(), affine=True)
 """TensorLens: patterns, scales and gates are held, φ is φ(z)/z."""
 
 RELP = Rule(multiply=shared, activation=by_ratio, head="split")
