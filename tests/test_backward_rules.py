@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MIXED, some_tokens, tolerance
+from conftest import MIXED, close, some_tokens, tolerance
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 from transformers import StableLmConfig, StableLmForCausalLM
 
@@ -75,6 +75,10 @@ def test_nothing_through_the_scores_is_the_frozen_operator(model_name, model_nam
         theirs = frozen.operator(activation=name_of_rule).target(5, 9)
         assert float((mine.scores - theirs.scores).abs().max()) <= tolerance(name) * float(theirs.scores.abs().max())
         assert torch.equal(mine.total, theirs.total)
+        assert (mine.bias is not None) is rule.affine
+        if rule.affine:
+            assert close(mine.bias, theirs.bias, atol=tolerance(name))
+            assert float(mine.gap.max()) <= 10 * tolerance(name)
     relp = tlens.attribute(frozen, method="relp", target=5, minus=9)
     paper = tlens.attribute(frozen, method="tensorlens", collapse="target", activation="split", target=5, minus=9)
     assert float((relp.scores - paper.scores).abs().max()) <= 1e-9 * float(paper.scores.abs().max())

@@ -8,11 +8,13 @@ from torch.nn import functional
 import tensorlens_tl as tlens
 from tensorlens_tl.core import (
     ATTNLRP,
+    FROZEN,
     GIM,
     SECANT,
     TANGENT,
     Linearised,
     Rule,
+    activation,
     held,
     ruled,
     shared,
@@ -133,6 +135,58 @@ def test_a_rule_of_ones_own():
     given = torch.autograd.grad(out.sum(), (gate, up), allow_unused=True)
     assert given[0] is None or not given[0].any()
     assert torch.equal(given[1], functional.silu(gate).detach())
+
+
+CONST = torch.arange(1.0, 13.0, dtype=torch.float64).view(3, 4)
+WEIGHT = nn.Parameter(CONST.mT.clone())
+SUMS = {
+    "a tensor": lambda x: x + CONST,
+    "a parameter": lambda x: WEIGHT.mT - x,
+    "a number": lambda x: 2 - (x + 1.5) * 3,
+    "whole numbers": lambda x: torch.add(x, torch.arange(4), alpha=2),
+    "in place": lambda x: (1 * x).add_(CONST).sub_(2),
+    "onto a constant": lambda x: CONST.clone().add_(x),
+    "joined": lambda x: torch.cat([torch.empty(0, 4), CONST, x]) + torch.stack([x, CONST, x]).sum(1).repeat(2, 1),
+    "linear": lambda x: functional.linear(x, CONST, CONST[0, :3]),
+    "addmm": lambda x: torch.addmm(CONST[0, :3], x, WEIGHT),
+    "convolution": lambda x: functional.conv1d(x[None], CONST.view(4, 3, 1), CONST[0])[0],
+    "padded": lambda x: functional.pad(functional.pad(x, (1, 1)), (1, 0), value=2.5),
+    "filled": lambda x: x.masked_fill(CONST > 5, 7.0),
+    "chosen": lambda x: torch.where(CONST > 5, x, CONST) + x.where(CONST > 7, 3.0),
+    "written": lambda x: _written(CONST.clone(), x),
+    "written into nothing": lambda x: _written(torch.full_like(CONST, torch.nan), x, rest=x[1:]),
+    "a constant written": lambda x: _written(1 * x, CONST),
+    "indexed": lambda x: CONST.index_add(0, torch.tensor([2, 0, 0]), x).scatter(
+        1, torch.tensor([[1], [0], [3]]), x[:, :1]
+    ),
+    "a norm's shift": lambda x: functional.layer_norm(x, (4,), CONST[0], CONST[1]),
+    "an activation of zero": lambda x: activation(x * (CONST > 5), lambda z: z.square() + z + 3),
+}
+"""Operations that add a constant to what is live."""
+
+
+def _written(base, x, rest=None):
+    base[0] = x[0]
+    if rest is not None:
+        base[1:] = rest
+    return base
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_constants_are_the_gradient_by_one(name):
+    """Every value is what the gradient gives its source, and the number 1 that all constants are multiplied by."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    with Linearised(FROZEN) as run:
+        out = SUMS[name](x)
+    assert torch.equal(out, SUMS[name](x.detach()))
+    g = torch.randn_like(out)
+    of_x, of_one = torch.autograd.grad(out, (x, run.ones.leaf), g, retain_graph=True)
+    assert of_one != 0 or name == "written into nothing"
+    assert torch.allclose((of_x * x).sum() + of_one, (g * out).sum(), rtol=1e-12, atol=1e-12)
+    with Linearised(ATTNLRP) as other:
+        assert torch.equal(SUMS[name](x), out)
+    assert other.ones is None
 
 
 @pytest.mark.parametrize("rule", [ATTNLRP, GIM, SECANT], ids=["attnlrp", "gim", "secant"])

@@ -1,5 +1,7 @@
 """Rules answer questions about tokens, nodes and edges: the live model under one, against the frozen operator."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import MIXED, close, hooks_left, rerun_tolerance, some_tokens, tolerance
@@ -8,7 +10,8 @@ from test_scans import Wide
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.core import ATTNLRP, RULES, held, shared
+from tensorlens_tl.core import ATTNLRP, FROZEN, RULES, constant, held, shared, stands, unchanged
+from tensorlens_tl.core.rules import derivative
 from tensorlens_tl.testing import tiny_model
 
 pytestmark = pytest.mark.numeric
@@ -51,7 +54,59 @@ def test_the_frozen_rule_holds_what_the_operator_holds_of_mixers(family, model_n
         mine = tlens.attribute(frozen, **asked, rule="frozen")
         theirs = tlens.attribute(frozen, **asked)
     assert close(mine.scores, theirs.scores)
+    assert close(mine.bias, theirs.bias)
+    assert float(mine.gap.max()) < 1e-9
     assert not hooks_left(frozen.model)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *BOTH])
+def test_scores_and_bias_of_the_frozen_rule_are_the_logit(name, model_named):
+    """The bias of each prompt and query, of one prompt by itself too; other rules claim no sum."""
+    both = two(model_named(name))[0]
+    for frozen in (both, tlens.freeze(both.model, both.tokens[:1]) if both.sides is None else both):
+        asked = {**ASKED, "query": [-1, -2]}
+        mine, theirs = tlens.attribute(frozen, **asked, rule="frozen"), tlens.attribute(frozen, **asked)
+        assert mine.additive
+        assert close(mine.bias, theirs.bias, atol=tolerance(name))
+        assert float(mine.gap.max()) <= 10 * tolerance(name)
+    relp = tlens.attribute(both, **ASKED, rule="relp")
+    assert not relp.additive
+    assert relp.bias is None
+
+
+BROKEN = {
+    "a live pattern": {"softmax": unchanged, "matmul": shared},
+    "a live scale": {"scale": unchanged, "function": unchanged, "multiply": shared},
+    "a product twice": {"multiply": unchanged},
+    "a tangent without what it leaves": {"activation": unchanged, "multiply": shared},
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_rule_that_says_affine_and_is_not_is_refused(what):
+    """With both numbers; without the claim it is answered."""
+    rule = replace(FROZEN, **BROKEN[what])
+    frozen = tlens.freeze(tiny_model("bridge/llama"), some_tokens(1))
+    loose = tlens.attribute(frozen, **ASKED, rule=replace(rule, affine=False))
+    numbers = rf"sum to -?[\d.e-]+, and the model's number is {float(loose.total):.6g}: "
+    with pytest.raises(tlens.NumericalError, match=numbers):
+        tlens.attribute(frozen, **ASKED, rule=rule)
+
+
+def test_an_affine_rule_of_ones_own():
+    """Gates by their tangent, the rest of which is bias; gates held, as in the operator of that name."""
+
+    def by_tangent(f, z):
+        out, slope = f(z.detach()), derivative(f, z)
+        return stands(out, slope * z + constant(out - slope * z.detach()))
+
+    frozen = tlens.freeze(tiny_model("bridge/gpt2"), some_tokens(2))
+    mine = tlens.attribute(frozen, **ASKED, rule=replace(FROZEN, activation=by_tangent))
+    theirs = tlens.attribute(frozen, **ASKED, method="tensorlens", collapse="target", activation="tangent")
+    assert close(mine.scores, theirs.scores)
+    assert close(mine.bias, theirs.bias)
+    assert bool(mine.bias.any())
+    assert float(mine.gap.max()) < 1e-9
 
 
 @pytest.mark.parametrize("rule", ONE_RUN)

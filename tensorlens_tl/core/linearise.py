@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import Token
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from tensorlens_tl.core.families import held_of, held_pieces
-from tensorlens_tl.core.rules import Operation, Rule, calling_module, stands
+from tensorlens_tl.core.rules import ONES, Ones, Operation, Rule, calling_module, stands
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import Placing, lock_of
 from tensorlens_tl.models import HookedModel
@@ -56,6 +57,23 @@ CHOICES = _names("topk max min sort amax amin argmax argsort maximum minimum cum
 """What is chosen by live values is held."""
 
 SPLITS = _names("split split_with_sizes chunk")
+
+ADDED: dict[str, tuple[int | str, ...]] = {
+    **dict.fromkeys(_names("add __add__ __radd__ __iadd__ add_ sub __sub__ __rsub__ __isub__ sub_ rsub subtract"),
+                    (0, 1, "input", "other")),
+    **dict.fromkeys(_names("cat concat concatenate stack hstack vstack"), (0, "tensors")),
+    **dict.fromkeys(_names("linear conv1d conv2d"), (2, "bias")),
+    **dict.fromkeys(_names("addmm baddbmm"), (0, "input")),
+    **dict.fromkeys(_names("scatter scatter_ scatter_add scatter_add_"), (0, 3, "src")),
+    **dict.fromkeys(_names("index_add index_add_ index_copy index_copy_"), (0, 3, "source")),
+    **dict.fromkeys(_names("index_put index_put_"), (0, 2, "values")),
+    **dict.fromkeys(_names("masked_scatter masked_scatter_"), (0, 2, "source")),
+    **dict.fromkeys(_names("masked_fill masked_fill_"), (0, 2, "value")),
+    **dict.fromkeys(("copy_",), (1, "src")),
+    **dict.fromkeys(("__setitem__",), (0, 2)),
+    **dict.fromkeys(("where",), (0, 1, 2, "input", "other")),
+}  # fmt: skip
+"""Operations that add up what they are given, and where what they add stands."""
 
 LIKE = _names("to type_as view_as reshape_as expand_as")
 """Operations whose other argument only says of which kind the result is."""
@@ -123,7 +141,19 @@ class Linearised(TorchFunctionMode):
     def __init__(self, rule: Rule) -> None:
         super().__init__()
         self.rule = rule
+        self.ones = Ones() if rule.affine else None
+        self._entered: list[Token[Ones | None]] = []
         self._pieces: Mapping[int, tuple[int, ...]] = {}
+
+    def __enter__(self) -> "Linearised":
+        """As a mode of torch; a rule's functions find the run's `constant` meanwhile."""
+        self._entered.append(ONES.set(self.ones))
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        """Leave the mode."""
+        super().__exit__(*exception)
+        ONES.reset(self._entered.pop())
 
     def splitting(
         self, forward: Callable[..., Any], pieces: Mapping[int, tuple[int, ...]], *args: Any, **kwargs: Any
@@ -144,10 +174,14 @@ class Linearised(TorchFunctionMode):
             return func(*args, **kwargs)
         name: str = getattr(func, "__name__", "")
         given = args[:1] if name in LIKE else (*args, *kwargs.values())
-        live = [x for x in _tensors(given) if x.requires_grad and not isinstance(x, nn.Parameter)]
+        live = [x for x in _tensors(given) if _is_live(x)]
         if not live:
             with torch.no_grad():
                 return _fixed(func(*args, **kwargs))  # a view of a parameter requires a gradient even here
+        if self.ones is not None and name in ADDED:
+            args, kwargs = _with_constants(name, args, kwargs, live[0].dtype, self.ones)
+        if self.ones is not None and name == "pad":
+            return _padded(func, args, kwargs, self.ones)
         if name in SPLITS and self._pieces:
             return self._split(func(*args, **kwargs), args[0], kwargs.get("dim", args[2] if len(args) > 2 else 0))
         if name == "linalg_solve_triangular" and not args[0].requires_grad:
@@ -250,17 +284,17 @@ class Linearised(TorchFunctionMode):
 
 
 @contextmanager
-def ruled(model: HookedModel, rule: Rule | None) -> Generator[None, None, None]:
+def ruled(model: HookedModel, rule: Rule | None) -> Generator[Linearised | None, None, None]:
     """Inside, runs of a model have gradients by a rule, or for None the model's own."""
     if rule is None:
-        yield
+        yield None
         return
     with lock_of(model), Placing() as placing, Linearised(rule) as run:
         assert isinstance(model, nn.Module)
         _mark_activations(model, placing)
         if rule.affine:
             _hold_factors(model, placing, run)
-        yield
+        yield run
 
 
 def refuse_other_functions(outputs: Iterable[Tensor]) -> None:
@@ -283,6 +317,46 @@ def refuse_other_functions(outputs: Iterable[Tensor]) -> None:
                 "can change. Methods over the operator (tensorlens, cp-lrp, relp) work."
             )
         nodes += [before for before, _ in node.next_functions]
+
+
+def _with_constants(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: torch.dtype, ones: Ones
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """What an operation is given, with every constant that it adds to what is live as one of the map."""
+    places = ADDED[name]
+
+    def of_map(x: Any) -> Any:
+        if isinstance(x, list | tuple):
+            return type(x)(map(of_map, x))
+        if isinstance(x, Tensor):
+            if _is_live(x) or x.dtype == torch.bool or not x.numel():  # a cache of nothing is joined to keys
+                return x
+            return ones.times(x if x.is_floating_point() else x.to(like))
+        if not isinstance(x, int | float) or x == 0 or name.startswith("scatter"):
+            return x
+        return ones.times(torch.tensor(x, dtype=torch.promote_types(like, torch.float32)))
+
+    if _is_in_place(name):
+        if 0 in places and not _is_live(args[0]):
+            args[0].copy_(ones.times(args[0].clone()))
+        places = [place for place in places if place != 0]
+    args = tuple(of_map(arg) if place in places else arg for place, arg in enumerate(args))
+    return args, {key: of_map(arg) if key in places else arg for key, arg in kwargs.items()}
+
+
+def _padded(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any], ones: Ones) -> Tensor:
+    """A padded tensor, whose padding is a constant where it is not zero."""
+    out = func(*args, **kwargs)
+    padding = func(torch.zeros_like(args[0]), *args[1:], **kwargs)
+    return stands(out, out + ones.times(padding)) if bool(padding.any()) else out
+
+
+def _is_in_place(name: str) -> bool:
+    return name in ("__setitem__", "__iadd__", "__isub__") or (name.endswith("_") and not name.endswith("__"))
+
+
+def _is_live(x: Tensor) -> bool:
+    return x.requires_grad and not isinstance(x, nn.Parameter)
 
 
 def _of_factors(

@@ -8,6 +8,7 @@ that depend on the sources of the map), and returns f's value with the gradient 
 
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +47,8 @@ class Rule:
         runs: of how many runs the map is; of two, a batch holds the first run's prompts, then the second's.
         head: the same for prediction heads that are read from their weights, as `activation` of an operator.
         needs: names of `tensorlens_tl.requirements.REQUIREMENTS`: what it needs of a model.
-        affine: whether it makes one run an affine map; what `core.families` names is then held, too.
+        affine: whether it makes one run an affine map, whose scores and bias sum to the model's own number. What
+            `core.families` names is then held, too, and a sum that misses is refused.
     """
 
     matmul: Operation = unchanged
@@ -62,6 +64,47 @@ class Rule:
 
 
 # ------------------------------------------------------------------ one run
+
+
+class Constant(torch.autograd.Function):
+    """A value that does not depend on the sources of the map, times a number that is 1: its gradient is the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, one: Tensor) -> Tensor:  # noqa: D102
+        ctx.save_for_backward(value)
+        ctx.dtype = one.dtype
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:  # noqa: D102
+        (value,) = ctx.saved_tensors
+        finite = value.masked_fill(~value.isfinite(), 0)  # −∞ where a mask was added, memory that nothing has filled
+        return None, (gradients[0].to(ctx.dtype) * finite).sum()
+
+
+class Ones:
+    """The leaf, 1, by which an affine rule multiplies every constant that is added, on each device of a run."""
+
+    def __init__(self) -> None:
+        self.leaf = torch.ones((), dtype=torch.float64, requires_grad=True)
+        self._on: dict[torch.device, Tensor] = {}
+
+    def times(self, value: Tensor) -> Tensor:
+        """The value, as a constant of the map."""
+        at = value.device
+        if at not in self._on:
+            self._on[at] = self.leaf.to(at, torch.float32 if at.type == "mps" else torch.float64)
+        return Constant.apply(value.detach(), self._on[at])
+
+
+ONES: ContextVar[Ones | None] = ContextVar("ONES", default=None)
+"""Those of the run of this thread, where its rule is affine."""
+
+
+def constant(value: Tensor) -> Tensor:
+    """What a rule adds that depends on no source: part of the bias, where the rule is affine."""
+    ones = ONES.get()
+    return value if ones is None else ones.times(value)
 
 
 class Half(torch.autograd.Function):
@@ -100,13 +143,14 @@ def shared(f: Operation, x: Tensor, y: Tensor) -> Tensor:
 
 
 def by_ratio(f: Operation, z: Tensor) -> Tensor:
-    """φ(z) as φ(z)/z · z, and as φ'(0) · z at zero."""
+    """φ(z) as φ(z)/z · z, and as φ'(0) · z + φ(0) at zero."""
     at = z.detach()
     out = f(at)
     ratio, is_zero = out / at, at == 0
-    if bool(is_zero.any()):
-        ratio = torch.where(is_zero, derivative(f, at), ratio)
-    return Stands.apply(out, z * ratio, True)
+    if not bool(is_zero.any()):
+        return Stands.apply(out, z * ratio, True)
+    ratio = torch.where(is_zero, derivative(f, at), ratio)
+    return Stands.apply(out, z * ratio + constant(out * is_zero), True)
 
 
 def softened(f: Operation, scores: Tensor, dim: int) -> Tensor:

@@ -34,8 +34,9 @@ def rule_scores(
 ) -> Collapse:
     """x_j · ∂logit/∂x_j at the stream entering the first block, under a rule.
 
-    The total is the logit before any soft cap. There is no bias: what no token receives (additive biases, and what
-    a live softmax does not pass on) is the gap, abs(Σ scores − total) / Σ abs(scores).
+    The total is the logit before any soft cap. Of an affine rule, what the model adds that depends on no token is the
+    bias, and the sum is the logit. Other rules have none: what no token receives (additive biases, and what a live
+    softmax does not pass on) is the gap, abs(Σ scores − total) / Σ abs(scores).
 
     Args:
         frozen: the pass.
@@ -47,8 +48,9 @@ def rule_scores(
         InvalidInputError: no target, several tokens, or a query out of range.
         UnsupportedModelError: the model predicts no tokens, or computes with an operation that no rule knows.
         FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached.
-        NumericalError: gradients are not finite, or the run does not repeat the pass; or of a strict pass, they lose a
-            hundredth to half precision, which is a `GapWarning` otherwise.
+        NumericalError: gradients are not finite, or the run does not repeat the pass; or the rule claims to be affine,
+            and its sum misses the logit; or of a strict pass, gradients lose a hundredth to half precision, which is a
+            `GapWarning` otherwise.
     """
     positions = query_positions(frozen.prompt, query)
     readout = resolve_target(frozen, target, minus, positions=positions)
@@ -64,16 +66,24 @@ def rule_scores(
             (name, in_this_thread(lambda stream, *, hook, part=part: part))
             for name, part in zip(frozen.capture.stream_names(0), parts, strict=True)
         ]
-        with ruled(frozen.model, rule):
+        with ruled(frozen.model, rule) as run:
             outputs = graph_of(frozen.model, frozen.inputs, _ends(frozen), entry)
         refuse_other_functions(outputs)
         _check_run(frozen, outputs)
-        cotangents = _at_output(frozen, rule, readout.vectors, positions, memory)
-        rows = [_pulled(outputs, leaf, cotangent) for cotangent in cotangents]
+        one = None if run is None or run.ones is None else run.ones.leaf
+        constants = _of_constants(outputs, one) if one is not None and len(x) > 1 else None
+        rows: list[Tensor] = []
+        biases: list[Tensor] = []
+        for cotangent in _at_output(frozen, rule, readout.vectors, positions, memory):
+            row, *of_one = _pulled(outputs, [leaf] if one is None or len(x) > 1 else [leaf, one], cotangent)
+            rows.append(row)
+            biases += [given.expand(len(row))[:, None].to(row) for given in of_one]  # a zero where there is none
+            if constants is not None:
+                biases.append((upcast(cotangent) * upcast(constants)).sum((-1, -2)))
 
         def again(factor: float) -> list[Tensor | None]:
             of_target = _at_output(frozen, rule, factor * readout.vectors, positions, memory)
-            return [_product(x, _pulled(outputs, leaf, cotangent)) for cotangent in of_target]
+            return [_product(x, _pulled(outputs, [leaf], cotangent)[0]) for cotangent in of_target]
 
         note_rounding(frozen, [_product(x, row) for row in rows], again)
     gradient = torch.cat(rows).transpose(0, 1)
@@ -83,12 +93,60 @@ def rule_scores(
     scores = (upcast(x)[:, None] * gradient).sum(-1) * (real[:, :, None] & frozen.mask[:, None])
     explained = torch.take_along_dim(frozen.unembedded(), positions[..., None], dim=1)
     total = ((upcast(explained) * readout.vectors).sum(-1) + readout.constant) * real
-    gap = relative_gap(scores, torch.zeros_like(total), total)
-    return Collapse(scores, total=total, gap=gap, soft_cap=frozen.view.soft_cap)
+    if not biases:
+        gap = relative_gap(scores, torch.zeros_like(total), total)
+        return Collapse(scores, total=total, gap=gap, soft_cap=frozen.view.soft_cap)
+    of_head = (_given_by_head(frozen, rule, positions) * readout.vectors).sum(-1)
+    bias = (torch.cat(biases).T + of_head + readout.constant) * real
+    _refuse_broken_sum(frozen, scores, bias, total)
+    return Collapse(scores, bias, total, relative_gap(scores, bias, total), soft_cap=frozen.view.soft_cap)
 
 
 def _product(x: Tensor, gradient: Float[Tensor, "row *any d"]) -> Float[Tensor, "row *any"]:
     return (upcast(x.detach()) * upcast(gradient)).sum(-1)
+
+
+def _of_constants(outputs: Sequence[Tensor], one: Tensor) -> Float[Tensor, "batch pos d_model"]:
+    """What all constants of a run give its output: its derivative by the number, 1, that they are multiplied by.
+
+    One backward pass of all prompts does not tell apart what the constants give each of them. This is a column of a
+    Jacobian, where backward passes give rows: the derivative of a row by what it is a row of.
+    """
+    weights = [torch.zeros_like(y, requires_grad=True) for y in outputs]
+    (row,) = torch.autograd.grad(outputs, one, weights, create_graph=True, materialize_grads=True)
+    if not row.requires_grad:
+        return torch.cat([torch.zeros_like(y) for y in outputs], dim=1)
+    return torch.cat(torch.autograd.grad(row, weights, retain_graph=True, materialize_grads=True), dim=1)
+
+
+def _given_by_head(
+    frozen: FrozenPass, rule: Rule, positions: Int[Tensor, "batch query"]
+) -> Float[Tensor, "batch query d"] | float:
+    """What the biases of a prediction head give the queries."""
+    head = frozen.prediction_head(rule.head)
+    if head is None:
+        return 0.0
+    return torch.take_along_dim(upcast(head(torch.zeros_like(frozen.output))), positions[..., None], dim=1)
+
+
+def _refuse_broken_sum(
+    frozen: FrozenPass,
+    scores: Float[Tensor, "batch query key"],
+    bias: Float[Tensor, "batch query"],
+    total: Float[Tensor, "batch query"],
+) -> None:
+    """Refuse a rule that says it is affine where its sum misses; half precision is warned of instead."""
+    gap = relative_gap(scores, bias, total)
+    if bool((gap <= frozen.allowed_gap).all()) or frozen.resid_pre(0).dtype.itemsize == 2:
+        return
+    worst = int(gap.nan_to_num(torch.inf).argmax())
+    summed, number, missed = (float(of.flatten()[worst]) for of in (scores.sum(-1) + bias, total, gap))
+    raise NumericalError(
+        f"{frozen.view.description}: scores and bias of this rule sum to {summed:.6g}, and the model's number is "
+        f"{number:.6g}: they miss it by {missed:.1e} of their size, and the proof of this pass allows "
+        f"{frozen.allowed_gap:.1e}. A rule with affine=True passes on the whole value of every operation, as gradient "
+        "times input and `tensorlens_tl.core.constant`; leave affine out of one that does not."
+    )
 
 
 FACTORS = (1.37, 1.61)
@@ -175,10 +233,12 @@ def _at_output(
 
 
 def _pulled(
-    outputs: Sequence[Tensor], leaf: Tensor, cotangent: Float[Tensor, "row batch pos d_model"]
-) -> Float[Tensor, "row batch pos d_model"]:
-    """The gradients of the first block's input, one batched backward pass; the graph is kept."""
+    outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangent: Float[Tensor, "row batch pos d_model"]
+) -> list[Tensor]:
+    """The gradients of some leaves, a row for each cotangent, by one batched backward pass; the graph is kept."""
     parts = cotangent.split([y.shape[1] for y in outputs], dim=2)
     cotangents = [part.to(y) for part, y in zip(parts, outputs, strict=True)]
-    (gradient,) = torch.autograd.grad(outputs, leaf, cotangents, retain_graph=True, is_grads_batched=True)
-    return gradient
+    given = torch.autograd.grad(
+        outputs, leaves, cotangents, retain_graph=True, is_grads_batched=True, materialize_grads=True
+    )
+    return [*given]

@@ -26,7 +26,7 @@ def by_rule(
     query: Query,
     memory: Memory,
 ) -> Attribution:
-    """The scores of a rule (see `rule_scores`) as the attribution of a method, which claims no sum."""
+    """The scores of a rule (see `rule_scores`) as the attribution of a method, a sum where the rule is affine."""
     target, minus = explained_tokens(frozen, target, minus, query_positions(frozen.prompt, query))
     result = rule_scores(frozen, rule, target, minus, query=query, memory=memory)
     return Attribution.of(
@@ -34,8 +34,10 @@ def by_rule(
         result.scores,
         method=method,
         query=query,
+        bias=result.bias,
         total=result.total,
-        gap=result.gap,
+        gap=None if rule.affine else result.gap,
+        additive=rule.affine,
         target=logit_label(frozen.view, target, minus),
         options={"target": target, "minus": minus, "query": query},
     )
@@ -52,7 +54,7 @@ def method_of(rule: Rule, name: str) -> Method:
         query: Query = -1,
         memory: Memory = None,
     ) -> Attribution:
-        """x_j · ∂logit/∂x_j under a rule; `gap` is how far the scores' sum is from the logit."""
+        """x_j · ∂logit/∂x_j under a rule; `gap` is how far scores (and an affine rule's bias) are from the logit."""
         return by_rule(frozen, name, rule, target, minus, query, memory)
 
     of_rule.__module__, of_rule.__qualname__ = "rules", name
