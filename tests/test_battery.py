@@ -1,6 +1,7 @@
 """The shipped batteries catch what is broken, by name, and pass what is not."""
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from conftest import hooks_left, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra import ZERO, AffineMap, Attention, Linear, MixingMap, PositionwiseMap, RowPositions
+from tensorlens_tl.core import FROZEN, SECANT, Linearised, Rule, unchanged
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.lifecycle import OncePerWeights
 from tensorlens_tl.testing import (
@@ -15,6 +17,7 @@ from tensorlens_tl.testing import (
     check_map,
     check_method,
     check_model,
+    check_rule,
     model_checks,
     model_names,
     parametrize_with_checks,
@@ -311,6 +314,68 @@ def test_a_right_map_passes(dtype):
 def test_what_is_no_map(map, x):
     with pytest.raises(tlens.InvalidInputError, match="check_map"):
         check_map(map, x)
+
+
+# ------------------------------------------------------------------------------------------ rules
+
+
+@pytest.mark.parametrize("name", tlens.list_rules())
+def test_built_in_rules_pass(name):
+    assert check_rule(name, ["bridge/llama", "bridge/bert", "bridge/bart"]) == {}
+
+
+def test_a_rule_that_refuses_a_model_says_why():
+    refusals = check_rule("gim", ["bridge/mamba", "bridge/gpt2"])
+    assert [*refusals] == ["bridge/mamba"]
+    assert "is no softmax attention" in refusals["bridge/mamba"]
+    assert check_rule("frozen", tiny_model("bridge/mamba")) == {}
+
+
+class Bending(torch.autograd.Function):
+    """A value whose gradient is bent by some function."""
+
+    @staticmethod
+    def forward(ctx, x, bend):
+        ctx.bend = bend
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.bend(gradient), None
+
+
+BROKEN_RULES = {
+    "Rule.matmul changes the value of matmul": Rule(matmul=lambda f, x, y: 2 * f(x, y)),
+    "under the rule": Rule(activation=lambda f, z: f(z) * (1 if z.shape[-1] == 4 else 2)),
+    "of a zero target is not zero": Rule(activation=lambda f, z: Bending.apply(f(z), lambda gradient: gradient + 1)),
+    "not linear in the target": Rule(activation=lambda f, z: Bending.apply(f(z), lambda gradient: gradient.abs())),
+    "affine=True, and its scores and bias sum to": replace(FROZEN, activation=unchanged),
+}
+
+
+@pytest.mark.parametrize("message", BROKEN_RULES)
+def test_broken_rules_are_caught(message):
+    with pytest.raises(tlens.ConformanceError, match=message):
+        check_rule(BROKEN_RULES[message], ["bridge/gpt2"])
+
+
+def test_a_derivative_that_is_none_is_caught(monkeypatch):
+    """All functions unchanged, but what calls them is not right."""
+    ruled = Linearised._ruled
+
+    def without_patterns(self, func, name, *given):
+        out = ruled(self, func, name, *given)
+        return out.detach() if name == "softmax" else out
+
+    monkeypatch.setattr(Linearised, "_ruled", without_patterns)
+    with pytest.raises(tlens.ConformanceError, match="the derivative and autograd's"):
+        check_rule("tangent", ["bridge/gpt2"])
+
+
+@pytest.mark.parametrize("rule", [SECANT, "no-such-rule", None])
+def test_what_is_no_rule_of_one_run(rule):
+    with pytest.raises(tlens.InvalidInputError, match="rule="):
+        check_rule(rule)
 
 
 # ------------------------------------------------------------------------------------------ methods

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from tensorlens_tl.passes.backward import (
     note_rounding as note_rounding,
     rule_scores as rule_scores,
+    run_under_rule as run_under_rule,
 )
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture, one_check as one_check, one_question as one_question

@@ -60,17 +60,9 @@ def rule_scores(
     # outside any inference mode of the caller, whose tensors autograd does not accept
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         stack.enter_context(saved_by_name(frozen.model))
-        leaf = x.detach().clone().requires_grad_(True)
-        parts = leaf.split(list(frozen.sides or (leaf.shape[1],)), dim=1)
-        entry: list[FwdHook] = [
-            (name, in_this_thread(lambda stream, *, hook, part=part: part))
-            for name, part in zip(frozen.capture.stream_names(0), parts, strict=True)
-        ]
-        with ruled(frozen.model, rule) as run:
-            outputs = graph_of(frozen.model, frozen.inputs, _ends(frozen), entry)
+        leaf, one, outputs = run_under_rule(frozen, rule)
         refuse_other_functions(outputs)
         _check_run(frozen, outputs)
-        one = None if run is None or run.ones is None else run.ones.leaf
         constants = _of_constants(outputs, one) if one is not None and len(x) > 1 else None
         rows: list[Tensor] = []
         biases: list[Tensor] = []
@@ -100,6 +92,24 @@ def rule_scores(
     bias = (torch.cat(biases).T + of_head + readout.constant) * real
     _refuse_broken_sum(frozen, scores, bias, total)
     return Collapse(scores, bias, total, relative_gap(scores, bias, total), soft_cap=frozen.view.soft_cap)
+
+
+def run_under_rule(frozen: FrozenPass, rule: Rule | None) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Run the model again from what entered its first block, with gradients by a rule, or for None its own.
+
+    Returns:
+        What entered, and the 1 that all constants of an affine rule are multiplied by: the sources of the gradients;
+        and where the model ends, of an encoder–decoder both stacks.
+    """
+    leaf = frozen.resid_pre(0).detach().clone().requires_grad_(True)
+    parts = leaf.split(list(frozen.sides or (leaf.shape[1],)), dim=1)
+    entry: list[FwdHook] = [
+        (name, in_this_thread(lambda stream, *, hook, part=part: part))
+        for name, part in zip(frozen.capture.stream_names(0), parts, strict=True)
+    ]
+    with ruled(frozen.model, rule) as run:
+        outputs = graph_of(frozen.model, frozen.inputs, _ends(frozen), entry)
+    return leaf, None if run is None or run.ones is None else run.ones.leaf, outputs
 
 
 def _product(x: Tensor, gradient: Float[Tensor, "row *any d"]) -> Float[Tensor, "row *any"]:

@@ -8,6 +8,7 @@ from tensorlens_tl.testing.method_report import MethodReport
 from tensorlens_tl.testing.model_checks import ModelReport, check_model, held_output, model_checks
 from tensorlens_tl.testing.models import encoder_decoder_names, model_names, tiny_input, tiny_model
 from tensorlens_tl.testing.requirements import Check, parametrize_with_checks
+from tensorlens_tl.testing.rule_checks import check_rule, rule_checks
 
 __all__ = [
     "Allocations",
@@ -19,6 +20,7 @@ __all__ = [
     "check_map",
     "check_method",
     "check_model",
+    "check_rule",
     "encoder_decoder_names",
     "held_output",
     "map_checks",
@@ -26,6 +28,7 @@ __all__ = [
     "model_checks",
     "model_names",
     "parametrize_with_checks",
+    "rule_checks",
     "tiny_input",
     "tiny_model",
 ]
