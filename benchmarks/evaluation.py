@@ -1,11 +1,16 @@
 """The evaluation of every method on the bundled models: ``make evaluation`` writes docs/evaluation_tables.md.
 
 `evaluation_pages` then writes the overview of docs/evaluation.md, whose findings are written by hand, and a CSV file.
+Each table is written as soon as it is drawn; names of some (``python benchmarks/evaluation.py "Recall model"``) draw
+these again and leave the others as they are.
 """
 
+import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import evaluation_pages
 import programs
@@ -125,7 +130,7 @@ def drawn_recall(prompts: int) -> torch.Tensor:
     return torch.cat([evaluate.recall(prompts // len(SEEDS), seed=seed).tokens for seed in SEEDS])
 
 
-def known_answers(name: str, model: object, drawn) -> str:
+def known_answers(name: str, model: object, drawn) -> list[str]:
     """A task whose prompts are resampled for each seed."""
     methods, refused = fitting(model, drawn(SEEDS[0]).tokens)
     result = evaluate.over_seeds(
@@ -136,55 +141,66 @@ def known_answers(name: str, model: object, drawn) -> str:
         f"{facts['prompts']} prompts of {facts['tokens']} tokens from {len(SEEDS)} seeds, {facts['accuracy']:.1%} answered "
         f"by the model; a random score is expected to have mrr {facts['random_mrr']:.3f}."
     )
-    return section(name, replace(result, skipped=refused), note)
+    return [section(name, replace(result, skipped=refused), note)]
 
 
-def page() -> str:
+def tables() -> dict[str, Callable[[], list[str]]]:
+    """What draws the tables of each name, in the order of the page."""
     language, encoder = tlens.load_demo_model(), tlens.load_demo_model("encoder")
     recall, brackets = (tlens.load_demo_model(name) for name in ("recall", "brackets"))
-    relations = tlens.load_demo_model("relations")
-    text = demo.held_out_prompts(language, PROMPTS)
-    parts = ["## Perturbation", ""]
-    parts += perturbations("Language model", language, text, "last")
-    parts += perturbations("Masked encoder", encoder, demo.held_out_prompts(encoder, FEWER, mask_at=MASK_AT), MASK_AT)
-    parts += perturbations("Recall model", recall, drawn_recall(FEWER), "last")
-    parts += vision()
-    parts += ["## Known answers", ""]
+    text, masked = demo.held_out_prompts(language, PROMPTS), demo.held_out_prompts(encoder, FEWER, mask_at=MASK_AT)
     width = language.cfg.d_vocab
-    for name, model, drawn in (
+    perturbed = (
+        ("Language model", language, text, "last"),
+        ("Masked encoder", encoder, masked, MASK_AT),
+        ("Recall model", recall, drawn_recall(FEWER), "last"),
+    )
+    known = (
         ("Key–value recall", recall, lambda seed: evaluate.recall(66, seed=seed)),
         ("Brackets", brackets, lambda seed: evaluate.brackets(66, seed=seed)),
         ("Induction, language model", language, lambda seed: evaluate.induction(33, d_vocab=width, seed=seed)),
-    ):
-        parts.append(known_answers(name, model, drawn))
-    parts += programs.sections()
-    parts += ["## Relation decoding", ""]
-    result = evaluate.relation_decoding(relations)
+    )
+    return {
+        **{name: partial(perturbations, name, *asked) for name, *asked in perturbed},
+        "Digits": vision,
+        **{name: partial(known_answers, name, *asked) for name, *asked in known},
+        "Programs": programs.sections,
+        "Relations": relations,
+        "Checks": partial(checks, language, text[:: PROMPTS // 8]),
+    }
+
+
+def relations() -> list[str]:
+    """Relation decoding, of all relations and by relation."""
+    result = evaluate.relation_decoding(tlens.load_demo_model("relations"))
     note = (
         f"m = 3, 6 splits, {len(result.units)} relations; share of held-out subjects whose answer is the model's own."
     )
-    parts.append(section("All relations", result, note, "relations"))
     shown = [method for method in result.methods if "2.25" not in method]
     table = evaluate.by_relation(result)
     rows = [f"| relation | {' | '.join(shown)} |", "| --- |" + " --- |" * len(shown)]
     for relation in table.index:
         cells = [f"{table.loc[relation, (m, 'mean')]:.2f} ± {table.loc[relation, (m, 'std')]:.2f}" for m in shown]
         rows.append(f"| {relation} | {' | '.join(cells)} |")
-    parts += ["### By relation, mean ± standard deviation over splits (`faithful`)", "", *rows, ""]
-    parts += ["## Checks, language model", ""]
-    few = text[:: PROMPTS // 8]
-    methods, _ = fitting(language, few)
+    title = "### By relation, mean ± standard deviation over splits (`faithful`)"
+    return [section("All relations", result, note, "relations"), title, "", *rows, ""]
+
+
+def checks(model: object, prompts: torch.Tensor) -> list[str]:
+    """What every method's scores are held against, and how alike they are."""
+    methods, _ = fitting(model, prompts)
+    parts: list[str] = []
     for run, seeds in (
         (evaluate.completeness, SEEDS[:1]),
         (evaluate.randomisation, SEEDS),
         (evaluate.stability, SEEDS),
     ):
-        result = evaluate.over_seeds(lambda seed, run=run: run(language, few, methods, seed=seed), seeds)
+        result = evaluate.over_seeds(lambda seed, run=run: run(model, prompts, methods, seed=seed), seeds)
         known = [m for m, row in zip(result.methods, result.values[0], strict=True) if bool(row.isfinite().any())]
         result = result.only(*known)  # a method that sums to nothing has no completeness
-        said = f"{len(few)} prompts" + (f", each the mean over {len(seeds)} seeds." if len(seeds) > 1 else ".")
+        said = f"{len(prompts)} prompts" + (f", each the mean over {len(seeds)} seeds." if len(seeds) > 1 else ".")
         parts += [f"### {result.kind.capitalize()}", "", said, "", result.to_markdown(), ""]
-    table = evaluate.agreement_table(evaluate.agreement(language, few, methods)).round(2)
+    table = evaluate.agreement_table(evaluate.agreement(model, prompts, methods)).round(2)
     heads = [str(n) for n in range(1, len(table) + 1)]
     parts += [
         "### Agreement (Spearman)",
@@ -193,7 +209,7 @@ def page() -> str:
         "| --- | --- |" + " --- |" * len(heads),
     ]
     parts += [f"| {n} | {m} | {' | '.join(f'{v:.2f}' for v in table.loc[m])} |" for n, m in enumerate(table.index, 1)]
-    return "\n".join([*parts, ""])
+    return [*parts, ""]
 
 
 HEAD = """# The evaluation, table by table
@@ -206,12 +222,31 @@ Methods without *biases* in their label leave the model's biases out of the scor
 """
 
 
+def put(page: str, drawn: str) -> str:
+    """The page with each drawn table in place of the one with its heading."""
+    parts = re.split(r"^(?=##)", page, flags=re.M)
+    headings = [part.partition("\n")[0] for part in parts]
+    for table in re.split(r"^(?=##)", drawn, flags=re.M):
+        heading = table.partition("\n")[0]
+        if heading not in headings:
+            raise LookupError(
+                f"{evaluation_pages.TABLES.name} has no line {heading!r}: write it where the table belongs"
+            )
+        parts[headings.index(heading)] = f"{table.strip()}\n\n"
+    return "".join(parts).rstrip() + "\n"
+
+
 def main() -> None:
-    started = time.time()
-    text = f"{HEAD.format(seeds=len(SEEDS))}\n{page()}"
-    evaluation_pages.TABLES.write_text(text, encoding="utf-8")
-    evaluation_pages.main()
-    print(f"{evaluation_pages.TABLES.name}: {time.time() - started:.0f} s", file=sys.stderr)
+    drawings = tables()
+    if unknown := {*sys.argv[1:]} - {*drawings}:
+        sys.exit(f"no table {', '.join(sorted(unknown))}; there are {', '.join(drawings)}")
+    for name in sys.argv[1:] or drawings:
+        started = time.time()
+        drawn = "\n".join([HEAD.format(seeds=len(SEEDS)), *drawings[name]()])
+        page = evaluation_pages.TABLES.read_text(encoding="utf-8")
+        evaluation_pages.TABLES.write_text(put(page, drawn), encoding="utf-8")
+        evaluation_pages.main()
+        print(f"{name}: {time.time() - started:.0f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":
