@@ -135,12 +135,14 @@ release: package
 	.venv/bin/python -m scripts.release check .venv-package/bin/python
 
 .venv/.ready: pyproject.toml constraints.txt
+	@echo "Setting up $(@D): about 2 GB on the disk, some minutes without a word from pip."
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install $(PIP_FLAGS) torch "transformer-lens==3.9.0" -e ".[dev]"
 	$(@D)/bin/python -m pip check
 	touch $@
 
 .venv-tl4/.ready: pyproject.toml constraints.txt
+	@echo "Setting up $(@D): about 2 GB on the disk, some minutes without a word from pip."
 	$(PYTHON) -m venv .venv-tl4
 	.venv-tl4/bin/python -m pip install $(PIP_FLAGS) torch "transformer-lens==4.3.0" -e ".[dev]"
 	$(@D)/bin/python -m pip check

@@ -4,6 +4,8 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 pages = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "evaluation_pages.py"))
 TEXT = pages["TABLES"].read_text(encoding="utf-8")
 
@@ -18,6 +20,32 @@ def test_every_method_of_a_test_is_in_the_overview():
     rows = [line for line in pages["overview"](TEXT).splitlines() if line.startswith("| leave-one-out")]
     first = rows[0].replace(pages["SPACE"], " ")
     assert first.startswith("| leave-one-out | ○ 7.35 | ● -0.373 | 7.74 | ● -0.758 | ○ 15 | ● -0.379 | 2.87 |")
+
+
+POSITIVE, INDUCTION = "Language model: positive perturbation", "Induction, language model"
+
+
+@pytest.mark.parametrize(
+    ("finding", "quoted"),
+    [
+        (
+            "mrr {} on induction and {} on brackets",
+            [(INDUCTION, "difference", "mrr"), ("Brackets", "difference", "mrr")],
+        ),
+        ("it leads on recall ({}, with `decompx target`)", [("Key–value recall", "tensorlens target", "mass")]),
+        ("on induction In+Out ({}) does not", [(INDUCTION, "tensorlens in_out", "mass")]),
+        ("on brackets leaving one out ({}) leads", [("Brackets", "leave-one-out", "mass")]),
+        ("(logit {} against {})", [(POSITIVE, "mean attention", "logit"), (POSITIVE, "tensorlens target", "logit")]),
+        ("+ table (logit {} against {})", [(POSITIVE, "value-zeroing", "logit"), (POSITIVE, "random", "logit")]),
+        ("(hidden state {} against {})", [(POSITIVE, "alti-logit", "hs_mse"), (POSITIVE, "decompx target", "hs_mse")]),
+        ("half of the first ({} against {})", [(INDUCTION, "chefer", "mass"), (INDUCTION, "alti-logit", "mass")]),
+    ],
+)
+def test_findings_quote_the_tables(finding, quoted):
+    """A table that is drawn again changes what the page has to say about it."""
+    numbers = {(cell.table, cell.method, cell.metric): float(cell.mean) for cell in pages["cells"](TEXT)}
+    page = " ".join(pages["PAGE"].read_text(encoding="utf-8").split())
+    assert finding.format(*(f"{numbers[cell]:.2f}" for cell in quoted)) in page
 
 
 def test_names_with_commas_are_not_divided():
