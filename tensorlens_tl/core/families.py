@@ -8,6 +8,8 @@ strengths, keys and queries of the delta rule, both gates of a short convolution
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from tensorlens_tl.models.parameters import innermost
 
 
@@ -45,16 +47,21 @@ MIXERS = (
 )
 
 
-def held_of(module: Any) -> Held | None:
+def held_of(module: nn.Module) -> Held | None:
     """The line of a mixer; None for any other module."""
 
-    def has(names: str) -> list[bool]:
-        return [hasattr(module, name) for name in names.split()]
+    tables = (vars(module), module._parameters, module._modules, vars(type(module)))  # hasattr is slow where it fails
 
-    return next((line for line in MIXERS if all(has(line.parts)) and not any(has(line.without))), None)
+    def has(name: str) -> bool:
+        return any(name in table for table in tables)
+
+    for line in MIXERS:
+        if all(map(has, line.parts.split())) and not any(map(has, line.without.split())):
+            return line
+    return None
 
 
-def held_pieces(module: Any, held: Held) -> dict[int, tuple[int, ...]]:
+def held_pieces(module: nn.Module, held: Held) -> dict[int, tuple[int, ...]]:
     """Which pieces are held of what is split, by its width."""
     return {_width(innermost(getattr(module, name))): which for name, which in held.pieces.items()}
 
