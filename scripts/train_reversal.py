@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -23,12 +23,14 @@ PAD, START, END, LETTERS, LENGTH = "<|pad|>", "<|start|>", "<|end|>", "abcdefghi
 
 
 def letter_tokenizer() -> Any:
-    """One token for each letter; spaces between letters are nothing."""
+    """One token for each letter after the start token; spaces between letters are nothing."""
     from transformers import PreTrainedTokenizerFast
 
     words = [PAD, START, END, *LETTERS]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    template = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, words.index(START))])
+    tokenizer.post_processor = template  # pyright: ignore[reportAttributeAccessIssue]
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=START, eos_token=END, pad_token=PAD, unk_token=PAD
     )

@@ -230,6 +230,11 @@ class ModelView:
             return None
         return tokenizer
 
+    @property
+    def begins_with_encoder(self) -> bool:
+        """Whether a Bridge's text is read by an encoder: one that fills gaps, or that of an encoder–decoder."""
+        return self.is_bridge and (self.is_encoder_decoder or hasattr(self.model, "mlm_head"))
+
     @cached_property
     def wrapped_twice(self) -> bool:
         """Whether a Bridge wraps parts that another Bridge has wrapped already."""

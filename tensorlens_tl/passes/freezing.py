@@ -116,7 +116,8 @@ def freeze(
         decoder_input_ids: what the decoder of an encoder–decoder reads, as text or token ids; its positions follow
             those of the input in every result. Start it with the token that the model's decoder starts with.
         decoder_attention_mask: 1 at its real tokens.
-        prepend_bos: as in TransformerLens; a string that begins with the BOS token gets no second one.
+        prepend_bos: as in TransformerLens; a string that begins with the BOS token gets no second one. Left out, an
+            encoder's text has all special tokens that its checkpoint's own tokenizer puts around it.
         padding_side: ``"left"`` or ``"right"`` (the default, whatever the tokenizer says), where prompts differ in
             length. Padded on the left, a model that counts positions from the first column (BART, Marian, Pegasus, a
             HookedEncoder) computes something else than for each prompt by itself, and that is what is explained.

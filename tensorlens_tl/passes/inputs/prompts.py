@@ -16,6 +16,7 @@ from tensorlens_tl._arguments import refuse_meta
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, warn_caller
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.passes.inputs.arguments import Chat, IdsLike, InputLike, ModelInputs, Side
+from tensorlens_tl.passes.inputs.as_trained import ids_as_trained
 from tensorlens_tl.passes.inputs.readable import readable_tokens
 from tensorlens_tl.passes.inputs.signals import Signal, extra_inputs, named_images, read_signal, refuse_signal
 
@@ -136,8 +137,9 @@ def prepare(
         token_type_ids: segment ids for BERT-like models, `[batch, pos]`.
         decoder_input_ids, decoder_attention_mask: what an encoder–decoder's decoder reads, likewise; for such a model
             they are needed, for any other refused.
-        prepend_bos: as in TransformerLens; None is the model's default. Strings only; one that begins with the BOS
-            token gets no second one, whatever is passed.
+        prepend_bos: as in TransformerLens; None is the model's default, and for an encoder all special tokens that its
+            checkpoint's own tokenizer puts around a text. Strings only; one that begins with the BOS token gets no
+            second one, whatever is passed.
         padding_side: ``"left"`` or ``"right"``, where several strings differ in length. None pads right, whatever the
             tokenizer says: real tokens never see it, while some bridges give NaN for left-padded prompts.
         model_inputs: what else a multimodal model's forward takes, by name; passed on as it is.
@@ -178,10 +180,14 @@ def prepare(
         class_at = 0 if view.classes is not None and view.classes.at_first else None
         return Prompt(tokens, mask, kwargs, texts, starts, class_at=class_at, extra=tuple(extra))
     try:
-        decoder, real = read(decoder_input_ids, decoder_attention_mask, "decoder_attention_mask", view.decoder_vocab)
+        decoder, real = read(
+            decoder_input_ids, decoder_attention_mask, "decoder_attention_mask", view.decoder_vocab, is_encoder=False
+        )
     except InvalidInputError as error:
         message, *rest = error.args
         raise InvalidInputError(message.replace("input: ", "decoder_input_ids: ", 1), *rest) from None
+    if prepend_bos is None and _is_text(plain_input(view, decoder_input_ids)):
+        _refuse_another_start(view, decoder, real)
     if len(decoder) != len(tokens):
         raise InvalidInputError(
             f"decoder_input_ids: {len(decoder)} prompts for the decoder, but {len(tokens)} for the encoder."
@@ -196,6 +202,19 @@ def prepare(
     for row, first in zip(starts or (), real.long().argmax(1).tolist(), strict=starts is not None):
         row[length + first] = True  # no word continues from the encoder to the decoder
     return Prompt(both, torch.cat([mask, real], dim=1), kwargs, texts, starts, length, extra=tuple(extra))
+
+
+def _refuse_another_start(view: ModelView, decoder: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]) -> None:
+    """Raise `InvalidInputError` for a decoder's text whose tokens begin with another one than the decoder does."""
+    start = getattr(view.config or view.cfg, "decoder_start_token_id", None)
+    first = torch.take_along_dim(decoder, real.long().argmax(1, keepdim=True), dim=1)
+    if start is None or bool((first == start).all()):
+        return
+    names = readable_tokens(view, torch.tensor([[start, int(first[first != start][0])]]))[0][0]
+    raise InvalidInputError(
+        f"decoder_input_ids: this model's decoder starts with {names[0]!r} (token {start}), and its tokenizer's text "
+        f"with {names[1]!r}; pass token ids that begin with {start}."
+    )
 
 
 def _refuse_padding_last(tokens: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"], padding: int) -> None:
@@ -380,6 +399,7 @@ def _rows(
     *,
     prepend_bos: bool | None,
     padding_side: Side,
+    is_encoder: bool | None = None,
 ) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
     """Token ids and mask of one input, on the model's device."""
     input = plain_input(view, input)
@@ -389,7 +409,7 @@ def _rows(
                 f"{name}: it follows from the text or the rows themselves; pass it only together with token ids of "
                 "equal length."
             )
-        tokens, mask = _pad(view, token_rows(view, input, prepend_bos), padding_side)
+        tokens, mask = _pad(view, token_rows(view, input, prepend_bos, is_encoder), padding_side)
     else:
         tokens = _as_ids(input)
         mask = torch.ones_like(tokens, dtype=torch.bool)
@@ -409,15 +429,21 @@ def _rows(
     return tokens.to(view.device), mask.to(view.device)
 
 
-def token_rows(view: ModelView, input: InputLike, prepend_bos: bool | None = None) -> list[Int[Tensor, "_pos"]]:
-    """Each prompt's token ids, unpadded; see `prepare` for the arguments and errors."""
+def token_rows(
+    view: ModelView, input: InputLike, prepend_bos: bool | None = None, is_encoder: bool | None = None
+) -> list[Int[Tensor, "_pos"]]:
+    """Each prompt's token ids, unpadded; see `prepare` for the arguments and errors.
+
+    `is_encoder` says whether an encoder reads them; None where that is what the model's first stack is.
+    """
+    is_encoder = view.begins_with_encoder if is_encoder is None else is_encoder
     input = plain_input(view, input)
     if isinstance(input, Mapping):
         return _rows_of_tokenizer(view, input)
     if isinstance(input, str):
         input = [input]
     if _is_text(input):
-        return [_tokenize(view, text, number, prepend_bos) for number, text in enumerate(input)]
+        return [_tokenize(view, text, number, prepend_bos, is_encoder) for number, text in enumerate(input)]
     if _is_ragged(input):
         return [_as_ids(row)[0] for row in input]
     return list(_as_ids(input))
@@ -468,7 +494,9 @@ def _segments(view: ModelView, token_type_ids: IdsLike, tokens: Tensor) -> Tenso
     return segments
 
 
-def _tokenize(view: ModelView, text: object, number: int, prepend_bos: bool | None) -> Tensor:
+def _tokenize(
+    view: ModelView, text: object, number: int, prepend_bos: bool | None, is_encoder: bool
+) -> Int[Tensor, "_pos"]:
     model = view.model
     if not isinstance(text, str):
         raise InvalidInputError(
@@ -481,6 +509,8 @@ def _tokenize(view: ModelView, text: object, number: int, prepend_bos: bool | No
         )
     if view.is_hooked_encoder or view.is_hooked_encoder_decoder:
         tokens = model.to_tokens(text, truncate=False)[0][0]
+    elif is_encoder and prepend_bos is None:
+        tokens = torch.tensor(ids_as_trained(view.tokenizer, text), dtype=torch.long)
     else:
         tokens = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
     if len(tokens) == 0:
@@ -520,6 +550,9 @@ def _pad(view: ModelView, rows: list[Tensor], padding_side: Side) -> tuple[Tenso
     pad = partial(pad_sequence, batch_first=True, padding_side=side)
     ids = [row.cpu() for row in rows]
     fill = getattr(view.tokenizer, "pad_token_id", None) or 0
+    of_config = getattr(view.text_config, "pad_token_id", None)
+    if view.begins_with_encoder and of_config is not None:  # RoBERTa counts positions by what is not this token
+        fill = of_config
     return pad(ids, padding_value=fill), pad([torch.ones_like(row, dtype=torch.bool) for row in ids])
 
 
