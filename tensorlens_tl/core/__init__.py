@@ -1,6 +1,7 @@
 """A run whose gradient is a linear map, by a rule: no architecture is described here, only kinds of operations."""
 
 from tensorlens_tl.core.linearise import Linearised, activation, refuse_other_functions, ruled
+from tensorlens_tl.core.recorded import Recorded, gradients
 from tensorlens_tl.core.rules import (
     ATTNLRP,
     FROZEN,
@@ -30,12 +31,14 @@ __all__ = [
     "SECANT",
     "TANGENT",
     "Linearised",
+    "Recorded",
     "Rule",
     "activation",
     "by_ratio",
     "constant",
     "doubted",
     "gates_held",
+    "gradients",
     "held",
     "refuse_other_functions",
     "rule_of",

@@ -170,9 +170,10 @@ class Linearised(TorchFunctionMode):
     ) -> Any:
         """One operation of the run."""
         kwargs = kwargs or {}
-        if not torch.is_grad_enabled() or kwargs.get("requires_grad"):  # the latter makes a source of the map
-            return func(*args, **kwargs)
         name: str = getattr(func, "__name__", "")
+        makes_source = kwargs.get("requires_grad") or name == "requires_grad_"
+        if makes_source or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
         given = args[:1] if name in LIKE else (*args, *kwargs.values())
         live = [x for x in _tensors(given) if _is_live(x)]
         if not live:

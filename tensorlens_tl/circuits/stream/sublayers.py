@@ -4,12 +4,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra import ZERO, AffineMap, AnyAttention, Attention, Chain, CrossAttention, Identity, Sum
 from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.core import Recorded
 from tensorlens_tl.models import Within
 
 Kind = Literal["head", "query", "key", "gate", "mixer", "mlp", "per_layer"]
@@ -130,9 +132,18 @@ class Sublayer:
         """What one node reads, as a separate map: for a head, its values and its pattern only."""
         if len(self.nodes) == 1:
             return self.read
-        if self.kind == "gate":
+        if self.kind == "gate" or isinstance(self.read.stages[-1], Recorded):
             return self.read.of_group(node, len(self.nodes))
         return self.read.component(node)
+
+    def pull_each(
+        self, cotangents: Float[Tensor, "*rows batch pos node channel"]
+    ) -> Float[Tensor, "node *rows batch pos d_model"]:
+        """A vector at each node's part of the hidden vector, pulled back through that node alone."""
+        apart = cotangents.movedim(-2, 0)
+        if len(self.nodes) > 1 and isinstance(self.read.stages[-1], Recorded):
+            return self.read.pull(torch.diag_embed(cotangents.mT).movedim(-1, 0).mT.flatten(-2))
+        return torch.stack([self.read_of(node).pull(vectors) for node, vectors in enumerate(apart)])
 
     def among(self, within: Within) -> "Sublayer":
         """The same among all positions of an encoder–decoder, zero at those of the other side."""

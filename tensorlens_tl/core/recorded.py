@@ -1,0 +1,100 @@
+"""A part of a run under a rule as an affine map: the graph that autograd has of it."""
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.algebra import ZERO, MixingMap, note_bias
+from tensorlens_tl.algebra.memory import joined
+from tensorlens_tl.algebra.positions import Where
+from tensorlens_tl.errors import UnsupportedModelError
+
+ROW_BYTES = 256 * 2**20
+"""What the rows that go through a graph at once may take, as far as the ends of the graph tell."""
+
+INSIDE = 16
+"""How many times the size of its ends a graph is taken to be inside."""
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Recorded(MixingMap):
+    """From what a run has at one place to what it has at a later one, along the gradients that a rule gives it.
+
+    Vectors are `[*rows, batch, pos, d]`, whatever shape the model has there: heads lie side by side.
+
+    Attributes:
+        given: what the run begins with, or has at an earlier place.
+        output: what the run has later.
+        shape: how many prompts and positions there are.
+        offset: what the map adds besides, ``output − push(given)`` unless it is counted elsewhere.
+
+    >>> from tensorlens_tl.core import Linearised, RELP
+    >>> z = torch.tensor([[[2.0]]], requires_grad=True)
+    >>> with Linearised(RELP):
+    ...     phi = Recorded(z, torch.nn.functional.silu(z) * 3, (1, 1))
+    >>> torch.equal(phi(z.detach()), phi.output.detach()), torch.equal(phi.pull(z.detach()), phi.push(z.detach()))
+    (True, True)
+    """
+
+    given: Tensor
+    output: Tensor
+    shape: tuple[int, int]
+    offset: Float[Tensor, "batch pos d_out"] | None = None
+
+    def __repr__(self) -> str:
+        return f"Recorded({list(self.given.shape)} → {list(self.output.shape)})"
+
+    @property
+    def positions(self) -> int | None:
+        return self.shape[1]
+
+    @property
+    def bias(self) -> Tensor:
+        return ZERO if self.offset is None else self.offset
+
+    def at(self, where: Where) -> "Recorded":
+        if where == slice(0, self.shape[1]):
+            return self
+        raise UnsupportedModelError("a recorded run has all its positions; ask about all of them.")
+
+    def norm_bound(self) -> float:
+        """The Frobenius norm, by as many pulls as the output has numbers."""
+        vectors = torch.eye(self.output.numel(), dtype=self.output.dtype, device=self.output.device)
+        return float(self.pull(vectors.unflatten(-1, (*self.shape, -1))).norm())
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        note_bias(g, self.bias, biases)
+        rows = g.reshape(-1, *self.output.shape).to(self.output)
+        pulled = joined(gradients(self.output, self.given, part) for part in rows.split(self._at_once))
+        return pulled.reshape(*g.shape[:-1], -1).to(g.dtype)
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        x = x.expand(*x.shape[:-3], *self.shape, -1)
+        rows = x.reshape(-1, *self.given.shape).to(self.given)
+        cotangent = torch.zeros_like(self.output, requires_grad=True)
+        with torch.enable_grad():  # what is pulled back is linear in the cotangent, and its derivative pushes
+            pulled = gradients(self.output, self.given, cotangent[None], create_graph=True)[0]
+        pushed = joined(gradients(pulled, cotangent, part) for part in rows.split(self._at_once))
+        pushed = pushed.reshape(*x.shape[:-1], -1).to(x.dtype)
+        return pushed if self.offset is None or not affine else pushed + self.offset
+
+    @property
+    def _at_once(self) -> int:
+        ends = (self.given.numel() + self.output.numel()) * self.output.element_size()
+        return max(1, ROW_BYTES // (INSIDE * ends))
+
+
+def gradients(
+    output: Tensor, given: Tensor, rows: Float[Tensor, "row ..."], *, create_graph: bool = False
+) -> Float[Tensor, "row ..."]:
+    """The gradients of ⟨row, output⟩ by what is given, a row for each; zeros where nothing depends on it."""
+    if not output.requires_grad:
+        return rows.new_zeros(len(rows), *given.shape)
+    options: Any = {"retain_graph": True, "create_graph": create_graph, "materialize_grads": True}
+    if len(rows) == 1:  # no map over rows, which some operations do not know
+        return torch.autograd.grad(output, given, rows[0], **options)[0][None]
+    return torch.autograd.grad(output, given, rows, is_grads_batched=True, **options)[0]
