@@ -286,7 +286,7 @@ def test_one_prompt_twice_has_no_scores(model_named):
         assert float(circuits.patch_scores(clean, clean, **ASKED, method=method).scores.abs().max()) < 1e-12
 
 
-def test_mixers_have_frozen_scores_and_no_others(model_named):
+def test_mixers_have_scores_by_the_frozen_model_and_by_gradients(model_named):
     clean, corrupted = two(model_named("bridge/lfm2"))
     nodes = circuits.patch_scores(clean, corrupted, **ASKED)
     edges = circuits.edge_scores(clean, corrupted, **ASKED)
@@ -295,7 +295,10 @@ def test_mixers_have_frozen_scores_and_no_others(model_named):
     with pytest.raises(tlens.UnsupportedModelError, match=r"L0\.mixer"):
         circuits.patch_scores(clean, corrupted, **ASKED, method="gradient")
     with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0"):
-        circuits.edge_scores(clean, corrupted, **ASKED, method="gradient")
+        circuits.edge_scores(clean, corrupted, **ASKED, method="patching")
+    alive = circuits.edge_scores(clean, corrupted, **ASKED, method="gradient")
+    assert alive.sources == edges.sources
+    assert not close(alive.scores, edges.scores, 1e-3)
 
 
 # ------------------------------------------------------------------ edges
@@ -769,7 +772,7 @@ def test_an_underflow_that_cannot_be_told_from_a_mask_is_refused(monkeypatch):
     clean, corrupted = sharp("bridge/llama")
     monkeypatch.setattr("tensorlens_tl.circuits.compare.live_blocks.capture", lambda *given, **options: ({}, None))
     with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0: no head has a probability.*underflowed"):
-        circuits.edge_scores(clean, corrupted, **ASKED, method="gradient")
+        circuits.edge_scores(clean, corrupted, **ASKED, method="patching")
 
 
 @pytest.mark.parametrize("name", [*LIVE, *LIVE_BOTH])
@@ -801,7 +804,7 @@ def test_all_edges_give_the_clean_number_and_none_the_corrupted(name, model_name
 def test_live_edges_are_refused_by_name_where_they_are_not_defined(name, why, model_named):
     clean, corrupted = two(model_named(name))
     with pytest.raises(tlens.UnsupportedModelError, match=why):
-        circuits.edge_scores(clean, corrupted, **ASKED, method="gradient")
+        circuits.edge_scores(clean, corrupted, **ASKED, method="patching")
 
 
 class Made(TorchDispatchMode):

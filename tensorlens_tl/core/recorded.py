@@ -30,6 +30,7 @@ class Recorded(MixingMap):
         given: what the run begins with, or has at an earlier place.
         output: what the run has later.
         shape: how many prompts and positions there are.
+        across: whether an output position may depend on another input position.
         offset: what the map adds besides, ``output − push(given)`` unless it is counted elsewhere.
 
     >>> from tensorlens_tl.core import Linearised, RELP
@@ -43,6 +44,7 @@ class Recorded(MixingMap):
     given: Tensor
     output: Tensor
     shape: tuple[int, int]
+    across: bool = True
     offset: Float[Tensor, "batch pos d_out"] | None = None
 
     def __repr__(self) -> str:
@@ -51,6 +53,10 @@ class Recorded(MixingMap):
     @property
     def positions(self) -> int | None:
         return self.shape[1]
+
+    @property
+    def mixes(self) -> bool:
+        return self.across
 
     @property
     def bias(self) -> Tensor:

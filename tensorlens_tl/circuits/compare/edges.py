@@ -36,7 +36,7 @@ In an encoder–decoder, edges stay within one stack, except those into keys and
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,11 +53,14 @@ from tensorlens_tl.circuits.compare.pairs import (
     corrupted_stream,
     gradient_shares,
     pair_target,
+    refuse_hooks,
     ruled_method,
 )
 from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products, recordable
-from tensorlens_tl.circuits.stream import Pulled, Step, Stream, StreamTarget, Sublayer
+from tensorlens_tl.circuits.stream import Pulled, Step, Stream, StreamTarget, Sublayer, ruled_target
+from tensorlens_tl.core import Rule
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import Difference, PassLike, one_question
 from tensorlens_tl.results import TARGET, Circuit, EdgeScores
@@ -128,6 +131,8 @@ def edge_scores(
     elif method == "difference":
         pulled = readout.stream.pull(readout.seed)
         scores = _products(readout.stream, Changes.of(readout.stream), layout, pulled, positions)
+    elif method in ("gradient", "integrated") and clean.sides is None:
+        layout, scores = _live_scores(readout, clean, corrupted, shares, chosen, positions)
     elif method in ("gradient", "integrated"):
         replay = Replay(readout, clean, corrupted, layout.exists)
         scores = replay.products(replay.gradients(shares, chosen), positions)
@@ -247,6 +252,18 @@ class Changes(NamedTuple):
         ]
         return cls(x, hidden)
 
+    @classmethod
+    def at_points(cls, stream: Stream, differences: Mapping[str, Float[Tensor, "batch pos _width"]]) -> "Changes":
+        """Between two runs of the live model, by hook point, along the stream of a run; heads change by their values."""
+        hidden = [
+            tuple(
+                differences[part.point] * (part.kind not in ("query", "key"))
+                for part in step.sublayers
+            )
+            for step in stream.steps
+        ]
+        return cls([differences[stream.frozen.capture.stream_names(0)[0]]], hidden)
+
 
 class EdgeLayout(NamedTuple):
     """Sources and destinations of a model in the order of the forward pass, and which pairs are edges."""
@@ -326,6 +343,42 @@ def read_names(sublayer: Sublayer, letter: str = "") -> list[str]:
     return [f"{node}.{letter or sublayer.letter}" for node in sublayer.nodes]
 
 
+def _live_scores(
+    readout: StreamTarget,
+    clean: PassLike,
+    corrupted: PassLike,
+    shares: Sequence[float],
+    rule: Rule | None,
+    positions: bool,
+) -> tuple[EdgeLayout, Float[Tensor, "batch source destination *pos"]]:
+    """Edges along gradients of the live model, averaged over shares of the way; its parts are those of its own run."""
+    refuse_hooks(clean, corrupted)
+    names = clean.capture.stream_names(0)
+    ends = {name: (corrupted.activation(name), clean.activation(name)) for name in names}
+    differences = dict[str, Tensor]()
+    of_shares = list[Tensor]()
+    layout = edge_layout(readout.stream, readout.positions)
+    for share in shares:
+        start = {name: torch.lerp(*pair, share) for name, pair in ends.items()} if share != 1 else None
+        one = ruled_target(readout, rule, start, biases=False)
+        layout = edge_layout(one.stream, one.positions)
+        if not differences:
+            points = dict.fromkeys(part.point for step in one.stream.steps for part in step.sublayers)
+            differences = _live_differences(clean, corrupted, [*names, *points])
+        changes = Changes.at_points(one.stream, differences)
+        of_shares.append(_products(one.stream, changes, layout, one.stream.pull(one.seed), positions) / len(shares))
+    return layout, torch.stack(of_shares).sum(0)
+
+
+def _live_differences(
+    clean: PassLike, corrupted: PassLike, points: Sequence[str]
+) -> dict[str, Float[Tensor, "batch pos _width"]]:
+    """What the live model has at hook points for the clean prompts, less what it has for the corrupted ones."""
+    seen = [capture(frozen.model, frozen.inputs, points, last=clean.points.last_output)[0] for frozen in (clean, corrupted)]
+    shape = clean.tokens.shape
+    return {point: (seen[0][point] - seen[1][point]).reshape(*shape, -1) for point in points}
+
+
 def pull_with_patterns(readout: StreamTarget, responses: Float[Tensor, "destination batch pos d"]) -> Pulled:
     """The target pulled through the frozen model, joined by gradients of the live one where queries and keys are read.
 
@@ -378,7 +431,7 @@ def _products(
         before = carried[:known]
         for sublayer, change in zip(step.sublayers, changes.hidden[number], strict=True):
             parts = sublayer.split(sublayer.write.pull(pulled.sums[number]))
-            reads = torch.cat([sublayer.read_of(node).pull(parts[..., node, :]) for node in range(len(sublayer.nodes))])
+            reads = sublayer.pull_each(parts)[:, 0]
             into = [columns[name] for name in read_names(sublayer)]
             scores[:, :known, into] = edge_products(before, reads, positions)
             first = known + step.nodes.index(sublayer.nodes[0])

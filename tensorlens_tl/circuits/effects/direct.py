@@ -16,8 +16,9 @@ from torch import Tensor
 from tensorlens_tl._arguments import check_choice, checked_names
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
-from tensorlens_tl.circuits.arguments import Direction
-from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, dot, stream_target, summed_by_name, token_pairs
+from tensorlens_tl.circuits.arguments import Direction, RuleLike
+from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, dot, stream_target, summed_by_name, token_pairs, under
+from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, Query, TokenLike
 from tensorlens_tl.passes import PassOrDifference, one_question
 from tensorlens_tl.results import Terms
@@ -38,6 +39,7 @@ def logit_attribution(
     layers: LayerRange = None,
     final_norm: bool | None = None,
     activation: str = "ratio",
+    rule: RuleLike = None,
     memory: Memory = None,
 ) -> Terms:
     """The direct effect of every component on a logit; with the biases they sum to it.
@@ -59,6 +61,8 @@ def logit_attribution(
             True is refused where the layers end earlier; `logit_lens` applies that norm to the stream there.
         activation: the rule; it matters where a prediction head's activation lies on the way (masked models): direct
             effects pass every MLP by.
+        rule: what norms on the way pass on in place of the frozen model: one of ``tlens.list_rules()``, or a `Rule`;
+            not by ``"head_token"``.
         memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Raises:
@@ -71,6 +75,9 @@ def logit_attribution(
     """
     check_choice("by", by, BY)
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
+    if rule is not None and by == "head_token":
+        raise InvalidInputError("logit_attribution(rule=): tokens by head are of held patterns; use by='head'.")
+    readout = under(readout, rule, "logit_attribution", activation)
     return direct_effects(readout, by, memory)
 
 

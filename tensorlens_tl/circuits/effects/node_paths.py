@@ -23,8 +23,8 @@ from torch import Tensor
 from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra.memory import WORKING_BYTES
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
-from tensorlens_tl.circuits.arguments import Direction, Whole
-from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
+from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
+from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target, under
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models import LayerRange, Query, TokenLike
 from tensorlens_tl.passes import PassOrDifference, one_question
@@ -64,6 +64,7 @@ def paths(
     layers: LayerRange = None,
     final_norm: bool | None = None,
     activation: str = "ratio",
+    rule: RuleLike = None,
 ) -> Paths:
     """Every path through at most `max_order` heads and MLPs, and the sum of the longer ones.
 
@@ -74,6 +75,7 @@ def paths(
         max_order: the most nodes a listed path has; the longer ones are the remainder, summed by one more pull.
         query: one position; see `tensorlens_tl.passes.inputs.query_positions`.
         activation: the rule for MLPs.
+        rule: what stands in place of the frozen model, as in `contribution_graph`.
 
     Returns:
         Terms named ``"direct"``, ``"L0H3"``, ``"L0H3 → L1H5"`` and so on, in order of length.
@@ -88,6 +90,7 @@ def paths(
     """
     max_order = whole_number("max_order", max_order, 0, why="0 is the direct path")
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
+    readout = under(readout, rule, "paths", activation)
     stream = readout.stream
     max_order = min(max_order, len(readout.stream.steps))
     count = _count(stream, max_order)
@@ -144,6 +147,7 @@ def top_paths(
     layers: LayerRange = None,
     final_norm: bool | None = None,
     activation: str = "ratio",
+    rule: RuleLike = None,
 ) -> Paths:
     """The k largest paths that a beam search finds, of any length, for one prompt.
 
@@ -153,7 +157,7 @@ def top_paths(
 
     Args:
         frozen: a pass of one prompt, or the difference of two.
-        target, minus, query, direction, layers, activation: as in `paths`.
+        target, minus, query, direction, layers, activation, rule: as in `paths`.
         k: how many paths.
         width: partial paths that are followed at each length.
 
@@ -167,6 +171,7 @@ def top_paths(
     k = whole_number("k", k, 1)
     width = whole_number("width", width, 1)
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
+    readout = under(readout, rule, "top_paths", activation)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(
             f"top_paths: the pass has {len(frozen.tokens)} prompts, each with its own paths; freeze one."

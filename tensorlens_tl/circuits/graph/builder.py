@@ -235,7 +235,7 @@ class GraphBuilder:
                 self._add(name, kind, sublayer.layer, weights, biases, numbers, step.side)
         self._check_count(x.shape[1], sublayer.layer)
         carried = self._carried(outputs)
-        if sublayer.is_attention:
+        if sublayer.has_pattern:
             self.edges.into_heads(sublayer, nodes, first, cotangent, carried)
         elif sublayer.read.mixes:
             reads = [sublayer.read_of(number) for number in range(len(nodes))]

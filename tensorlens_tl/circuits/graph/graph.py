@@ -42,13 +42,13 @@ from typing import Any
 
 from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.circuits.arguments import Direction, Share, Whole
+from tensorlens_tl.circuits.arguments import Direction, RuleLike, Share, Whole
 from tensorlens_tl.circuits.graph import nodes as graph_nodes
 from tensorlens_tl.circuits.graph.builder import GraphBuilder, kind_of_split
 from tensorlens_tl.circuits.graph.edges import Edges, NoEdges
 from tensorlens_tl.circuits.graph.features import Dictionaries, feature_splits
 from tensorlens_tl.circuits.graph.nodes import Choice
-from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, stream_target, token_pairs
+from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, stream_target, token_pairs, under
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, ModelView, Query, TokenLike
 from tensorlens_tl.passes import Difference, PassOrDifference, one_question
@@ -77,6 +77,7 @@ def contribution_graph(
     layers: LayerRange = None,
     final_norm: bool | None = None,
     activation: str = "ratio",
+    rule: RuleLike = None,
 ) -> ContributionGraph:
     """The contribution graph of one logit of one prompt.
 
@@ -97,6 +98,9 @@ def contribution_graph(
             least this share of the largest. None makes a node of each.
         query: one position; see `tensorlens_tl.passes.inputs.query_positions`.
         activation: the rule for MLPs.
+        rule: what stands in place of the frozen model: one of ``tlens.list_rules()``, or a `Rule`. Where it lets
+            patterns respond, a head is three nodes, as in a difference; what a node adds besides its linear map is its
+            bias. Without `sources` and `dictionaries`.
 
     Raises:
         InvalidInputError: several prompts or queries, a threshold outside [0, 1], nodes below 1, neurons, sources or
@@ -117,6 +121,12 @@ def contribution_graph(
     if features is not None and dictionaries in (None, [], ()):
         raise InvalidInputError(f"features={features!r}: there are none without dictionaries=.")
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
+    if rule is not None and (sources is not None or dictionaries not in (None, [], ())):
+        raise InvalidInputError(
+            "contribution_graph(rule=): heads are split by source token, and features read, in the frozen model alone. "
+            "Leave sources and dictionaries out, or rule."
+        )
+    readout = under(readout, rule, "contribution_graph", activation)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(f"contribution_graph: the pass has {len(frozen.tokens)} prompts; freeze one.")
     if neurons is not None:

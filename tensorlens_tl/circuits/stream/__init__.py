@@ -1,7 +1,7 @@
 """The frozen model as steps of its residual stream: what reads from it, and what writes to it."""
 
 from tensorlens_tl.circuits.stream.blocks import block_steps
-from tensorlens_tl.circuits.stream.ruled import Start, ruled_target
+from tensorlens_tl.circuits.stream.ruled import Start, ruled_target, under
 from tensorlens_tl.circuits.stream.stream import (
     Pulled,
     Stream,
@@ -26,4 +26,5 @@ __all__ = [
     "stream_target",
     "summed_by_name",
     "token_pairs",
+    "under",
 ]

@@ -21,25 +21,53 @@ from torch import Tensor, nn
 
 from tensorlens_tl.algebra import Chain, Identity
 from tensorlens_tl.algebra.numerics import refuse_nan, relative_error
+from tensorlens_tl.circuits.arguments import RuleLike
 from tensorlens_tl.circuits.stream.stream import StreamTarget
 from tensorlens_tl.circuits.stream.sublayers import Kind, Step, Sublayer
-from tensorlens_tl.core import Recorded, Rule, gradients, refuse_other_functions, ruled
-from tensorlens_tl.errors import NumericalError, UnsupportedModelError
+from tensorlens_tl.core import Recorded, Rule, gradients, refuse_other_functions, rule_of, ruled
+from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, Placing, hook_points, in_this_thread, run_until
 from tensorlens_tl.models import Place
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import FrozenPass
+from tensorlens_tl.requirements import check_rule
 
 Start = Mapping[str, Float[Tensor, "batch pos d_model"]]
 """What enters the first block, by hook point, where it is not what the prompts of the pass give."""
 
 
-def ruled_target(readout: StreamTarget, rule: Rule, start: Start | None = None, *, biases: bool = True) -> StreamTarget:
+def under(readout: StreamTarget, rule: RuleLike, question: str, activation: str = "ratio") -> StreamTarget:
+    """A target of the frozen stream, or under a rule of a run; see `ruled_target`.
+
+    Args:
+        readout: the target.
+        rule: a rule or its name; None for the frozen stream.
+        question: the function that was called, for messages.
+        activation: its rule for MLPs.
+
+    Raises:
+        InvalidInputError: no such rule, one for a difference, or another `activation` beside it.
+    """
+    if rule is None:
+        return readout
+    if activation != "ratio" or not isinstance(readout.stream.frozen, FrozenPass):
+        raise InvalidInputError(
+            f"{question}(rule=): a rule is of one run, and says what activations do; leave activation out, and ask "
+            "about one of the passes of a difference."
+        )
+    chosen = rule_of(rule)
+    check_rule(chosen, readout.stream.run, f"{question}(rule=)")
+    return ruled_target(readout, chosen)
+
+
+def ruled_target(
+    readout: StreamTarget, rule: Rule | None, start: Start | None = None, *, biases: bool = True
+) -> StreamTarget:
     """A target of the frozen stream as one of a run under a rule.
 
     Args:
         readout: the target.
-        rule: what gradients follow.
+        rule: what gradients follow; None for the model's own.
         start: what enters the first block instead.
         biases: whether what the parts add besides their linear maps is wanted; it takes a push through each.
 
@@ -90,11 +118,11 @@ class _Seen:
 
         return name, in_this_thread(at_cut)
 
-    def watch(self, name: str) -> FwdHook:
-        """A hook that only looks."""
+    def watch(self, name: str, called: str = "") -> FwdHook:
+        """A hook that only looks, at what may be called something else."""
 
         def look(live: Tensor, *, hook: Any) -> None:
-            self.arrived[name] = live
+            self.arrived[called or name] = live
 
         return name, in_this_thread(look)
 
@@ -118,12 +146,13 @@ class _RuledRun:
         hidden: each sublayer's hidden vector, by step.
     """
 
-    def __init__(self, readout: StreamTarget, rule: Rule, start: Start) -> None:
+    def __init__(self, readout: StreamTarget, rule: Rule | None, start: Start) -> None:
         self.frozen = readout.stream.run
         self.readout = readout
         self.plain = readout.stream
         self.hidden: list[tuple[Tensor, ...]] = []
         self.streams: list[Tensor] = []
+        self.known = hook_points(self.frozen.model)
         self._refuse_other_blocks()
         self.cuts = [self._cuts(step) for step in self._blocks]
         self.read_at = readout.points[-1]
@@ -161,7 +190,6 @@ class _RuledRun:
     def _cuts(self, step: Step) -> list[_Cut]:
         """Where the nodes of a step are."""
         points = self.frozen.points.blocks[step.layer]
-        known = hook_points(self.frozen.model)
         layer = step.layer
         cuts: list[_Cut] = []
         for sublayer in step.sublayers:
@@ -169,7 +197,7 @@ class _RuledRun:
             if sublayer.is_attention and points.attention is None and points.heads is not None and not points.merged:
                 stem = points.heads.z.removesuffix("hook_z")
                 ways = tuple(f"{stem}hook_{letter}" for letter in "qkv")
-                ways = ways if all(name in known for name in ways) else ()
+                ways = ways if all(name in self.known for name in ways) else ()
                 cuts.append(_Cut(sublayer, points.heads.z, sublayer.nodes, "head", ways))
             elif sublayer.is_attention and points.attention is not None:
                 cuts.append(_Cut(sublayer, points.attention.out, (sublayer.name,), "mixer"))
@@ -194,9 +222,15 @@ class _RuledRun:
             return layout.attn
         return layout.mlp
 
+    def _middle(self, step: Step) -> str:
+        """A HookedTransformer's hook point between attention and the MLP, whose inputs may be copies; "" elsewhere."""
+        view = self.frozen.view
+        point = f"{view.blocks[step.layer].name}.hook_resid_mid"
+        return "" if view.is_bridge or view.is_hooked_encoder or point not in self.known else point
+
     # ------------------------------------------------------------------ the run
 
-    def _run(self, rule: Rule, start: Start) -> _Seen:
+    def _run(self, rule: Rule | None, start: Start) -> _Seen:
         """Run the model, cut at every node and before every block."""
         frozen, seen = self.frozen, _Seen()
         entries = [frozen.points.blocks[layer].resid_pre for layer in self.plain.layers]
@@ -216,21 +250,25 @@ class _RuledRun:
                 if before is None or before.layer != step.layer:
                     continue
                 norm = self._place(before).outer
-                if norm is not None:
+                middle = self._middle(step)
+                if middle:
+                    hooks.append(seen.watch(middle, between))
+                elif norm is not None:
                     seen.watch_call(placing, getattr(block.module, norm), between, output=True)
                 else:
                     module = block.parts.mlp if place.before is None else getattr(block.module, place.before)
                     seen.watch_call(placing, module, between)
             with ruled(frozen.model, rule):
                 run_until(frozen.model, frozen.inputs, hooks, self.read_at)
-        refuse_other_functions(list(seen.arrived.values()))
+        if rule is not None:
+            refuse_other_functions(list(seen.arrived.values()))
         return seen
 
     @property
     def _has_end(self) -> bool:
         return len(self._blocks) < len(self.plain.steps)
 
-    def _prove(self, rule: Rule, start: Start) -> None:
+    def _prove(self, rule: Rule | None, start: Start) -> None:
         """Pull the target through the uncut run too, and compare; so do values with those of the pass."""
         frozen = self.frozen
         first = frozen.points.blocks[self.plain.layers.start].resid_pre
@@ -267,9 +305,9 @@ class _RuledRun:
         """What the model has somewhere, as vectors: heads side by side."""
         return value.detach().reshape(*rows, *self.frozen.tokens.shape, -1)
 
-    def _recorded(self, given: Tensor, output: Tensor) -> Recorded:
+    def _recorded(self, given: Tensor, output: Tensor, mixes: bool = False) -> Recorded:
         batch, length = self.frozen.tokens.shape
-        return Recorded(given, output, (batch, length))
+        return Recorded(given, output, (batch, length), mixes)
 
     def steps(self, biases: bool) -> Iterator[Step]:
         """The steps, which fill `streams` and `hidden`."""
@@ -290,8 +328,9 @@ class _RuledRun:
             entry, after = self.leaves[exit], self.arrived[self.read_at]
             self.streams.append(entry)
             self.hidden.append(())
-            name = next(step.outer_name for step in self.plain.steps if step.layer < 0)
-            yield Step(-1, (), self._outer(entry, after, biases), name)
+            ends = [step for step in self.plain.steps if step.layer < 0]
+            mixes = any(step.outer.mixes for step in ends)
+            yield Step(-1, (), self._outer(entry, after, biases, mixes), ends[0].outer_name)
         self.streams.append(after)
 
     def _entry(self, step: Step, second: bool) -> Tensor:
@@ -310,35 +349,35 @@ class _RuledRun:
             reads = self._reads(cut, entry)
             for kind, (read, value) in self._with_values(reads, cut, entry, biases).items():
                 hidden.append(value)
-                changed = {"nodes": cut.nodes, "kind": kind, "in_parts": len(reads) > 1}
+                changed = {"nodes": cut.nodes, "kind": kind, "in_parts": len(reads) > 1, "point": cut.point}
                 sublayers.append(replace(cut.sublayer, read=read, write=write, **changed))
         self.streams.append(entry)
         self.hidden.append(tuple(hidden))
         if biases:  # of all sublayers together: what each adds by itself is not seen
             written = sum(part.write.push(value) for part, value in zip(sublayers, hidden, strict=True))
             rest = self.vectors(total) - self.vectors(entry) - written
-            sublayers[-1] = replace(sublayers[-1], write=_plus(sublayers[-1].write, rest))
+            sublayers[-1] = replace(sublayers[-1], write=self._plus(sublayers[-1].write, rest, total))
         if total is after:
             return Step(step.layer, tuple(sublayers), Identity(), step.outer_name)
         return Step(step.layer, tuple(sublayers), self._outer(total, after, biases), step.outer_name)
 
-    def _outer(self, total: Tensor, after: Tensor, biases: bool) -> Chain:
+    def _outer(self, total: Tensor, after: Tensor, biases: bool, mixes: bool = False) -> Chain:
         """What the whole stream goes through."""
-        outer = Chain((self._recorded(total, after),))
+        outer = Chain((self._recorded(total, after, mixes),))
         if not biases:
             return outer
-        return _plus(outer, self.vectors(after) - outer.push(self.vectors(total)))
+        return self._plus(outer, self.vectors(after) - outer.push(self.vectors(total)), after)
 
     def _reads(self, cut: _Cut, entry: Tensor) -> dict[Kind, Chain]:
         """What a cut's nodes read the stream by: heads by queries, keys and values, where patterns respond."""
         arrived = self.arrived[cut.point]
         if not cut.ways:
-            return {cut.kind: Chain((self._recorded(entry, arrived),))}
+            return {cut.kind: Chain((self._recorded(entry, arrived, cut.sublayer.read.mixes),))}
         if _depends(arrived, entry):
             raise self._refuse(f"what queries, keys and values of {cut.sublayer.name} read")
         kinds: tuple[Kind, ...] = ("query", "key", "head")
         return {
-            kind: Chain((self._recorded(entry, self.arrived[way]), self._recorded(self.leaves[way], arrived)))
+            kind: Chain((self._recorded(entry, self.arrived[way]), self._recorded(self.leaves[way], arrived, True)))
             for kind, way in zip(kinds, cut.ways, strict=True)
             if kind == "head" or _depends(arrived, self.leaves[way])
         }
@@ -354,16 +393,19 @@ class _RuledRun:
             share = reads[kind].push(x) if biases else torch.zeros_like(rest)
             shares[kind] = (reads[kind], share)
             rest = rest - share
-        read = _plus(reads[last], rest - reads[last].push(x)) if biases else reads[last]
+        read = reads[last]
+        if biases:
+            read = self._plus(read, rest - read.push(x), self.arrived[cut.point])
         shares[last] = (read, rest)
         return shares
 
-
-def _plus(read: Chain, offset: Tensor) -> Chain:
-    """A chain of recorded parts that adds something at its end."""
-    *before, last = read.stages
-    assert isinstance(last, Recorded)
-    return Chain((*before, replace(last, offset=offset)))
+    def _plus(self, read: Chain, offset: Float[Tensor, "batch pos d"], value: Tensor) -> Chain:
+        """A chain of recorded parts that adds something at its end; what is rounding beside its value is nothing."""
+        *before, last = read.stages
+        assert isinstance(last, Recorded)
+        if float(offset.norm()) <= self.frozen.tolerance / 10 * float(value.detach().norm()):
+            return read
+        return Chain((*before, replace(last, offset=offset)))
 
 
 def _depends(output: Tensor, given: Tensor) -> bool:

@@ -36,6 +36,7 @@ class Sublayer:
         kind: what its nodes are.
         in_parts: whether the heads have other sublayers beside it, by queries, keys, values and gates.
         is_cross: whether its heads are those of cross-attention, ``"L2.cross.H0"``.
+        point: the hook point of the hidden vector, in a run under a rule.
     """
 
     layer: int
@@ -46,6 +47,7 @@ class Sublayer:
     kind: Kind
     in_parts: bool = False
     is_cross: bool = False
+    point: str = ""
 
     @property
     def name(self) -> str:
@@ -79,6 +81,11 @@ class Sublayer:
     def is_attention(self) -> bool:
         """Whether its nodes are heads that mix values by a pattern."""
         return self.kind == "head"
+
+    @property
+    def has_pattern(self) -> bool:
+        """Whether its nodes are heads whose pattern is held."""
+        return self.is_attention and isinstance(self.read.stages[-1], AnyAttention)
 
     @property
     def is_mlp(self) -> bool:
