@@ -256,10 +256,7 @@ class Changes(NamedTuple):
     def at_points(cls, stream: Stream, differences: Mapping[str, Float[Tensor, "batch pos _width"]]) -> "Changes":
         """Between two runs of the live model, by hook point, along the stream of a run; heads change by their values."""
         hidden = [
-            tuple(
-                differences[part.point] * (part.kind not in ("query", "key"))
-                for part in step.sublayers
-            )
+            tuple(differences[part.point] * (part.kind not in ("query", "key")) for part in step.sublayers)
             for step in stream.steps
         ]
         return cls([differences[stream.frozen.capture.stream_names(0)[0]]], hidden)
@@ -374,7 +371,9 @@ def _live_differences(
     clean: PassLike, corrupted: PassLike, points: Sequence[str]
 ) -> dict[str, Float[Tensor, "batch pos _width"]]:
     """What the live model has at hook points for the clean prompts, less what it has for the corrupted ones."""
-    seen = [capture(frozen.model, frozen.inputs, points, last=clean.points.last_output)[0] for frozen in (clean, corrupted)]
+    seen = [
+        capture(frozen.model, frozen.inputs, points, last=clean.points.last_output)[0] for frozen in (clean, corrupted)
+    ]
     shape = clean.tokens.shape
     return {point: (seen[0][point] - seen[1][point]).reshape(*shape, -1) for point in points}
 

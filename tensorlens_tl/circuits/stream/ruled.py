@@ -281,7 +281,9 @@ class _RuledRun:
         self.uncut = self.vectors(gradients(read, whole.leaves[first], seed), len(seed))
         live = self.vectors(read)
         if not start:
-            self._refuse_error(relative_error(live, frozen.activation(self.read_at)), "under the rule it computes something else")
+            self._refuse_error(
+                relative_error(live, frozen.activation(self.read_at)), "under the rule it computes something else"
+            )
         error = relative_error(self.vectors(self.arrived[self.read_at]), live)
         self._refuse_error(error, "where it is cut, it computes something else")
 
