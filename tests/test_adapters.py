@@ -446,12 +446,12 @@ def test_adapters_beside_half_precision_weights(family, adapters):
         assert bool(torch.isfinite(tlens.attribute(frozen, method=method, **options).scores).all())
     for layer in model.modules():
         if hasattr(layer, "scale_layer"):
-            layer.scale_layer(1e-4)
+            layer.scale_layer(1e-2)
     small = circuits.ov(whole, 0, 1).AB
     with model.disable_adapter():
         none = circuits.ov(whole, 0, 1).AB
     assert small.dtype == torch.float32
-    assert 0 < float((small - none.float()).abs().max()) < 1e-2
+    assert 1e-6 < float((small - none.float()).abs().max()) < 2e-2  # far above the rounding of float32
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bert", "gemma2", "phi"])
