@@ -52,17 +52,21 @@ class Recorded(MixingMap):
 
     @property
     def positions(self) -> int | None:
+        """As many as the run has."""
         return self.shape[1]
 
     @property
     def mixes(self) -> bool:
+        """As `across` says."""
         return self.across
 
     @property
     def bias(self) -> Tensor:
+        """The offset."""
         return ZERO if self.offset is None else self.offset
 
     def at(self, where: Where) -> "Recorded":
+        """All of it: a run is not cut to some positions."""
         if where == slice(0, self.shape[1]):
             return self
         raise UnsupportedModelError("a recorded run has all its positions; ask about all of them.")

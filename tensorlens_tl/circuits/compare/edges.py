@@ -27,9 +27,10 @@ all others at the clean prompt.
 
 `gradient` is edge attribution patching (Syed et al. 2023), `integrated` the inputs' variant of EAP-IG (Hanna et al.
 2024), whose published code takes its gradients at the left ends of the steps (``points="left"``); midpoints, the
-default, are nearer to the integral. All but ``"frozen"`` and ``"difference"`` run the model from its weights
-(`tensorlens_tl.circuits.compare.weights_forward`), which blocks with norms on their way back to the stream do not
-allow.
+default, are nearer to the integral. Both, and any rule, take a run of the live model that is cut at its nodes
+(`tensorlens_tl.circuits.stream.ruled`). ``"patching"``, ``"frozen+qk"`` and all methods of an encoder–decoder run the
+model from its weights (`tensorlens_tl.circuits.compare.weights_forward`), which blocks with norms on their way back to
+the stream do not allow.
 
 In an encoder–decoder, edges stay within one stack, except those into keys and values of cross-attention
 (``"L0H3 → L2.cross.H0.k"``), which read what the encoder's nodes write, through the norm at its end.
@@ -104,8 +105,9 @@ def edge_scores(
     Raises:
         InvalidInputError: no such method, rule or points, and what `patch_scores` refuses.
         UnsupportedModelError: blocks in a loop, shared keys and values, a mixture of experts; under ``"difference"``
-            what `difference` refuses; or, except under this and ``"frozen"``, blocks that are not read as a sum of what
-            their parts write (see `tensorlens_tl.circuits.compare.live_blocks`).
+            what `difference` refuses; along gradients a part that cannot be cut out of a run; under ``"patching"`` and
+            ``"frozen+qk"`` blocks that are not read as a sum of what their parts write (see
+            `tensorlens_tl.circuits.compare.live_blocks`).
         FrozenModelError: weights changed since a pass; and except under ``"frozen"`` and ``"difference"``, which
             describe the passes alone, hooks put on the model or taken off since, or a frozen pass attached to it.
 
@@ -254,12 +256,12 @@ class Changes(NamedTuple):
 
     @classmethod
     def at_points(cls, stream: Stream, differences: Mapping[str, Float[Tensor, "batch pos _width"]]) -> "Changes":
-        """Between two runs of the live model, by hook point, along the stream of a run; heads change by their values."""
+        """Between two runs of the live model, by hook point; what heads give changes as a whole, by their values."""
         hidden = [
             tuple(differences[part.point] * (part.kind not in ("query", "key")) for part in step.sublayers)
             for step in stream.steps
         ]
-        return cls([differences[stream.frozen.capture.stream_names(0)[0]]], hidden)
+        return cls([differences[stream.run.capture.stream_names(0)[0]]], hidden)
 
 
 class EdgeLayout(NamedTuple):
@@ -357,13 +359,13 @@ def _live_scores(
     layout = edge_layout(readout.stream, readout.positions)
     for share in shares:
         start = {name: torch.lerp(*pair, share) for name, pair in ends.items()} if share != 1 else None
-        one = ruled_target(readout, rule, start, biases=False)
+        one, pulled = ruled_target(readout, rule, start, biases=False)
         layout = edge_layout(one.stream, one.positions)
         if not differences:
             points = dict.fromkeys(part.point for step in one.stream.steps for part in step.sublayers)
             differences = _live_differences(clean, corrupted, [*names, *points])
         changes = Changes.at_points(one.stream, differences)
-        of_shares.append(_products(one.stream, changes, layout, one.stream.pull(one.seed), positions) / len(shares))
+        of_shares.append(_products(one.stream, changes, layout, pulled, positions) / len(shares))
     return layout, torch.stack(of_shares).sum(0)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tensorlens_tl.algebra import Chain, Identity
 from tensorlens_tl.algebra.numerics import refuse_nan, relative_error
 from tensorlens_tl.circuits.arguments import RuleLike
-from tensorlens_tl.circuits.stream.stream import StreamTarget
+from tensorlens_tl.circuits.stream.stream import Pulled, StreamTarget
 from tensorlens_tl.circuits.stream.sublayers import Kind, Step, Sublayer
 from tensorlens_tl.core import Recorded, Rule, gradients, refuse_other_functions, rule_of, ruled
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
@@ -57,12 +57,12 @@ def under(readout: StreamTarget, rule: RuleLike, question: str, activation: str 
         )
     chosen = rule_of(rule)
     check_rule(chosen, readout.stream.run, f"{question}(rule=)")
-    return ruled_target(readout, chosen)
+    return ruled_target(readout, chosen)[0]
 
 
 def ruled_target(
     readout: StreamTarget, rule: Rule | None, start: Start | None = None, *, biases: bool = True
-) -> StreamTarget:
+) -> tuple[StreamTarget, Pulled]:
     """A target of the frozen stream as one of a run under a rule.
 
     Args:
@@ -70,6 +70,9 @@ def ruled_target(
         rule: what gradients follow; None for the model's own.
         start: what enters the first block instead.
         biases: whether what the parts add besides their linear maps is wanted; it takes a push through each.
+
+    Returns:
+        The target, and it pulled back along its stream.
 
     Raises:
         UnsupportedModelError: a part that cannot be cut out of the run, or an operation that the rule does not know.
@@ -79,8 +82,9 @@ def ruled_target(
     steps = tuple(run.steps(biases))
     x = [run.vectors(value) for value in run.streams]
     stream = replace(readout.stream, steps=steps, x=x, hidden=run.hidden)
-    run.check(stream.pull(readout.seed).stream[0])
-    return replace(readout, stream=stream)
+    pulled = stream.pull(readout.seed)
+    run.check(pulled.stream[0])
+    return replace(readout, stream=stream), pulled
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,9 +173,9 @@ class _RuledRun:
 
     def _refuse(self, what: str) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"rule=: {what} of this {self.frozen.view.description} cannot be cut out of a run, so that nothing says how "
-            "its parts pass gradients on. Leave rule out, or ask circuits.total_effects and tlens.attribute, which take "
-            "rules here too."
+            f"{what} of this {self.frozen.view.description} cannot be cut out of a run, so that nothing says how its "
+            "parts pass gradients on. Ask about the frozen model (rule=None, method='frozen' or 'difference'), or "
+            "circuits.total_effects and tlens.attribute, which take rules here, too."
         )
 
     def _refuse_other_blocks(self) -> None:
@@ -315,6 +319,7 @@ class _RuledRun:
         """The steps, which fill `streams` and `hidden`."""
         blocks = self._blocks
         exit = self.frozen.capture.output_name(self.plain.layers.stop - 1)
+        after = self.arrived[self.read_at]
         for number, (step, cuts) in enumerate(zip(blocks, self.cuts, strict=True)):
             second = number > 0 and blocks[number - 1].layer == step.layer
             last = number + 1 == len(blocks)

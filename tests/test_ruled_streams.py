@@ -1,0 +1,187 @@
+"""Graphs, paths, direct effects and edges of the live model under a rule, from parts of its own run.
+
+Under the frozen rule they are the frozen model's, which reads weights; under the others a gradient of the run that is
+not cut, patched modules differentiated by hand, and the sums that each answer states.
+"""
+
+import pytest
+import torch
+from conftest import close, hooks_left, rerun_tolerance, some_tokens
+from test_patching import two
+
+import tensorlens_tl as tlens
+from tensorlens_tl import circuits
+from tensorlens_tl.circuits.stream import ruled, ruled_target, stream_target
+from tensorlens_tl.core import RULES
+from tensorlens_tl.testing import model_names, tiny_model
+
+pytestmark = pytest.mark.numeric
+ASKED = {"target": 5, "minus": 7}
+LAYOUTS = [
+    name
+    for name in (
+        "hooked/gqa", "hooked/parallel", "hooked/post-only", "hooked/attn-only", "encoder/bert", "bridge/gpt2",
+        "bridge/llama", "bridge/neox", "bridge/bert", "bridge/opt", "bridge/opt-350m", "bridge/gemma3", "bridge/mamba",
+        "bridge/falcon-h1",
+    )
+    if name in model_names()
+]  # fmt: skip
+"""Every block layout, both classes of models, mixers in the place of attention and beside it."""
+ALL_RULES = ("attnlrp", "frozen", "gim", "relp", "tangent")
+REFUSED = ("whitened", "bart", "marian", "pegasus", "t5", "encoder-decoder", "rwkv", "loop", "altup")
+
+
+def one(model):
+    return tlens.freeze(model, some_tokens(batch=1))
+
+
+def answers(rule, name):
+    """Whether a rule says something of a model."""
+    return rule in ("frozen", "tangent") or name not in ("bridge/mamba", "bridge/falcon-h1")
+
+
+def weights(graph):
+    """The weights of nodes that are not nothing, by name and position; biases of a layer together.
+
+    What two sublayers that write at once add by themselves is seen as one.
+    """
+    nodes = graph.nodes.copy()
+    biases = nodes["kind"] == "bias"
+    nodes.loc[biases, "name"] = "biases of " + nodes.loc[biases, "layer"].astype(str)
+    table = nodes.groupby(["name", "pos"])["weight"].sum()
+    return table[table.abs() > 1e-5]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_graphs_under_the_frozen_rule_are_the_frozen_models(name, model_named):
+    """One by parts of the live run, the other by weights: every node and every edge."""
+    frozen = one(model_named(name))
+    mine, theirs = (circuits.contribution_graph(frozen, **ASKED, threshold=0, rule=rule) for rule in ("frozen", None))
+    assert mine.gap < rerun_tolerance(name)
+    ours, expected = weights(mine), weights(theirs)
+    assert list(ours.index) == list(expected.index)
+    assert torch.allclose(torch.tensor(ours.values), torch.tensor(expected.values), atol=rerun_tolerance(name))
+
+    def edges(graph):
+        named = graph.nodes["name"] + "@" + graph.nodes["pos"].astype(str)
+        table = graph.edges
+        table = table[~graph.nodes["kind"].eq("bias")[table["source"]].values & (table["weight"].abs() > 1e-5)]
+        keys = named[table["source"]].str.cat(named[table["target"]].values, sep=" → ").values
+        return dict(zip(keys, table["weight"], strict=True))
+
+    assert edges(mine) == pytest.approx(edges(theirs), abs=rerun_tolerance(name))
+
+
+@pytest.mark.parametrize("rule", ALL_RULES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_answer_sums_to_the_logit_under_every_rule(name, rule, model_named):
+    if not answers(rule, name):
+        pytest.skip("refused by name")
+    frozen = one(model_named(name))
+    graph = circuits.contribution_graph(frozen, **ASKED, threshold=0, rule=rule)
+    nodes = graph.nodes
+    entering = graph.edges.groupby("target")["weight"].sum().reindex(nodes.index, fill_value=0.0)
+    inner = nodes["kind"].isin(["head", "mlp", "mixer", "target"])
+    atol = rerun_tolerance(name) * max(float(nodes["weight"].abs().max()), 1.0)
+    assert float((entering + nodes["bias"] - nodes["weight"])[inner].abs().max()) < atol
+    assert graph.total == pytest.approx(float(circuits.logit_attribution(frozen, **ASKED).total), abs=atol)
+    for terms in (
+        circuits.top_paths(frozen, **ASKED, k=5, rule=rule),
+        circuits.paths(frozen, **ASKED, max_order=1, rule=rule),
+        circuits.logit_attribution(frozen, **ASKED, by="head", rule=rule),
+    ):
+        assert float(terms.gap.max()) < rerun_tolerance(name)
+    assert not hooks_left(frozen.model)
+
+
+@pytest.mark.parametrize("rule", ["gim", "tangent"])
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "mamba" not in name and "falcon" not in name])
+def test_edges_of_a_node_sum_to_the_node_where_norms_follow_too(name, rule, model_named):
+    """Nodes by gradients of the uncut run, edges by its parts."""
+    clean, corrupted = two(model_named(name))
+    nodes = circuits.patch_scores(clean, corrupted, **ASKED, rule=rule)
+    edges = circuits.edge_scores(clean, corrupted, **ASKED, rule=rule)
+    order = [nodes.names.index(source) for source in edges.sources]
+    assert close(edges.scores.sum(-1), nodes.scores[:, 0, order], atol=rerun_tolerance(name))
+
+
+def test_an_edge_into_a_key_is_what_autograd_says_of_a_patched_projection():
+    """The gradient by the keys that a module gives, alone, pulled to what the module reads by hand."""
+    model = tiny_model("bridge/gpt2")
+    clean, corrupted = two(model)
+    edges = circuits.edge_scores(clean, corrupted, **ASKED, method="gradient")
+    added = []
+
+    def add(live, hook):
+        added.append(torch.zeros_like(live, requires_grad=True))
+        return live + added[0]
+
+    with torch.enable_grad():
+        logits = model.run_with_hooks(clean.tokens, fwd_hooks=[("blocks.1.attn.hook_k", add)])
+        (at_keys,) = torch.autograd.grad((logits[:, -1, 5] - logits[:, -1, 7]).sum(), added)
+    block = model.original_model.transformer.h[1]
+    stream = clean.resid_pre(1).clone().requires_grad_(True)
+    norm = getattr(block.ln_1, "original_component", block.ln_1)
+    projection = getattr(block.attn.c_attn, "original_component", block.attn.c_attn)
+    keys = projection(norm(stream)).chunk(3, dim=-1)[1]
+    heads = at_keys.reshape(*keys.shape[:2], 4, -1)
+    for head in range(4):
+        alone = torch.zeros_like(heads)
+        alone[:, :, head] = heads[:, :, head]
+        (pulled,) = torch.autograd.grad(keys, stream, alone.flatten(2), retain_graph=True)
+        change = clean.resid_pre(0) - corrupted.resid_pre(0)
+        assert close(edges[f"embed → L1H{head}.k"], (change * pulled).sum((1, 2)), atol=1e-9)
+
+
+@pytest.mark.parametrize("rule", ["frozen", "gim", "tangent"])
+def test_parts_of_a_run_are_maps(rule, model_named):
+    """Push and pull are adjoint, and each part gives its own value."""
+    readout = stream_target(one(model_named("bridge/llama")), 5, 7, None, -1, "ratio")
+    stream = ruled_target(readout, RULES[rule])[0].stream
+    x = stream.x[0]
+    for part, value in zip(stream.steps[0].sublayers, stream.hidden[0], strict=True):
+        assert close(part.read(x), value, atol=1e-6)
+        rows, vectors = torch.randn(3, *x.shape).to(x), torch.randn(3, *value.shape).to(x)
+        pushed, pulled = part.read.push(rows), part.read.pull(vectors)
+        assert close((pushed * vectors).sum((1, 2, 3)), (rows * pulled).sum((1, 2, 3)), atol=1e-5)
+        each = part.pull_each(part.split(vectors))
+        assert close(each.sum(0), pulled, atol=1e-5)
+        assert close(each[1], part.read_of(1).pull(part.split(vectors)[..., 1, :]), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in model_names() if any(part in name for part in REFUSED)])
+def test_what_cannot_be_cut_is_refused_by_name(name, model_named):
+    model = model_named(name)
+    try:
+        frozen, _ = two(model, 1)
+        readout = stream_target(frozen, 5, 7, None, -1, "ratio")
+    except tlens.TensorLensError:
+        pytest.skip("has no stream at all")
+    with pytest.raises(tlens.UnsupportedModelError, match="cannot be cut out of a run"):
+        ruled_target(readout, RULES["tangent"])
+
+
+def test_what_makes_no_sense_is_refused(model_named):
+    clean, corrupted = two(model_named("bridge/gpt2"), 1)
+    change = tlens.difference(clean, corrupted)
+    for asked in (circuits.contribution_graph, circuits.top_paths, circuits.paths, circuits.logit_attribution):
+        with pytest.raises(tlens.InvalidInputError, match="a rule is of one run"):
+            asked(change, **ASKED, rule="gim")
+        with pytest.raises(tlens.InvalidInputError, match="leave activation out"):
+            asked(clean, **ASKED, rule="gim", activation="ig")
+        with pytest.raises(tlens.InvalidInputError, match="use one of"):
+            asked(clean, **ASKED, rule="guess")
+    with pytest.raises(tlens.InvalidInputError, match="Leave sources and dictionaries out"):
+        circuits.contribution_graph(clean, **ASKED, rule="gim", sources=2)
+    with pytest.raises(tlens.InvalidInputError, match="by='head'"):
+        circuits.logit_attribution(clean, **ASKED, rule="gim", by="head_token")
+
+
+def test_a_part_that_is_missed_is_refused(model_named, monkeypatch):
+    """The whole is compared with its parts: one that lets half of its gradient pass is none."""
+    readout = stream_target(one(model_named("bridge/gpt2")), 5, 7, None, -1, "ratio")
+    assert bool(ruled_target(readout, RULES["gim"])[1].stream[0].any())
+    check = ruled._RuledRun.check
+    monkeypatch.setattr(ruled._RuledRun, "check", lambda run, vectors: check(run, vectors * 1.01))
+    with pytest.raises(tlens.NumericalError, match="parts of a run are not the whole"):
+        ruled_target(readout, RULES["gim"])
