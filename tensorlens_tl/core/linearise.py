@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
+from tensorlens_tl.core.choices import CHOOSES, ChoiceError, Trace, by_runs
 from tensorlens_tl.core.families import held_of, held_pieces
-from tensorlens_tl.core.rules import ONES, Ones, Operation, Rule, calling_module, stands
+from tensorlens_tl.core.rules import ONES, Ones, Operation, Rule, calling_module, halves, stands
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import Placing, lock_of
 from tensorlens_tl.models import HookedModel
@@ -53,7 +54,7 @@ ACTIVATIONS = _names(
 FUNCTIONS = _names("tanh exp exp2 expm1 log log1p softplus erf abs sin cos logsigmoid pow __pow__ square")
 MOMENTS = _names("norm vector_norm var std")
 SCALES = _names("rsqrt sqrt reciprocal sigmoid hardsigmoid") | MOMENTS
-CHOICES = _names("topk max min sort amax amin argmax argsort maximum minimum cummax")
+CHOICES = _names("max min amax amin maximum minimum cummax")
 """What is chosen by live values is held."""
 
 SPLITS = _names("split split_with_sizes chunk")
@@ -126,6 +127,11 @@ class Linearised(TorchFunctionMode):
 
     Parameters are no such tensors: what is computed from weights alone has no gradient.
 
+    Attributes:
+        rule: what stands for operations that are not linear.
+        trace: of a run of a module that two runs are paired by, if they are not one batch.
+        constants: what is held and differs between two runs, by name: its gradient times it is what it adds.
+
     Raises:
         UnsupportedModelError: an operation that no rule knows.
 
@@ -141,6 +147,8 @@ class Linearised(TorchFunctionMode):
     def __init__(self, rule: Rule) -> None:
         super().__init__()
         self.rule = rule
+        self.trace: Trace | None = None
+        self.constants: list[tuple[str, Tensor]] = []
         self.ones = Ones() if rule.affine else None
         self._entered: list[Token[Ones | None]] = []
         self._pieces: Mapping[int, tuple[int, ...]] = {}
@@ -187,6 +195,10 @@ class Linearised(TorchFunctionMode):
             return self._split(func(*args, **kwargs), args[0], kwargs.get("dim", args[2] if len(args) > 2 else 0))
         if name == "linalg_solve_triangular" and not args[0].requires_grad:
             return func(*args, **kwargs)
+        if self.rule.runs == 2:
+            if name in CHOOSES or (name == "gather" and self.trace is not None):
+                return self._chosen(func, name, args, kwargs)
+            args, live = self._beside(name, args, kwargs, live)
         if name in LINEAR or (len(live) == 1 and (name in MATMUL or name in MULTIPLY)):
             return func(*args, **kwargs)
         if name in IN_PLACE:
@@ -223,6 +235,10 @@ class Linearised(TorchFunctionMode):
             return rule.softmax(lambda scores, dim: of_first(scores), x, dim)
         if name in ("pow", "__pow__", "square"):
             return self._power(of_first, x, 2 if name == "square" else kwargs.get("exponent", args[-1]))
+        if name in ("maximum", "minimum") and rule.runs == 2:
+            return self._larger(func, name, x, args[1])
+        if name == "linalg_solve_triangular" and rule.runs == 2:
+            return self._solved(func, *args, **kwargs)
         if name in MOMENTS and rule.runs == 2:
             return self._moment(name, x, *args[1:], **kwargs)
         if name in FUNCTIONS:
@@ -232,7 +248,7 @@ class Linearised(TorchFunctionMode):
         if name in ("layer_norm", "rms_norm"):
             return self._norm(func, name, *args, **kwargs)
         out = func(*args, **kwargs)
-        if name in CHOICES:
+        if name in CHOICES or name in CHOOSES:
             return _fixed(out)
         if any(y.requires_grad for y in _tensors([out])):
             raise UnsupportedModelError(
@@ -257,6 +273,84 @@ class Linearised(TorchFunctionMode):
                 return self.rule.multiply(torch.mul, x, x)
             return self.rule.function(f, x)
         return self.rule.scale(f, x)
+
+    def _larger(self, func: Operation, name: str, x: Tensor, y: Tensor) -> Tensor:
+        """The larger of two values, or the smaller, by the slope of what one exceeds the other by."""
+        with self:
+            linear = x + torch.relu(y - x) if name == "maximum" else x - torch.relu(x - y)
+            return stands(func(x.detach(), y.detach()), linear)
+
+    def _solved(self, func: Operation, matrix: Tensor, y: Tensor, *, upper: bool, **kwargs: Any) -> Tensor:
+        """X of A·X = Y: Ā·ΔX = ΔY − ΔA·X̄."""
+        x = func(matrix.detach(), y.detach(), upper=upper, **kwargs)
+        on_diagonal = int(kwargs.get("unitriangular", False))
+        used = matrix.triu(on_diagonal) if upper else matrix.tril(-on_diagonal)
+        left = y - used @ self.rule.mean(x)
+        return stands(x, func(self.rule.mean(matrix), left, upper=upper, **kwargs))
+
+    # ------------------------------------------------------------------ two runs
+
+    def constant(self, name: str, value: Tensor) -> Tensor:
+        """A value that no source gives, as a source by itself."""
+        leaf = value.detach().clone()
+        leaf.requires_grad = True
+        if self.trace is None:
+            self.constants.append((name, leaf))
+        elif self.trace.other is not None:
+            self.constants.append((self.trace.name, leaf))
+        return leaf
+
+    def _chosen(self, func: Operation, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A choice of two runs: of one run of a module its own, or the one that is to be made."""
+        if self.trace is None:
+            raise ChoiceError(
+                f"{name} in {calling_module()}: it chooses by itself in each of the two runs, and no module around it "
+                "gives a stream as it is given one. Ask about each run by itself."
+            )
+        return self.trace.choose(lambda: _fixed(func(*args, **kwargs)))
+
+    def _beside(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], live: list[Tensor]
+    ) -> tuple[tuple[Any, ...], list[Tensor]]:
+        """What is held beside live values: if it differs between the runs, a constant; other rows are refused."""
+        put: dict[int, Tensor] = {}
+        changed = args[0] if name.endswith("_") else None  # in place
+        for y in _tensors((*args, *kwargs.values())):
+            if (
+                y is changed
+                or isinstance(y, nn.Parameter)
+                or any(y is x for x in live)
+                or isinstance(y._base, nn.Parameter)
+            ):
+                continue
+            if not y.is_floating_point():
+                self._placed(name, y, args, live)
+            elif name not in LIKE and self._differs(y, live):
+                put[id(y)] = self.constant(calling_module(), y)
+        if put:
+            args = tuple(_put(arg, put) for arg in args)
+            live = [x for x in _tensors((*args, *kwargs.values())) if _is_live(x)]
+        return args, live
+
+    def _placed(self, name: str, y: Tensor, args: tuple[Any, ...], live: list[Tensor]) -> None:
+        """Note which rows an operation takes; in a batch of both runs, refuse those that are not the same in both."""
+        if self.trace is not None:
+            return self.trace.places.append(y)
+        index = args[1][0] if name == "__getitem__" and isinstance(args[1], tuple) and args[1] else args[-1]
+        if (name == "__getitem__" and index is y and y.ndim) or self._differs(y, live):
+            raise ChoiceError(
+                f"{name} in {calling_module()}: which rows it takes is not the same in both runs, and no module around "
+                "it gives a stream as it is given one. Ask about each run by itself."
+            )
+        return None
+
+    def _differs(self, y: Tensor, live: list[Tensor]) -> bool:
+        """Whether a value that is held is another in the second run."""
+        if self.trace is not None:
+            return self.trace.sees(y)
+        if y.ndim == 0 or y.ndim != live[0].ndim or len(y) != len(live[0]) or len(y) % 2:
+            return False
+        return not torch.equal(*halves(y))
 
     def _moment(self, name: str, x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
         """A norm or a variance, by its steps."""
@@ -290,12 +384,22 @@ def ruled(model: HookedModel, rule: Rule | None) -> Generator[Linearised | None,
     if rule is None:
         yield None
         return
-    with lock_of(model), Placing() as placing, Linearised(rule) as run:
+    with lock_of(model), Placing() as placing, Linearised(rule) as linearised:
         assert isinstance(model, nn.Module)
         _mark_activations(model, placing)
         if rule.affine:
-            _hold_factors(model, placing, run)
-        yield run
+            _hold_factors(model, placing, linearised)
+        if rule.runs == 2:
+            _run_by_run(model, linearised, placing)
+        yield linearised
+
+
+def _run_by_run(model: nn.Module, linearised: Linearised, placing: Placing) -> None:
+    """Let modules that choose be run for each run, until `placing` is taken off."""
+    for name, module in model.named_modules():
+        if any(True for _ in module.children()):
+            routing = f"{name.replace('._original_component', '')}.routing"
+            placing.instead_of(module, "forward", functools.partial(by_runs, linearised, routing, module.forward))
 
 
 def refuse_other_functions(outputs: Iterable[Tensor]) -> None:

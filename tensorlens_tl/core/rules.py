@@ -44,6 +44,7 @@ class Rule:
         function: any other function of each number: exponentials, soft caps.
         scale: what a norm divides by, or one over it, and sigmoids, which are gates.
         softmax: attention patterns, of scores and the dimension that they are normalised over.
+        mean: a value that is fixed: itself, or of two runs their mean.
         runs: of how many runs the map is; of two, a batch holds the first run's prompts, then the second's.
         head: the same for prediction heads that are read from their weights, as `activation` of an operator.
         needs: names of `tensorlens_tl.requirements.REQUIREMENTS`: what it needs of a model.
@@ -57,6 +58,7 @@ class Rule:
     function: Operation = unchanged
     scale: Operation = held
     softmax: Operation = unchanged
+    mean: Operation = Tensor.detach
     runs: int = 1
     head: str = "tangent"
     needs: tuple[str, ...] = ("attention_products",)
@@ -257,40 +259,49 @@ GIM = Rule(matmul=shared, softmax=softened, needs=("attention_products", "full_r
 # ------------------------------------------------------------------ two runs
 
 
-def by_means(f: Operation, x: Tensor, y: Tensor) -> Tensor:
-    """Δ(xy) = Δx·ȳ + x̄·Δy."""
-    return stands(f(x.detach(), y.detach()), f(x, _mean(y)) + f(_mean(x), y))
+def secant(pair: Callable[[Tensor], tuple[Tensor, Tensor]], spread: Callable[[Tensor], Tensor]) -> Rule:
+    """The exact difference of two runs: nothing is held.
+
+    Args:
+        pair: a value in the first run and in the second.
+        spread: what is the same for both runs, in the shape of such a value.
+    """
+
+    def mean(x: Tensor) -> Tensor:
+        first, second = pair(x)
+        return spread((first + second) / 2)
+
+    def by_means(f: Operation, x: Tensor, y: Tensor) -> Tensor:
+        """Δ(xy) = Δx·ȳ + x̄·Δy."""
+        return stands(f(x.detach(), y.detach()), f(x, mean(y)) + f(mean(x), y))
+
+    def by_slope(f: Operation, z: Tensor) -> Tensor:
+        """A function by its slope between the values of both runs."""
+        out = f(z.detach())
+        return stands(out, z * spread(slope(lambda middle: derivative(f, middle), pair(z), pair(out))))
+
+    def by_logarithmic_mean(f: Operation, scores: Tensor, dim: int) -> Tensor:
+        """A softmax by the logarithmic mean of both patterns."""
+        first, second = (run.double().log_softmax(dim) for run in pair(scores))
+        weights = spread(logarithmic_mean(first, second).to(scores))
+        return weighted(f(scores.detach(), dim), scores, weights, dim)
+
+    return Rule(by_means, by_means, by_slope, by_slope, by_slope, by_logarithmic_mean, mean, runs=2)
 
 
-def by_slope(f: Operation, z: Tensor) -> Tensor:
-    """A function by its slope between the values of both runs."""
-    at = z.detach()
-    out = f(at)
-    between = slope(lambda middle: derivative(f, middle), _halves(at), _halves(out))
-    return stands(out, z * torch.cat([between, between]))
-
-
-def by_logarithmic_mean(f: Operation, scores: Tensor, dim: int) -> Tensor:
-    """A softmax by the logarithmic mean of both patterns."""
-    first, second = (half.double().log_softmax(dim) for half in _halves(scores.detach()))
-    weights = logarithmic_mean(first, second).to(scores)
-    return weighted(f(scores.detach(), dim), scores, torch.cat([weights, weights]), dim)
-
-
-def _mean(x: Tensor) -> Tensor:
-    """The mean of two runs, fixed, in the place of each."""
-    first, second = _halves(x.detach())
-    middle = (first + second) / 2
-    return torch.cat([middle, middle])
-
-
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    first, second = x.chunk(2)
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The first run's prompts, and the second's, of a batch of both."""
+    first, second = x.detach().chunk(2)
     return first, second
 
 
-SECANT = Rule(by_means, by_means, by_slope, by_slope, by_slope, by_logarithmic_mean, runs=2)
-"""The exact difference of two runs: nothing is held."""
+def twice(x: Tensor) -> Tensor:
+    """What is the same for both runs, in a batch of both."""
+    return torch.cat([x, x])
+
+
+SECANT = secant(halves, twice)
+"""The exact difference of two runs, of a batch that holds the first run's prompts, then the second's."""
 
 
 # ------------------------------------------------------------------ by name
