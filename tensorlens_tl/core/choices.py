@@ -12,16 +12,13 @@ token is not sent. What is added is a constant. So are other values that are hel
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from tensorlens_tl.core.rules import secant, stands
+from tensorlens_tl.core.rules import Rule, secant, stands
 from tensorlens_tl.errors import UnsupportedModelError
-
-if TYPE_CHECKING:
-    from tensorlens_tl.core.linearise import Linearised
 
 CHOOSES = frozenset(["topk", "sort", "argsort", "argmax", "argmin"])
 """Operations that give numbers of experts, tokens or groups."""
@@ -85,7 +82,18 @@ class Trace:
         return all(torch.equal(*places) for places in zip(self.places, other.places, strict=True))
 
 
-def by_runs(linearised: "Linearised", name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+class RunUnderRule(Protocol):
+    """What `Linearised` has."""
+
+    rule: Rule
+    trace: Trace | None
+
+    def constant(self, name: str, value: Tensor) -> Tensor:
+        """A value that no source gives, as a source by itself."""
+        ...
+
+
+def by_runs(linearised: RunUnderRule, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A module's output, run by run where it chooses.
 
     Raises:
@@ -104,7 +112,7 @@ def by_runs(linearised: "Linearised", name: str, forward: Callable[..., Any], *a
 class _ByRuns:
     """A module that is run for each of two runs."""
 
-    linearised: "Linearised"
+    linearised: RunUnderRule
     routing: str
     forward: Callable[..., Any]
     x: Tensor
