@@ -60,8 +60,8 @@ class Trace:
         self.values.append(x.clone())  # what follows may change it in place
         if self.other is None:
             return x, x
-        there = self.other.values[len(self.values) - 1]
-        return (there, x) if self.which else (x, there)
+        in_other = self.other.values[len(self.values) - 1]
+        return (in_other, x) if self.which else (x, in_other)
 
     def sees(self, held: Tensor) -> bool:
         """Note a value that is held beside live ones, and say whether it is another in the other run."""
@@ -122,20 +122,20 @@ class _ByRuns:
 
     def output(self) -> Any:
         """What the module gives in both runs, with the gradient of secants."""
-        own = self.noted()
-        if any(_is_number(part) for _, out in own for part in _parts(out)):
+        runs_apart = self.noted()
+        if any(_is_number(part) for _, out in runs_apart for part in _parts(out)):
             return self.forward(*map(_held, self.args), **{name: _held(arg) for name, arg in self.kwargs.items()})
-        values = [self.stream(out) for _, out in own]
-        linear = self.paired([trace for trace, _ in own])
+        values = [self.stream(out) for _, out in runs_apart]
+        linear = self.paired([trace for trace, _ in runs_apart])
         if linear is None:
-            both = [self.paired([seen for seen, _ in self.noted(trace)], trace) for trace, _ in own]
+            both = [self.paired([seen for seen, _ in self.noted(trace)], trace) for trace, _ in runs_apart]
             if both[0] is None or both[1] is None:
                 raise self.error
             linear = [(first + second) / 2 for first, second in zip(*both, strict=True)]
             change, explained = (ends[0].detach() - ends[1].detach() for ends in (values, linear))
             shares = ((change - explained) / 2, (explained - change) / 2)
             linear = [y + self.linearised.constant(self.routing, k) for y, k in zip(linear, shares, strict=True)]
-        return self.like(own[0][1], torch.cat([stands(*ends) for ends in zip(values, linear, strict=True)]))
+        return self.like(runs_apart[0][1], torch.cat([stands(*ends) for ends in zip(values, linear, strict=True)]))
 
     def noted(self, chosen: Trace | None = None, differing: Collection[int] = ()) -> list[tuple[Trace, Any]]:
         """Each run by itself: what its operations were given, and its output."""
