@@ -533,8 +533,6 @@ def test_what_cannot_be_compared():
         tlens.compare_models(model, wider, some_tokens(), **ASKED)
     with pytest.raises(InvalidInputError, match="by='neuron'"):
         tlens.compare_models(model, model, some_tokens(), **ASKED, by="neuron")
-    with pytest.raises(InvalidInputError, match="difference of two passes is needed"):
-        circuits.routes(tlens.freeze(model, some_tokens()), **ASKED)
 
 
 def test_other_vocabularies_are_refused():

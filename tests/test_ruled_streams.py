@@ -6,13 +6,14 @@ not cut, patched modules differentiated by hand, and the sums that each answer s
 
 import pytest
 import torch
-from conftest import close, hooks_left, rerun_tolerance, some_tokens
+from conftest import close, hooks_left, rerun_tolerance, some_tokens, tolerance
 from test_patching import two
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.circuits.stream import ruled, ruled_target, stream_target
 from tensorlens_tl.core import RULES
+from tensorlens_tl.results import HEAD_ROUTES
 from tensorlens_tl.testing import model_names, tiny_model
 
 pytestmark = pytest.mark.numeric
@@ -85,6 +86,8 @@ def test_every_answer_sums_to_the_logit_under_every_rule(name, rule, model_named
     atol = rerun_tolerance(name) * max(float(nodes["weight"].abs().max()), 1.0)
     assert float((entering + nodes["bias"] - nodes["weight"])[inner].abs().max()) < atol
     assert graph.total == pytest.approx(float(circuits.logit_attribution(frozen, **ASKED).total), abs=atol)
+    routes = circuits.routes(frozen, **ASKED, rule=rule)
+    assert float(routes.gap.max()) < rerun_tolerance(name)
     for terms in (
         circuits.top_paths(frozen, **ASKED, k=5, rule=rule),
         circuits.paths(frozen, **ASKED, max_order=1, rule=rule),
@@ -92,6 +95,21 @@ def test_every_answer_sums_to_the_logit_under_every_rule(name, rule, model_named
     ):
         assert float(terms.gap.max()) < rerun_tolerance(name)
     assert not hooks_left(frozen.model)
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "bridge/t5", "bridge/whitened"])
+def test_routes_of_a_pass_sum_at_every_layer_and_are_those_under_the_frozen_rule(name, model_named):
+    if name not in model_names():
+        pytest.skip("not on this TransformerLens")
+    frozen = two(model_named(name))[0]
+    held = circuits.routes(frozen, **ASKED, query=[-1, -2])
+    assert float(held.gap.max()) < tolerance(name)
+    heads = held.heads.sum((3, 4)) - sum(held[route] for route in HEAD_ROUTES)
+    assert float(heads.abs().max()) < 1e-9 * float(held.scores.abs().max())
+    if name in LAYOUTS:
+        live = circuits.routes(frozen, **ASKED, query=[-1, -2], rule="frozen")
+        assert close(live["direct"], held["direct"], atol=rerun_tolerance(name))
+        assert close(live["MLP"] + live["constants"], held["MLP"] + held["constants"], atol=rerun_tolerance(name))
 
 
 @pytest.mark.parametrize("rule", ["gim", "tangent"])
@@ -164,11 +182,18 @@ def test_what_cannot_be_cut_is_refused_by_name(name, model_named):
 def test_what_makes_no_sense_is_refused(model_named):
     clean, corrupted = two(model_named("bridge/gpt2"), 1)
     change = tlens.difference(clean, corrupted)
-    for asked in (circuits.contribution_graph, circuits.top_paths, circuits.paths, circuits.logit_attribution):
+    for asked in (
+        circuits.contribution_graph,
+        circuits.top_paths,
+        circuits.paths,
+        circuits.logit_attribution,
+        circuits.routes,
+    ):
         with pytest.raises(tlens.InvalidInputError, match="a rule is of one run"):
             asked(change, **ASKED, rule="gim")
-        with pytest.raises(tlens.InvalidInputError, match="leave activation out"):
-            asked(clean, **ASKED, rule="gim", activation="ig")
+        if asked is not circuits.routes:
+            with pytest.raises(tlens.InvalidInputError, match="leave activation out"):
+                asked(clean, **ASKED, rule="gim", activation="ig")
         with pytest.raises(tlens.InvalidInputError, match="use one of"):
             asked(clean, **ASKED, rule="guess")
     with pytest.raises(tlens.InvalidInputError, match="Leave sources and dictionaries out"):

@@ -26,10 +26,12 @@ from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import maybe, size_of_sum, upcast
 from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.algebra.secants import Offset, offset_terms, pull_noting
-from tensorlens_tl.circuits.arguments import Direction
+from tensorlens_tl.circuits.arguments import Direction, RuleLike
+from tensorlens_tl.circuits.stream import stream_target, under
 from tensorlens_tl.circuits.two_runs.reading import Reading
+from tensorlens_tl.circuits.two_runs.run_routes import run_routes
 from tensorlens_tl.models import Query, TokenLike, Within
-from tensorlens_tl.passes import Difference, DifferenceLike
+from tensorlens_tl.passes import Difference, PassOrDifference
 from tensorlens_tl.results import HEAD_ROUTES, ROUTES, ChangeRoutes
 
 ATTENTION = "attention"
@@ -44,15 +46,16 @@ SCALE = ", scale"
 
 @checked_names
 def routes(
-    difference: DifferenceLike,
+    difference: PassOrDifference,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
     query: Query = -1,
     direction: Direction = None,
+    rule: RuleLike = None,
     memory: Memory = None,
 ) -> ChangeRoutes:
-    """By which routes the change of a number passes each layer, exactly.
+    """By which routes the change of a number passes each layer, exactly; of one pass, the number itself.
 
     At layer l, with the target's vector pulled back to the block's output, every route's score is what it writes there
     along that vector: past the layer (``"direct"``), by each head's values, by its attention through queries and
@@ -71,17 +74,22 @@ def routes(
     The scores of each layer sum to the whole change. Layers do not add up to each other: every layer is a cut through
     one and the same change, seen at that depth.
 
+    Of one pass, the routes are those of the frozen model, or under a rule of its run: what passes with scales held or
+    not is one route then, and ``"constants"`` are all biases of a layer.
+
     Args:
-        difference: of two passes, of one model or of two.
+        difference: of two passes, of one model or of two; or one pass.
         target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
+        rule: of one pass, what stands in place of the frozen model, as in `contribution_graph`.
         memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
         Scores by layer and route, and each head's share of them.
 
     Raises:
-        InvalidInputError: no difference, a query out of range, and what `FrozenOperator.target` refuses.
+        InvalidInputError: no pass or difference, a rule for a difference, a query out of range, and what
+            `FrozenOperator.target` refuses.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
         FrozenModelError: a model is no longer that of its run.
 
@@ -94,6 +102,9 @@ def routes(
     >>> by.layers[0], by.layers[-1]
     ('L0', 'end')
     """
+    if not isinstance(difference, Difference) or rule is not None:
+        readout = stream_target(difference, target, minus, direction, query, "ratio", one=False)
+        return run_routes(under(readout, rule, "routes"), memory)
     reading = Reading.of(difference, target, minus, direction, query)
     scores: list[Tensor] = []
     heads: list[Tensor] = []
