@@ -63,6 +63,18 @@ def test_in_place_is_out_of_place(name):
         assert mine is None or torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("rule", [TANGENT, FROZEN, SECANT])
+def test_what_a_model_computes_without_gradients_is_held(rule):
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    with Linearised(rule):
+        with torch.no_grad():
+            size = (x * 3).abs().amax()
+            assert not torch.is_grad_enabled()
+        assert torch.is_grad_enabled()
+        out = x * size
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], size.expand_as(x))
+
+
 def test_weights_are_not_live():
     """A product of views of weights is no product of two live values, whatever requires a gradient."""
     weight, x = nn.Parameter(torch.randn(3, 3)), torch.randn(2, 3, requires_grad=True)

@@ -32,7 +32,7 @@ NEW = {"bridge/jetmoe": "its heads are experts, whose queries are not read"}
 
 BUILT = ("attention of qwen3-next", "experts of gemma4", "inputs of gemma4")
 CLASSIFIERS = ("bridge/vit", "bridge/deit", "bridge/ast")
-"""Models that are asked at their class tokens; vit-headless computes as they do."""
+"""Not compared yet: their scores at the class token differ, and it is not known which of the two reads is wrong."""
 
 NAMES = [*(name for name in (*model_names(), *model_names("signals")) if name not in CLASSIFIERS), *BUILT]
 QUICK = ("hooked/ln", "encoder/bert", "bridge/gpt2", "bridge/llama", "bridge/opt", "bridge/bart", "bridge/mixtral")

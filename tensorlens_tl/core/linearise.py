@@ -180,7 +180,8 @@ class Linearised(TorchFunctionMode):
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "")
         makes_source = kwargs.get("requires_grad") or name == "requires_grad_"
-        if makes_source or not torch.is_grad_enabled():
+        # the last is `torch.no_grad` of the model's own, which would be undone by ours below
+        if makes_source or not torch.is_grad_enabled() or name == "_set_grad_enabled":
             return func(*args, **kwargs)
         given = args[:1] if name in LIKE else (*args, *kwargs.values())
         live = [x for x in _tensors(given) if _is_live(x)]
