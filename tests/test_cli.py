@@ -551,6 +551,21 @@ def test_a_table_of_prompts_says_what_is_asked(tmp_path, capsys):
     assert "target, minus, query: not read here" in capsys.readouterr().out
 
 
+def test_a_perturbation_test_averages_so_many_draws(tmp_path):
+    """They are those of the option in Python, and other numbers than of the default."""
+    text = "Return the value of the"
+    path = tmp_path / "p.txt"
+    path.write_text(text, encoding="utf-8")
+    methods = ["tensorlens target", "relp"]
+    expected = tlens.evaluate.perturbation(
+        tlens.load_demo_model(), [text], methods, fractions=(0, 0.5), replacement="resampled", draws=1
+    )
+    expected.save(tmp_path / "expected.csv")
+    drawn = perturbed(path, "--replacement", "resampled", "--draws", "1")
+    assert drawn == (tmp_path / "expected.csv").read_text(encoding="utf-8")
+    assert perturbed(path) != drawn
+
+
 @pytest.mark.parametrize(
     ("rows", "words", "message"),
     [

@@ -97,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "--replacement",
                 help="resampled, mask, pad, mean, zero or a token (default: resampled of a causal language model)",
             )
+            sub.add_argument("--draws", type=count, help="draws of 'resampled' that are averaged (default: 3)")
             _add_question_arguments(sub)
 
 
@@ -232,6 +233,7 @@ def _perturbation(args: argparse.Namespace, model: Any) -> Any:
         target=args.target,
         minus=args.minus,
         fractions=args.fractions,
+        draws=args.draws,
         max_new_tokens=args.max_new_tokens,
         span=args.span,
     )
