@@ -162,6 +162,16 @@ def test_no_token_stands_against_itself(session):
     assert (view["target"]["id"], view["minus"]["id"]) == (second, best)
 
 
+@pytest.mark.parametrize("fields", [{}, {"other": OTHER}], ids=str)
+def test_a_typed_token_is_compared_with_as_its_number_is(model, session, fields):
+    """It need not be one of the likeliest, which are listed."""
+    token = model.to_single_token(" file")
+    typed, numbered = (session.view("prompt", {"text": PROMPT, **fields, "minus": minus}) for minus in (" file", token))
+    assert token not in [one["id"] for one in typed["next"]]
+    assert typed == numbered
+    assert typed["minus"] == {"id": token, "text": " file"}
+
+
 def test_ablation_is_the_live_model_without_the_node(model, session):
     fields = {"text": PROMPT, "node": "L1H0"}
     view = session.view("ablate", fields)
@@ -350,6 +360,10 @@ def test_passes_are_bounded(model):
         ("head", {"text": PROMPT, "layer": 1, "head": 99}, "99"),
         ("head", {"text": PROMPT, **HEAD, "key": 999}, "key is 999"),
         ("tokens", {"text": PROMPT, "target": 10**30}, "the vocabulary has"),
+        ("prompt", {"text": PROMPT, "minus": " file list"}, r"minus=' file list' is 2 tokens \[' file', ' list'\]"),
+        ("prompt", {"text": PROMPT, "minus": "first-choice"}, "minus='first-choice' is .* tokens"),
+        ("prompt", {"text": PROMPT, "minus": "a" * 999}, "minus is 999 characters long"),
+        ("prompt", {"text": PROMPT, "minus": 1.5}, "minus is 1.5; send a whole number"),
         ("ablate", {"text": PROMPT, "other": OTHER, "node": "L1H0"}, "of one run"),
         ("ablate", {"text": PROMPT}, "node is missing"),
         ("ablate", {"text": PROMPT, "node": "L9H9"}, "name some of"),

@@ -200,3 +200,23 @@ def test_a_link_names_what_the_target_is_compared_with(browser, opened):
     assert chosen.get_attribute("value") == "5"
     text = opened._session.view("prompt", {"text": PROMPT, "minus": 5})["minus"]["text"]
     assert chosen.text.strip() == text.strip()
+
+
+def test_any_token_can_be_typed_to_compare_with(browser, opened):
+    view = opened._session.view("prompt", {"text": PROMPT, "minus": " file"})
+    token = view["minus"]["id"]
+    assert token not in [one["id"] for one in view["next"]]
+    load(browser, opened, text=PROMPT)
+    one(browser, ".next input").send_keys(" file list\n")
+    wait(browser, lambda: one(browser, "#error").is_displayed())
+    assert "minus=' file list' is 2 tokens [' file', ' list']" in one(browser, "#error").text
+    assert "minus" not in browser.current_url
+    assert one(browser, ".next input").get_attribute("value") == " file list"  # to be mended
+    one(browser, ".next input").clear()
+    one(browser, ".next input").send_keys(" file\n")
+    wait(browser, lambda: f"minus={token}" in browser.current_url)
+    settled(browser)
+    assert one(browser, ".next select option:checked").get_attribute("value") == str(token)
+    assert not one(browser, "#error").is_displayed()
+    assert one(browser, ".next input").get_attribute("value") == ""
+    assert focused(browser, "active.closest('.next') !== null && active.localName === 'input'")

@@ -23,7 +23,8 @@ class Question:
         text: the prompt; empty of an image.
         other: the prompt of the second run, or None: then a view is of one run.
         query: the explained position; None is the last.
-        target, minus: token ids; a target of None is the likeliest token, a minus of None no other token.
+        target, minus: token ids; a target of None is the likeliest token, a minus of None no other token, and a minus
+            may be the text of a token, as it was typed.
         runner_up: whether the target is compared with the next likeliest token.
         method: of the token scores.
         layer, head: the head that is looked at, or None.
@@ -44,7 +45,7 @@ class Question:
     other: str | None = None
     query: int | None = None
     target: int | None = None
-    minus: int | None = None
+    minus: int | str | None = None
     runner_up: bool = True
     method: str = "tensorlens"
     layer: int | None = None
@@ -101,7 +102,7 @@ class Question:
             other=other,
             query=_number(fields, "query"),
             target=_number(fields, "target"),
-            minus=None if minus == RUNNER_UP else _number(fields, "minus"),
+            minus=None if minus == RUNNER_UP else _token(fields, "minus"),
             runner_up=minus == RUNNER_UP,
             method=_text(fields, "method", LONGEST_NAME) or "tensorlens",
             layer=_number(fields, "layer"),
@@ -141,6 +142,13 @@ def _number(fields: Mapping[str, Any], name: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         _refuse(name, repr(value)[:80], "send a whole number of at least 0")
     return value
+
+
+def _token(fields: Mapping[str, Any], name: str) -> int | str | None:
+    """A token's id or its text, or None."""
+    if isinstance(fields.get(name), str):
+        return _text(fields, name, LONGEST_NAME)
+    return _number(fields, name)
 
 
 def _switch(fields: Mapping[str, Any], name: str) -> bool:

@@ -6,6 +6,7 @@ from torch import Tensor
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.explorer.passes import Passes
 from tensorlens_tl.explorer.questions import Question
+from tensorlens_tl.passes.operator import token_ids
 
 
 def query_of(passes: Passes, question: Question) -> int:
@@ -42,20 +43,22 @@ def target_of(passes: Passes, question: Question) -> dict[str, int]:
     """Target and minus as options of the library's functions.
 
     Raises:
-        InvalidInputError: a number that is no token.
+        InvalidInputError: a number or a text that is no token.
     """
     logits = next_logits(passes, question)
     size = len(logits)
-    for name, token in (("target", question.target), ("minus", question.minus)):
+    minus = question.minus
+    if isinstance(minus, str):  # as text, even where it is a word for a rank such as "first-choice"
+        minus = int(token_ids(passes.frozen(question).view, minus, 1, "explorer: minus"))
+    for name, token in (("target", question.target), ("minus", minus)):
         if token is not None and token >= size:
             raise InvalidInputError(f"explorer: {name} is {token}; the vocabulary has {size} tokens.")
     best = logits.topk(min(2, size)).indices.tolist()
     target = question.target
     if target is None:
         target = best[0]
-        if question.minus == best[0]:  # no token stands against itself
+        if minus == best[0]:  # no token stands against itself
             target = best[-1]
-    minus = question.minus
     if question.runner_up:
         minus = runner_up(logits, target)
     if minus == target and size == 1:  # the only class there is

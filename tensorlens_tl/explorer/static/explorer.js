@@ -23,6 +23,16 @@ function changed(state, change) {
 
 const go = (change) => { write(changed(read(), change)); show(); };
 
+// What is typed is read by the model's tokenizer; the address has the token's number, as it has that of a chosen one.
+async function against(text) {
+  try {
+    const answer = await ask("prompt", { ...read(), minus: text });
+    go({ minus: answer.minus?.id });
+  } catch (refusal) {
+    if (refusal.name !== "AbortError") fail(refusal.message);
+  }
+}
+
 // Which places of the page are filled, by which questions and how; "" stands for no question.
 function places(state) {
   const two = isPair(state);
@@ -33,7 +43,7 @@ function places(state) {
   const isGone = isNode && !two && (!isMlp || state.pick === "without");
   const list = [
     ["tokens", "tokens", (answer, prompt) => tokensView(prompt, answer, state, go, about)],
-    ["next", "", (answer, prompt) => nextView(prompt, state, go, about)],
+    ["next", "", (answer, prompt) => nextView(prompt, state, go, about, against)],
     ["components", "components", (answer) => {
       find("views").classList.toggle("many", Math.max(...answer.heads.map((row) => row.length)) > 8); // too wide for half a page
       return componentsView(answer, state, go);

@@ -36,18 +36,20 @@ function tokenSum(prompt, view, two) {
   return h("div", {}, sum([...line, [view.additive ? "gap" : "short by", error(view.gap), view.gap]], shown), sum(runs, shown));
 }
 
-export function nextView(prompt, state, go, about) {
+export function nextView(prompt, state, go, about, against) {
   const two = isPair(state);
   const [first, second] = prompt.runners_up;
   const differ = two && first && second && first.id !== second.id;
   const named = !two ? "the runner-up" : differ ? "the first run’s runner-up" : "both runs’ runner-up";
   const listed = prompt.next.filter((of) => of.id !== prompt.target?.id && !(differ && of.id === second.id));
-  if (typeof state.minus === "number" && !(differ && state.minus === second.id) && !listed.some((of) => of.id === state.minus)) listed.push(prompt.minus); // of a link
+  if (typeof state.minus === "number" && !(differ && state.minus === second.id) && !listed.some((of) => of.id === state.minus)) listed.push(prompt.minus); // typed, or of a link
   const minus = h("select", { "aria-label": "Compared with", onchange: (event) => go({ minus: event.target.value === "" ? undefined : event.target.value === "none" ? null : Number(event.target.value) }) },
     h("option", { value: "", selected: state.minus === undefined }, first ? `${named}, ${quoted(first.text)}` : named),
     differ ? h("option", { value: second.id, selected: state.minus === second.id }, `the second run’s runner-up, ${quoted(second.text)}`) : null,
     h("option", { value: "none", selected: state.minus === null }, "nothing"),
     listed.map((of) => h("option", { value: of.id, selected: state.minus === of.id }, visible(of.text))));
+  const what = about.classes ? "class" : "token";
+  const typed = h("input", { type: "text", class: "typed", "aria-label": `Type the ${what} to compare with`, placeholder: `or type a ${what}`, spellcheck: "false", autocomplete: "off", onchange: (event) => { if (event.target.value) against(event.target.value); } });
   const columns = two ? ["token", "first run", "second run"] : ["token", "probability"];
   const table = { columns, rows: prompt.next.map((of) => (two ? [of.text, of.chance, of.other_chance] : [of.text, of.chance])) };
   const title = about.classes ? "Classes" : `After ${quoted(prompt.tokens[prompt.query])}`;
@@ -56,7 +58,7 @@ export function nextView(prompt, state, go, about) {
     two ? bothRuns(prompt, go) : bars(prompt.next.map((of) => ({ name: of.text, score: of.chance, shown: percent(of.chance), pick: of.id })), {
       unsigned: true, label: "Next tokens; press one to explain it", selected: prompt.target.id, pick: (id) => go({ target: id }),
     }),
-    h("p", { class: "sum row" }, h("span", {}, "Explaining ", h("b", {}, quoted(prompt.target.text))), h("label", { class: "inline" }, "against ", minus)));
+    h("p", { class: "sum row" }, h("span", {}, "Explaining ", h("b", {}, quoted(prompt.target.text))), h("label", { class: "inline" }, "against ", minus), typed));
 }
 
 // The probabilities of both runs, side by side on one scale.
