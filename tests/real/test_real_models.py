@@ -336,6 +336,46 @@ def test_a_contribution_graph(real, pair):
     assert graph.gap < 1e-4
 
 
+@pytest.mark.parametrize("rule", ["attnlrp", "gim", "tangent"])
+def test_a_graph_edges_and_routes_under_a_rule(real, pair, rule):
+    """Every sum is the logit; edges of a run that is cut sum to the nodes of one that is not."""
+    live = pair.contrast(real.logits(pair.ids[0]))
+    graph = circuits.contribution_graph(pair.clean, **pair.question, threshold=0.05, nodes=40, rule=rule)
+    routes = circuits.routes(pair.clean, **pair.question, rule=rule)
+    assert abs(float(graph.total) - live) <= real.allowed
+    assert graph.gap < 1e-4
+    assert float((routes.scores.sum(-1) - live).abs().max()) <= pair.allowed
+    edges = circuits.edge_scores(pair.clean, pair.corrupted, **pair.question, rule=rule)
+    nodes = circuits.patch_scores(pair.clean, pair.corrupted, **pair.question, rule=rule)
+    sums_of_edges = edges.scores[0].sum(-1)
+    expected = torch.stack([nodes[source].flatten()[0] for source in edges.sources])
+    assert float((sums_of_edges - expected).abs().max()) <= 1e-4 * float(edges.scores.abs().max())
+
+
+def test_edges_into_keys_are_autograds_own(real, pair):
+    """The gradient at the keys of Hugging Face's model, through its projection and norm, of what embeddings change."""
+    own = copy.deepcopy(real.own())
+    layer = layers(own)[5]
+    kept = {}
+    handles = [
+        layer.register_forward_pre_hook(lambda module, args: kept.update(stream=args[0])),
+        layer.self_attn.k_proj.register_forward_hook(lambda module, args, out: kept.update(keys=out)),
+    ]
+    logits = own(torch.tensor([pair.ids[0]])).logits[0, -1]
+    number = logits[pair.question["target"]] - logits[pair.question["minus"]]
+    (at_keys,) = torch.autograd.grad(number, kept["keys"])
+    for handle in handles:
+        handle.remove()
+    stream = kept["stream"].detach().requires_grad_(True)
+    keys = layer.self_attn.k_proj(layer.input_layernorm(stream))
+    (pulled,) = torch.autograd.grad(keys, stream, at_keys)
+    edges = circuits.edge_scores(pair.clean, pair.corrupted, **pair.question, method="gradient")
+    expected = float(((pair.clean.resid_pre(0) - pair.corrupted.resid_pre(0)) * pulled).sum())
+    into = [name for name in edges.destinations if name.startswith("L5H") and name.endswith(".k")]
+    found = sum(float(edges[f"embed → {name}"]) for name in into)
+    assert abs(found - expected) <= 1e-4 * float(edges.scores.abs().max())
+
+
 def test_features_of_a_random_dictionary(real, pair):
     dictionary = Dictionary(real.bridge().cfg.d_model, "topk", "layer_norm", dtype=torch.float32)
     found = circuits.features(pair.clean, dictionary, "blocks.7.hook_out")
