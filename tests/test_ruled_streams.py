@@ -202,6 +202,27 @@ def test_what_makes_no_sense_is_refused(model_named):
         circuits.logit_attribution(clean, **ASKED, rule="gim", by="head_token")
 
 
+def test_an_attached_pass_is_refused_and_inference_mode_is_none(model_named):
+    clean, _ = two(model_named("bridge/gpt2"), 1)
+    expected = circuits.top_paths(clean, **ASKED, rule="gim", k=3)
+    with clean.attached(), pytest.raises(tlens.FrozenModelError, match="attached"):
+        circuits.top_paths(clean, **ASKED, rule="gim")
+    with torch.inference_mode():
+        there = circuits.top_paths(tlens.freeze(clean.model, clean.tokens), **ASKED, rule="gim", k=3)
+    assert there.names == expected.names
+    assert close(there.scores, expected.scores, 1e-12)
+
+
+def test_padded_prompts_are_as_alone(model_named):
+    model = model_named("bridge/llama")
+    both = tlens.freeze(
+        model, torch.tensor([[3, 4, 5, 6], [7, 8, 9, 0]]), attention_mask=torch.tensor([[1] * 4, [1, 1, 1, 0]])
+    )
+    alone = tlens.freeze(model, torch.tensor([[7, 8, 9]]))
+    terms, expected = (circuits.logit_attribution(passed, **ASKED, rule="gim") for passed in (both, alone))
+    assert close(terms.scores[1:], expected.scores, 1e-6)
+
+
 def test_a_part_that_is_missed_is_refused(model_named, monkeypatch):
     """The whole is compared with its parts: one that lets half of its gradient pass is none."""
     readout = stream_target(one(model_named("bridge/gpt2")), 5, 7, None, -1, "ratio")

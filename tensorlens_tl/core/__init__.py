@@ -1,7 +1,7 @@
 """A run whose gradient is a linear map, by a rule: no architecture is described here, only kinds of operations."""
 
 from tensorlens_tl.core.linearise import Linearised, activation, refuse_other_functions, ruled
-from tensorlens_tl.core.recorded import Recorded, gradients
+from tensorlens_tl.core.recorded import Recorded, gradients, recordable
 from tensorlens_tl.core.rules import (
     ATTNLRP,
     FROZEN,
@@ -40,6 +40,7 @@ __all__ = [
     "gates_held",
     "gradients",
     "held",
+    "recordable",
     "refuse_other_functions",
     "rule_of",
     "ruled",

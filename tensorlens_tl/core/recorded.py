@@ -1,5 +1,7 @@
 """A part of a run under a rule as an affine map: the graph that autograd has of it."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -108,3 +110,11 @@ def gradients(
     if len(rows) == 1:  # no map over rows, which some operations do not know
         return torch.autograd.grad(output, given, rows[0], **options)[0][None]
     return torch.autograd.grad(output, given, rows, is_grads_batched=True, **options)[0]
+
+
+@contextmanager
+def recordable() -> Generator[None, None, None]:
+    """Inside, or in a function that it decorates, autograd can record what is computed, also in ``inference_mode``."""
+    with_gradients = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
+        yield

@@ -57,9 +57,9 @@ from tensorlens_tl.circuits.compare.pairs import (
     refuse_hooks,
     ruled_method,
 )
-from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products, recordable
+from tensorlens_tl.circuits.compare.weights_forward import Replay, edge_products
 from tensorlens_tl.circuits.stream import Pulled, Step, Stream, StreamTarget, Sublayer, ruled_target
-from tensorlens_tl.core import Rule
+from tensorlens_tl.core import Rule, recordable
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import Query, TokenLike

@@ -46,10 +46,10 @@ from tensorlens_tl.circuits.compare.pairs import (
     pair_target,
     ruled_method,
 )
-from tensorlens_tl.circuits.compare.weights_forward import Replay, recordable
+from tensorlens_tl.circuits.compare.weights_forward import Replay
 from tensorlens_tl.circuits.live import NodeChange, NodeGradients, losses, sublayer_nodes
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, summed_by_name
-from tensorlens_tl.core import Rule
+from tensorlens_tl.core import Rule, recordable
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import PassLike, one_question
 from tensorlens_tl.results import Terms

@@ -9,8 +9,7 @@ block's own output for both prompts. Of an encoder–decoder the stream has the 
 without the norm at its end, which belongs to what reads it.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -86,14 +85,6 @@ class _MixedStream:
 
 
 # ------------------------------------------------------------------ runs
-
-
-@contextmanager
-def recordable() -> Generator[None, None, None]:
-    """Inside, or in a function that it decorates, autograd can record what is computed, also in ``inference_mode``."""
-    with_gradients = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
-        yield
 
 
 class Replay:

@@ -18,6 +18,7 @@ from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.circuits.arguments import Direction, RuleLike
 from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, dot, stream_target, summed_by_name, token_pairs, under
+from tensorlens_tl.core import recordable
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, Query, TokenLike
 from tensorlens_tl.passes import PassOrDifference, one_question
@@ -26,6 +27,7 @@ from tensorlens_tl.results import Terms
 BY = ("component", "head", "head_token", "neuron")
 
 
+@recordable()
 @checked_names
 @one_question
 def logit_attribution(

@@ -25,6 +25,7 @@ from tensorlens_tl.algebra.memory import WORKING_BYTES
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target, under
+from tensorlens_tl.core import recordable
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models import LayerRange, Query, TokenLike
 from tensorlens_tl.passes import PassOrDifference, one_question
@@ -52,6 +53,7 @@ class _Partial:
     names: list[tuple[str, ...]]
 
 
+@recordable()
 @checked_names
 def paths(
     frozen: PassOrDifference,
@@ -133,6 +135,7 @@ def paths(
     return stream.frozen.checked(paths, readout.noise / size_of_sum(paths.scores, orders[:, -1:]))
 
 
+@recordable()
 @checked_names
 @one_question
 def top_paths(

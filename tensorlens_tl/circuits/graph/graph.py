@@ -49,6 +49,7 @@ from tensorlens_tl.circuits.graph.edges import Edges, NoEdges
 from tensorlens_tl.circuits.graph.features import Dictionaries, feature_splits
 from tensorlens_tl.circuits.graph.nodes import Choice
 from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, stream_target, token_pairs, under
+from tensorlens_tl.core import recordable
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, ModelView, Query, TokenLike
 from tensorlens_tl.passes import Difference, PassOrDifference, one_question
@@ -59,6 +60,7 @@ MOST_EDGES = 2_000_000
 """Edges a graph may keep."""
 
 
+@recordable()
 @checked_names
 @one_question
 def contribution_graph(

@@ -1,6 +1,6 @@
 """The stream of a run under a rule: what reads it and what writes to it are parts of the live model, as it ran.
 
-No weight is read and no architecture described here. A run is cut where its nodes are (`Cut`): what arrives there ends
+No weight is read and no architecture described here. A run is cut where its nodes are: what arrives there ends
 one part of the run, and what goes on begins the next, so that autograd has a graph of each part by itself. Attention is
 cut at its queries, keys and values as well, where the rule lets patterns respond: its heads are then three sublayers
 each, as in a difference of two runs.
@@ -77,7 +77,9 @@ def ruled_target(
     Raises:
         UnsupportedModelError: a part that cannot be cut out of the run, or an operation that the rule does not know.
         NumericalError: the parts together are not the whole, or the rule changes what the model computes.
+        FrozenModelError: a frozen pass is attached, or weights were changed since the pass.
     """
+    readout.stream.run.live("rule=")  # refuses an attached pass, changed weights, train mode
     run = _RuledRun(readout, rule, start or {})
     steps = tuple(run.steps(biases))
     x = [run.vectors(value) for value in run.streams]
@@ -201,7 +203,8 @@ class _RuledRun:
             if sublayer.is_attention and points.attention is None and points.heads is not None and not points.merged:
                 stem = points.heads.z.removesuffix("hook_z")
                 ways = tuple(f"{stem}hook_{letter}" for letter in "qkv")
-                ways = ways if all(name in self.known for name in ways) else ()
+                if not all(name in self.known for name in ways):
+                    raise self._refuse(f"what queries, keys and values of {sublayer.name} read")
                 cuts.append(_Cut(sublayer, points.heads.z, sublayer.nodes, "head", ways))
             elif sublayer.is_attention and points.attention is not None:
                 cuts.append(_Cut(sublayer, points.attention.out, (sublayer.name,), "mixer"))

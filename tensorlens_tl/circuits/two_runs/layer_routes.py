@@ -30,6 +30,7 @@ from tensorlens_tl.circuits.arguments import Direction, RuleLike
 from tensorlens_tl.circuits.stream import stream_target, under
 from tensorlens_tl.circuits.two_runs.reading import Reading
 from tensorlens_tl.circuits.two_runs.run_routes import run_routes
+from tensorlens_tl.core import recordable
 from tensorlens_tl.models import Query, TokenLike, Within
 from tensorlens_tl.passes import Difference, PassOrDifference
 from tensorlens_tl.results import HEAD_ROUTES, ROUTES, ChangeRoutes
@@ -44,6 +45,7 @@ SCALE = ", scale"
 """What a route by the response of a norm's scale is called beside the same with the scale held."""
 
 
+@recordable()
 @checked_names
 def routes(
     difference: PassOrDifference,
