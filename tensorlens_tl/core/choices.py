@@ -12,7 +12,7 @@ token is not sent. What is added is a constant. So are other values that are hel
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,7 @@ class Trace:
         return all(torch.equal(*places) for places in zip(self.places, other.places, strict=True))
 
 
+@runtime_checkable
 class RunUnderRule(Protocol):
     """What `Linearised` has."""
 

@@ -18,8 +18,11 @@ from tensorlens_tl.results import HEAD_ROUTES, ROUTES, ChangeRoutes
 OF_HEADS = {"head": "values", "query": "queries", "key": "keys", "gate": "gates"}
 """The routes of heads, by the kind of their sublayer."""
 
-Scores = dict[str, Float[Tensor, "query batch *head"]]
+Scores = dict[str, Float[Tensor, "query batch"]]
 """What passes one layer, by route."""
+
+Shares = dict[str, Float[Tensor, "query batch _head"]]
+"""Each head's part of it."""
 
 
 def run_routes(readout: StreamTarget, memory: Memory) -> ChangeRoutes:
@@ -28,7 +31,7 @@ def run_routes(readout: StreamTarget, memory: Memory) -> ChangeRoutes:
     queries = len(readout.seed)
     by_route: list[Tensor] = []
     by_head: list[Tensor] = []
-    layers: list[tuple[Scores, Scores]] = []
+    layers: list[tuple[Scores, Shares]] = []
     for rows in chunks(queries, frozen.row_bytes, memory if queries > 1 else None, "queries"):
         pulled = readout.stream.pull(readout.seed[rows.start : rows.stop])
         layers = list(_layers(readout, pulled, slice(rows.start, rows.stop)))
@@ -43,15 +46,15 @@ def run_routes(readout: StreamTarget, memory: Memory) -> ChangeRoutes:
     return frozen.checked(routes, readout.noise[..., None] / size_of_sum(scores, torch.zeros_like(scores[..., 0])))
 
 
-def _layers(readout: StreamTarget, pulled: Pulled, rows: slice) -> Iterator[tuple[Scores, Scores]]:
+def _layers(readout: StreamTarget, pulled: Pulled, rows: slice) -> Iterator[tuple[Scores, Shares]]:
     """What passes each layer by every route, and by each head, from the first to what follows the last."""
     stream = readout.stream
     later = readout.constant[:, rows].T
-    layers: list[tuple[Scores, Scores]] = []
+    layers: list[tuple[Scores, Shares]] = []
     backwards = reversed(list(enumerate(stream.steps)))
     for _, of_layer in groupby(backwards, key=lambda numbered: numbered[1].layer):
         passed = defaultdict[str, Tensor](partial(torch.zeros_like, later))
-        heads: Scores = {}
+        heads: Shares = {}
         here = list(of_layer)
         added = torch.zeros_like(later)  # by all biases of the layer, through all that is later
         g = upcast(pulled.stream[here[0][0] + 1])
@@ -91,7 +94,7 @@ def _columns(scores: Scores, routes: tuple[str, ...]) -> Float[Tensor, "query ba
     return torch.stack([scores.get(route, none) for route in routes], dim=-1)
 
 
-def _of_heads(scores: Scores, heads: Scores, most: int) -> Float[Tensor, "query batch head route"]:
+def _of_heads(scores: Scores, heads: Shares, most: int) -> Float[Tensor, "query batch head route"]:
     """Each head's share of its routes, zero where a layer has fewer heads."""
     shares = scores["direct"].new_zeros(*scores["direct"].shape, most, len(HEAD_ROUTES))
     for route, share in heads.items():
