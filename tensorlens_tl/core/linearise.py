@@ -380,8 +380,8 @@ class Linearised(TorchFunctionMode):
 
 
 @contextmanager
-def ruled(model: HookedModel, rule: Rule | None) -> Generator[Linearised | None, None, None]:
-    """Inside, runs of a model have gradients by a rule, or for None the model's own."""
+def ruled(model: HookedModel | nn.Module, rule: Rule | None) -> Generator[Linearised | None, None, None]:
+    """Inside, runs of a model, or of a module, have gradients by a rule, or for None the model's own."""
     if rule is None:
         yield None
         return
