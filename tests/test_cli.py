@@ -299,11 +299,22 @@ def test_graph_is_written(tmp_path, capsys, name, format_, first):
         (["-o", "no/such/folder/a.html"], "there is no folder"),
         (["-o", "a.html", "--threshold", "2"], "--threshold 2.0: a share of the largest edge"),
         (["-o", "a.html", "--neurons", "1.5"], "--neurons 1.5: a whole number"),
+        (["-o", "a.html", "--rule", "gimm"], "--rule 'gimm'; use one of 'attnlrp'"),
     ],
 )
 def test_a_graph_that_cannot_be_written_is_refused_before_the_model_is_loaded(capsys, arguments, message):
     assert main(["graph", "the", "--model", "no/such/folder", *arguments]) == 1
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_graph_under_a_rule_is_the_functions(tmp_path):
+    path = tmp_path / "a.safetensors"
+    assert main(["graph", "Return the", "--target", " value", "--rule", "gim", "-o", str(path)]) == 0
+    frozen = tlens.freeze(tlens.load_demo_model(), "Return the")
+    expected = tlens.circuits.contribution_graph(frozen, " value", rule="gim")
+    loaded = tlens.ContributionGraph.load(path)
+    assert list(loaded.nodes["name"]) == list(expected.nodes["name"])
+    assert loaded.nodes["weight"].values == pytest.approx(expected.nodes["weight"].values, abs=1e-4)
 
 
 @pytest.mark.parametrize("arguments", [["-o", "a.html", "--keep", "0"], ["-o", "a.html", "--sources", "some"]])

@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--sources", type=parts, help="split heads by source token, in the same way")
     parser.add_argument(
+        "--rule", help="in place of the frozen model: gim, attnlrp, relp, tangent, or a registered rule"
+    )
+    parser.add_argument(
         "--format", help="html, circuit-tracer, graphml, json or csv (default: as the output's name says)"
     )
     parser.add_argument(
@@ -63,11 +66,14 @@ def run(args: argparse.Namespace) -> None:
     import tensorlens_tl as tlens
     from tensorlens_tl import circuits
     from tensorlens_tl.circuits.graph import check_options
+    from tensorlens_tl.core import rule_of
     from tensorlens_tl.report import predict
 
     output = args.output or Path(f"graph{SUFFIX_OF.get(args.format, '.html')}")
     _check(output, args.format)
     check_options(args.threshold, args.neurons, args.sources)
+    if args.rule is not None:
+        rule_of(args.rule)
     frozen = tlens.freeze(loaded_model(args), args.text)
     prediction = predict(frozen, args.target, args.minus, args.query)
     if prediction.target is None:
@@ -82,6 +88,7 @@ def run(args: argparse.Namespace) -> None:
         neurons=args.neurons,
         sources=args.sources,
         query=prediction.query,
+        rule=args.rule,
     )
     if args.keep < 1:
         graph = graph.prune(args.keep)
