@@ -232,7 +232,10 @@ PAIRS = {
     "integrated": lambda a, b: circuits.patch_scores(a, b, 3, method="integrated", positions=True).keys,
     "patching": lambda a, b: circuits.patch_scores(a, b, 3, method="patching").scores,
     "edges": lambda a, b: circuits.edge_scores(a, b, 3, method="gradient").scores,
+    "integrated edges": lambda a, b: circuits.edge_scores(a, b, 3, method="integrated", steps=2).scores,
     "routes": lambda a, b: circuits.routes(tlens.difference(a, b), 3).scores,
+    "routes under a rule": lambda a, b: circuits.routes(a, 3, rule="gim").scores,
+    "paths under a rule": lambda a, b: circuits.paths(a, 3, rule="attnlrp", max_order=1).scores,
 }
 
 

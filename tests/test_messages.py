@@ -598,11 +598,11 @@ MISTAKES = {
         "contribution_graph",
     ),
     # ------------------------------------------------------------------ two runs
-    "one pass for a difference": (
-        lambda c: circuits.routes(c.frozen, " value"),
-        "FrozenPass",
-        "a difference of two passes",
-        "tlens.difference(a, b)",
+    "a text for a pass or a difference": (
+        lambda c: circuits.routes("x", " value"),
+        "str",
+        "frozen pass",
+        "tlens.freeze",
     ),
     "a text for a pass": (lambda c: tlens.difference(c.frozen, "x"), "str", "frozen pass", "tlens.freeze"),
     "runs of other lengths": (

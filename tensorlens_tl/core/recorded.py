@@ -82,7 +82,7 @@ class Recorded(MixingMap):
         note_bias(g, self.bias, biases)
         rows = g.reshape(-1, *self.output.shape).to(self.output)
         pulled = joined(gradients(self.output, self.given, part) for part in rows.split(self._at_once))
-        return pulled.reshape(*g.shape[:-1], -1).to(g.dtype)
+        return pulled.reshape(*g.shape[:-1], -1).to(g)
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
         x = x.expand(*x.shape[:-3], *self.shape, -1)
@@ -91,7 +91,7 @@ class Recorded(MixingMap):
         with torch.enable_grad():  # what is pulled back is linear in the cotangent, and its derivative pushes
             pulled = gradients(self.output, self.given, cotangent[None], create_graph=True)[0]
         pushed = joined(gradients(pulled, cotangent, part) for part in rows.split(self._at_once))
-        pushed = pushed.reshape(*x.shape[:-1], -1).to(x.dtype)
+        pushed = pushed.reshape(*x.shape[:-1], -1).to(x)
         return pushed if self.offset is None or not affine else pushed + self.offset
 
     @property

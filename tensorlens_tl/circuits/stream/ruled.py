@@ -119,7 +119,7 @@ class _Seen:
 
         def at_cut(live: Tensor, *, hook: Any) -> Tensor:
             self.arrived[name] = live
-            self.leaves[name] = (live if instead is None else instead).detach().clone().requires_grad_()
+            self.leaves[name] = (live if instead is None else instead.to(live)).detach().clone().requires_grad_()
             return self.leaves[name]
 
         return name, in_this_thread(at_cut)
@@ -311,8 +311,9 @@ class _RuledRun:
     # ------------------------------------------------------------------ its parts
 
     def vectors(self, value: Tensor, *rows: int) -> Float[Tensor, "*rows batch pos width"]:
-        """What the model has somewhere, as vectors: heads side by side."""
-        return value.detach().reshape(*rows, *self.frozen.tokens.shape, -1)
+        """What the model has somewhere, as vectors where the input is: heads side by side."""
+        tokens = self.frozen.tokens
+        return value.detach().reshape(*rows, *tokens.shape, -1).to(tokens.device)
 
     def _recorded(self, given: Tensor, output: Tensor, mixes: bool = False) -> Recorded:
         batch, length = self.frozen.tokens.shape
