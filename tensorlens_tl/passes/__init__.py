@@ -43,7 +43,6 @@ from tensorlens_tl.passes.proof import Proof
 from tensorlens_tl.passes.readings import one_reading as one_reading, unchecked_view as unchecked_view
 from tensorlens_tl.passes.two_runs import (
     Difference,
-    DifferenceLike as DifferenceLike,
     SecantMaps,
     check_one_architecture as check_one_architecture,
     difference,

@@ -13,9 +13,8 @@ from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
 from tensorlens_tl.circuits.arguments import Direction
-from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query, TokenLike
-from tensorlens_tl.passes import Difference, DifferenceLike, FrozenPass
+from tensorlens_tl.passes import Difference, FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.operator import resolve_target
 
@@ -44,20 +43,15 @@ class Reading:
 
     @classmethod
     def of(
-        cls, difference: DifferenceLike, target: TokenLike, minus: TokenLike, direction: Direction, query: Query
+        cls, difference: Difference, target: TokenLike, minus: TokenLike, direction: Direction, query: Query
     ) -> "Reading":
         """Check what is asked.
 
         Raises:
-            InvalidInputError: no difference, a query out of range, and what `FrozenOperator.target` refuses.
+            InvalidInputError: a query out of range, and what `FrozenOperator.target` refuses.
             UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
             FrozenModelError: a model is no longer that of its run.
         """
-        if not isinstance(difference, Difference):
-            raise InvalidInputError(
-                f"a difference of two passes is needed, got {type(difference).__name__}: tlens.difference(a, b) "
-                "returns one."
-            )
         difference.check_fresh()
         positions = query_positions(difference.prompt, query)
         resolved = resolve_target(difference, target, minus, direction, positions)

@@ -12,7 +12,6 @@
 from tensorlens_tl.passes.two_runs.maps import SecantMaps
 from tensorlens_tl.passes.two_runs.runs import (
     Difference,
-    DifferenceLike as DifferenceLike,
     check_one_architecture,
     difference,
     refuse_without_secant,

@@ -9,7 +9,6 @@ two models. Each of those constants is the bias of its map.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -466,10 +465,3 @@ def _error(difference: Difference, ours: Tensor, of_a: Tensor, of_b: Tensor) -> 
     sizes = expected.norm(dim=-1) + rounding * (upcast(of_a).norm(dim=-1) + upcast(of_b).norm(dim=-1))
     misses = (upcast(ours) - expected).norm(dim=-1) / sizes.clamp_min(torch.finfo(sizes.dtype).tiny)
     return float(misses[mask].max()) if bool(mask.any()) else 0.0
-
-
-if TYPE_CHECKING:
-    DifferenceLike = Difference
-    """The difference of two runs, as a user passes it."""
-else:
-    DifferenceLike = Any  # our own errors refuse anything else
