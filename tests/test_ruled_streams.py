@@ -11,8 +11,8 @@ from test_patching import two
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.circuits.stream import ruled, ruled_target, stream_target
-from tensorlens_tl.core import RULES
+from tensorlens_tl.circuits.stream import ruled_target, stream_target
+from tensorlens_tl.core import RULES, gradients, recorded
 from tensorlens_tl.results import HEAD_ROUTES
 from tensorlens_tl.testing import model_names, tiny_model
 
@@ -153,18 +153,25 @@ def test_an_edge_into_a_key_is_what_autograd_says_of_a_patched_projection():
 
 @pytest.mark.parametrize("rule", ["frozen", "gim", "tangent"])
 def test_parts_of_a_run_are_maps(rule, model_named):
-    """Push and pull are adjoint, and each part gives its own value."""
-    readout = stream_target(one(model_named("bridge/llama")), 5, 7, None, -1, "ratio")
+    """Push and pull are adjoint, each part gives its own value, and a node's pull is that of its part."""
+    readout = stream_target(one(model_named("bridge/gpt2")), 5, 7, None, -1, "ratio")
     stream = ruled_target(readout, RULES[rule])[0].stream
     x = stream.x[0]
     for part, value in zip(stream.steps[0].sublayers, stream.hidden[0], strict=True):
-        assert close(part.read(x), value, atol=1e-6)
+        assert close(part.read(x), value, atol=1e-9)
         rows, vectors = torch.randn(3, *x.shape).to(x), torch.randn(3, *value.shape).to(x)
         pushed, pulled = part.read.push(rows), part.read.pull(vectors)
-        assert close((pushed * vectors).sum((1, 2, 3)), (rows * pulled).sum((1, 2, 3)), atol=1e-5)
+        assert close((pushed * vectors).sum((1, 2, 3)), (rows * pulled).sum((1, 2, 3)), atol=1e-9)
         each = part.pull_each(part.split(vectors))
-        assert close(each.sum(0), pulled, atol=1e-5)
-        assert close(each[1], part.read_of(1).pull(part.split(vectors)[..., 1, :]), atol=1e-6)
+        assert close(each.sum(0), pulled, atol=1e-9)
+        assert close(each[1], part.read_of(1).pull(part.split(vectors)[..., 1, :]), atol=1e-9)
+        last = part.read.stages[-1]
+        width = last.given.numel() // x.shape[1]
+        basis = torch.eye(width * x.shape[1], dtype=x.dtype).unflatten(-1, (1, x.shape[1], width))
+        assert float(torch.linalg.matrix_norm(last.push(basis).flatten(1), 2)) <= last.norm_bound() + 1e-9
+        assert last.at(slice(0, x.shape[1])) is last
+        with pytest.raises(tlens.UnsupportedModelError, match="all its positions"):
+            last.at(slice(0, 2))
 
 
 @pytest.mark.parametrize("name", [name for name in model_names() if any(part in name for part in REFUSED)])
@@ -224,10 +231,25 @@ def test_padded_prompts_are_as_alone(model_named):
 
 
 def test_a_part_that_is_missed_is_refused(model_named, monkeypatch):
-    """The whole is compared with its parts: one that lets half of its gradient pass is none."""
+    """The parts are compared with the whole: one whose gradients are a hundredth too large is none of it."""
     readout = stream_target(one(model_named("bridge/gpt2")), 5, 7, None, -1, "ratio")
     assert bool(ruled_target(readout, RULES["gim"])[1].stream[0].any())
-    check = ruled._RuledRun.check
-    monkeypatch.setattr(ruled._RuledRun, "check", lambda run, vectors: check(run, vectors * 1.01))
+    monkeypatch.setattr(recorded, "gradients", lambda *given, **options: 1.01 * gradients(*given, **options))
     with pytest.raises(tlens.NumericalError, match="parts of a run are not the whole"):
         ruled_target(readout, RULES["gim"])
+
+
+def test_neurons_that_no_hook_point_shows_are_refused(model_named):
+    """An MLP that is held as a whole shows what it writes, whose channels are no neurons."""
+    frozen = one(model_named("bridge/bitnet"))
+    assert circuits.logit_attribution(frozen, **ASKED, by="neuron")["MLP0.N3"].shape == (1, 1)
+    for answer in (
+        lambda: circuits.logit_attribution(frozen, **ASKED, by="neuron", rule="gim"),
+        lambda: circuits.contribution_graph(frozen, **ASKED, neurons=2, rule="gim"),
+    ):
+        with pytest.raises(tlens.UnsupportedModelError, match="shows the neurons of MLP0"):
+            answer()
+    shown = one(model_named("bridge/gpt2"))
+    by_neuron, by_head = (circuits.logit_attribution(shown, **ASKED, by=by, rule="gim") for by in ("neuron", "head"))
+    neurons = [number for number, name in enumerate(by_neuron.names) if name.startswith("MLP0.N")]
+    assert close(by_neuron.scores[..., neurons].sum(-1), by_head["MLP0"], 1e-12)

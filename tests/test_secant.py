@@ -31,10 +31,7 @@ NEW = {"bridge/jetmoe": "its heads are experts, whose queries are not read"}
 """Families of which weights give no difference."""
 
 BUILT = ("attention of qwen3-next", "experts of gemma4", "inputs of gemma4")
-CLASSIFIERS = ("bridge/vit", "bridge/deit", "bridge/ast")
-"""Not compared yet: their scores at the class token differ, and it is not known which of the two reads is wrong."""
-
-NAMES = [*(name for name in (*model_names(), *model_names("signals")) if name not in CLASSIFIERS), *BUILT]
+NAMES = [*model_names(), *model_names("signals"), *BUILT]
 QUICK = ("hooked/ln", "encoder/bert", "bridge/gpt2", "bridge/llama", "bridge/opt", "bridge/bart", "bridge/mixtral")
 
 
@@ -119,11 +116,11 @@ def change_of(a, b, point, direction, rule=SECANT):
 
 
 def asked(name, frozen):
-    """A hook point, a direction there, and the same question to `attribute`."""
+    """A hook point, a direction there, and the same question to `attribute`, of the last position."""
+    last = frozen.tokens.shape[1] - 1
     if frozen.points.unembed_in is None or name in model_names("signals"):
         direction = torch.randn(frozen.output.shape[-1], dtype=torch.float64)
-        return frozen.points.output, direction, {"direction": direction, "query": -1}
-    last = frozen.resid_pre(0).shape[1] - 1
+        return frozen.points.output, direction, {"direction": direction, "query": last}  # -1 is a class token
     vectors, _ = frozen.logit_vectors(torch.tensor([[3]] * 2), torch.tensor([[last]] * 2))
     return frozen.points.unembed_in, vectors[:, 0], {"target": 3}
 

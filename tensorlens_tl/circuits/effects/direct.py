@@ -17,7 +17,15 @@ from tensorlens_tl._arguments import check_choice, checked_names
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.circuits.arguments import Direction, RuleLike
-from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, dot, stream_target, summed_by_name, token_pairs, under
+from tensorlens_tl.circuits.stream import (
+    StreamTarget,
+    Sublayer,
+    dot,
+    stream_target,
+    summed_by_name,
+    target_under,
+    token_pairs,
+)
 from tensorlens_tl.core import recordable
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, Query, TokenLike
@@ -79,7 +87,7 @@ def logit_attribution(
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
     if rule is not None and by == "head_token":
         raise InvalidInputError("logit_attribution(rule=): tokens by head are of held patterns; use by='head'.")
-    readout = under(readout, rule, "logit_attribution", activation)
+    readout = target_under(readout, rule, "logit_attribution", activation, neurons=by == "neuron")
     return direct_effects(readout, by, memory)
 
 

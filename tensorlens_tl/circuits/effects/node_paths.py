@@ -24,7 +24,7 @@ from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra.memory import WORKING_BYTES
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
-from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target, under
+from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target, target_under
 from tensorlens_tl.core import recordable
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models import LayerRange, Query, TokenLike
@@ -92,7 +92,7 @@ def paths(
     """
     max_order = whole_number("max_order", max_order, 0, why="0 is the direct path")
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
-    readout = under(readout, rule, "paths", activation)
+    readout = target_under(readout, rule, "paths", activation)
     stream = readout.stream
     max_order = min(max_order, len(readout.stream.steps))
     count = _count(stream, max_order)
@@ -174,7 +174,7 @@ def top_paths(
     k = whole_number("k", k, 1)
     width = whole_number("width", width, 1)
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
-    readout = under(readout, rule, "top_paths", activation)
+    readout = target_under(readout, rule, "top_paths", activation)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(
             f"top_paths: the pass has {len(frozen.tokens)} prompts, each with its own paths; freeze one."

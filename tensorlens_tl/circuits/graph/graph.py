@@ -48,7 +48,7 @@ from tensorlens_tl.circuits.graph.builder import GraphBuilder, kind_of_split
 from tensorlens_tl.circuits.graph.edges import Edges, NoEdges
 from tensorlens_tl.circuits.graph.features import Dictionaries, feature_splits
 from tensorlens_tl.circuits.graph.nodes import Choice
-from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, stream_target, token_pairs, under
+from tensorlens_tl.circuits.stream import Pulled, Stream, StreamTarget, stream_target, target_under, token_pairs
 from tensorlens_tl.core import recordable
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import LayerRange, ModelView, Query, TokenLike
@@ -128,7 +128,7 @@ def contribution_graph(
             "contribution_graph(rule=): heads are split by source token, and features read, in the frozen model alone. "
             "Leave sources and dictionaries out, or rule."
         )
-    readout = under(readout, rule, "contribution_graph", activation)
+    readout = target_under(readout, rule, "contribution_graph", activation, neurons=neurons is not None)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(f"contribution_graph: the pass has {len(frozen.tokens)} prompts; freeze one.")
     if neurons is not None:

@@ -1,7 +1,7 @@
 """The frozen model as steps of its residual stream: what reads from it, and what writes to it."""
 
 from tensorlens_tl.circuits.stream.blocks import block_steps
-from tensorlens_tl.circuits.stream.ruled import Start, ruled_target, under
+from tensorlens_tl.circuits.stream.ruled import Start, ruled_target, target_under
 from tensorlens_tl.circuits.stream.stream import (
     Pulled,
     Stream,
@@ -25,6 +25,6 @@ __all__ = [
     "ruled_target",
     "stream_target",
     "summed_by_name",
+    "target_under",
     "token_pairs",
-    "under",
 ]

@@ -36,7 +36,9 @@ Start = Mapping[str, Float[Tensor, "batch pos d_model"]]
 """What enters the first block, by hook point, where it is not what the prompts of the pass give."""
 
 
-def under(readout: StreamTarget, rule: RuleLike, question: str, activation: str = "ratio") -> StreamTarget:
+def target_under(
+    readout: StreamTarget, rule: RuleLike, question: str, activation: str = "ratio", *, neurons: bool = False
+) -> StreamTarget:
     """A target of the frozen stream, or under a rule of a run; see `ruled_target`.
 
     Args:
@@ -44,9 +46,11 @@ def under(readout: StreamTarget, rule: RuleLike, question: str, activation: str 
         rule: a rule or its name; None for the frozen stream.
         question: the function that was called, for messages.
         activation: its rule for MLPs.
+        neurons: whether it is about the neurons of MLPs.
 
     Raises:
         InvalidInputError: no such rule, one for a difference, or another `activation` beside it.
+        UnsupportedModelError: no hook point shows the neurons of an MLP; and as `ruled_target`.
     """
     if rule is None:
         return readout
@@ -57,7 +61,16 @@ def under(readout: StreamTarget, rule: RuleLike, question: str, activation: str 
         )
     chosen = rule_of(rule)
     check_rule(chosen, readout.stream.run, f"{question}(rule=)")
-    return ruled_target(readout, chosen)[0]
+    answer = ruled_target(readout, chosen)[0]
+    parts = [part for step in answer.stream.steps for part in step.sublayers if part.is_mlp]
+    for part in parts if neurons else []:
+        if part.point != answer.stream.run.points.blocks[part.layer].post:
+            raise UnsupportedModelError(
+                f"{question}(rule=): no hook point shows the neurons of {part.name} of this "
+                f"{answer.stream.run.view.description}, which is one node in a run under a rule. Leave out its neurons "
+                "or the rule."
+            )
+    return answer
 
 
 def ruled_target(
@@ -79,7 +92,7 @@ def ruled_target(
         NumericalError: the parts together are not the whole, or the rule changes what the model computes.
         FrozenModelError: a frozen pass is attached, or weights were changed since the pass.
     """
-    readout.stream.run.live("rule=")  # refuses an attached pass, changed weights, train mode
+    readout.stream.run.live("a run under a rule")  # refuses an attached pass, changed weights, train mode
     run = _RuledRun(readout, rule, start or {})
     steps = tuple(run.steps(biases))
     x = [run.vectors(value) for value in run.streams]
@@ -242,10 +255,9 @@ class _RuledRun:
         frozen, seen = self.frozen, _Seen()
         entries = [frozen.points.blocks[layer].resid_pre for layer in self.plain.layers]
         hooks = [seen.cut(name, start.get(name)) for name in entries]
-        exit = frozen.capture.output_name(self.plain.layers.stop - 1)
-        hooks.append(seen.cut(exit) if self._has_end else seen.watch(exit))
+        hooks.append(seen.cut(self._last) if self._has_end else seen.watch(self._last))
         hooks += [seen.cut(point) for cuts in self.cuts for cut in cuts for point in (*cut.ways, cut.point)]
-        if self.read_at != exit:
+        if self.read_at != self._last:
             hooks.append(seen.watch(self.read_at))
         with torch.enable_grad(), Placing() as placing:
             for before, step in pairwise([None, *self._blocks]):
@@ -270,6 +282,11 @@ class _RuledRun:
         if rule is not None:
             refuse_other_functions(list(seen.arrived.values()))
         return seen
+
+    @property
+    def _last(self) -> str:
+        """The hook point of what the last block gives."""
+        return self.frozen.capture.output_name(self.plain.layers.stop - 1)
 
     @property
     def _has_end(self) -> bool:
@@ -322,21 +339,20 @@ class _RuledRun:
     def steps(self, biases: bool) -> Iterator[Step]:
         """The steps, which fill `streams` and `hidden`."""
         blocks = self._blocks
-        exit = self.frozen.capture.output_name(self.plain.layers.stop - 1)
         after = self.arrived[self.read_at]
         for number, (step, cuts) in enumerate(zip(blocks, self.cuts, strict=True)):
             second = number > 0 and blocks[number - 1].layer == step.layer
             last = number + 1 == len(blocks)
             entry = self._entry(step, second)
             if last:
-                after = self.arrived[exit]
+                after = self.arrived[self._last]
             elif blocks[number + 1].layer == step.layer:
                 after = self.arrived[f"L{step.layer}.mlp"]
             else:
                 after = self.arrived[self.frozen.points.blocks[step.layer + 1].resid_pre]
             yield self._step(step, cuts, entry, after, biases)
         if self._has_end:
-            entry, after = self.leaves[exit], self.arrived[self.read_at]
+            entry, after = self.leaves[self._last], self.arrived[self.read_at]
             self.streams.append(entry)
             self.hidden.append(())
             ends = [step for step in self.plain.steps if step.layer < 0]

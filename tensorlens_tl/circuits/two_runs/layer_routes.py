@@ -14,6 +14,7 @@ passes layer 0 by a head's keys may pass layer 1 directly, and counts in both.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 from jaxtyping import Float
@@ -22,14 +23,13 @@ from torch.nn.functional import pad
 
 from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Segment, Sum, Tap, stages_of
-from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import maybe, size_of_sum, upcast
 from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.algebra.secants import Offset, offset_terms, pull_noting
 from tensorlens_tl.circuits.arguments import Direction, RuleLike
-from tensorlens_tl.circuits.stream import stream_target, under
+from tensorlens_tl.circuits.stream import Pulled, StreamTarget, Sublayer, stream_target, target_under
 from tensorlens_tl.circuits.two_runs.reading import Reading
-from tensorlens_tl.circuits.two_runs.run_routes import run_routes
 from tensorlens_tl.core import recordable
 from tensorlens_tl.models import Query, TokenLike, Within
 from tensorlens_tl.passes import Difference, PassOrDifference
@@ -106,7 +106,7 @@ def routes(
     """
     if not isinstance(difference, Difference) or rule is not None:
         readout = stream_target(difference, target, minus, direction, query, "ratio", one=False)
-        return run_routes(under(readout, rule, "routes"), memory)
+        return _of_one_run(target_under(readout, rule, "routes"), memory)
     reading = Reading.of(difference, target, minus, direction, query)
     scores: list[Tensor] = []
     heads: list[Tensor] = []
@@ -219,6 +219,72 @@ class _Cut:
         """Of all routes, zero where there is none."""
         zero = torch.zeros_like(self.by_route["direct"])
         return torch.stack([self.by_route.get(route, zero) for route in ROUTES], dim=-1)
+
+
+# ------------------------------------------------------------------ one run
+
+
+def _of_one_run(readout: StreamTarget, memory: Memory) -> ChangeRoutes:
+    """The routes of the number itself, along the steps of its stream."""
+    frozen = readout.stream.frozen
+    queries = len(readout.seed)
+    scores: list[Tensor] = []
+    heads: list[Tensor] = []
+    cuts: list[_Cut] = []
+    for rows in chunks(queries, frozen.row_bytes, memory if queries > 1 else None, "queries"):
+        chosen = slice(rows.start, rows.stop)
+        pulled = readout.stream.pull(readout.seed[chosen])
+        cuts = list(_cuts_of_steps(readout, pulled, readout.constant[:, chosen].T))[::-1]
+        scores.append(torch.stack([cut.scores() for cut in cuts], dim=2))
+        heads.append(_stacked(cuts))
+    layers = [f"L{layer}" for layer in readout.stream.layers]
+    whole = torch.cat(scores).transpose(0, 1)
+    routes = ChangeRoutes([*layers, "end"][: len(cuts)], whole, torch.cat(heads).transpose(0, 1), **readout.fields())
+    return frozen.checked(routes, readout.noise[..., None] / size_of_sum(whole, torch.zeros_like(whole[..., 0])))
+
+
+def _cuts_of_steps(readout: StreamTarget, pulled: Pulled, later: Float[Tensor, "query batch"]) -> Iterator[_Cut]:
+    """The cuts from the end to the first layer; `later` is what is added after all of them.
+
+    What a sublayer writes goes past the others of its layer, whose own routes have what it gives them.
+    """
+    stream = readout.stream
+    backwards = reversed(list(enumerate(stream.steps)))
+    for _, of_layer in groupby(backwards, key=lambda numbered: numbered[1].layer):
+        steps = list(of_layer)
+        first, last = steps[-1][0], steps[0][0]
+        cut = _Cut(stream.x[first])
+        cut.add("later constants", later)
+        g = pulled.stream[last + 1]
+        for number, step in steps:
+            cut.add("constants", _dot(g, step.outer.bias))
+            later = later + _dot(pulled.stream[number + 1], step.outer.bias)
+            g = step.outer.pull(g)
+            for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
+                whole = pulled.sums[number]
+                later = later + _dot(whole, sublayer.write.bias)
+                later = later + _dot(sublayer.write.pull(whole), sublayer.read.bias)
+                cut.add("constants", _dot(g, sublayer.write.bias))
+                at_hidden = sublayer.write.pull(g)
+                cut.add("constants", _dot(at_hidden, sublayer.read.bias))
+                route = _route(sublayer)
+                shares = sublayer.shares(at_hidden, hidden - sublayer.read.bias)
+                cut.add(route, shares.sum(-1))
+                if route in HEAD_ROUTES:
+                    cut.by_head[route] = shares
+        cut.add("direct", _dot(g, cut.x))
+        yield cut
+
+
+def _route(sublayer: Sublayer) -> str:
+    """The route that a sublayer of one run is."""
+    of_heads = {"head": "values", "query": "queries", "key": "keys", "gate": "gates"}
+    if sublayer.kind in of_heads:
+        return f"{'cross ' * sublayer.is_cross}{of_heads[sublayer.kind]}"
+    return "mixer" if sublayer.kind == "mixer" else "MLP"
+
+
+# ------------------------------------------------------------------ two runs
 
 
 def _cuts(reading: Reading, g: Float[Tensor, "query batch pos d"]) -> Iterator[_Cut]:
@@ -337,7 +403,8 @@ def _parts_of(norm: AffineMap) -> tuple[AffineMap, AffineMap]:
     return held, response
 
 
-def _dot(g: Float[Tensor, "query batch pos d"], x: Float[Tensor, "#batch #pos d"]) -> Float[Tensor, "query batch"]:
+def _dot(g: Float[Tensor, "query batch pos d"], x: Tensor) -> Float[Tensor, "query batch"]:
+    """⟨g, x⟩; `x` may be one vector for all positions, or a bias that is zero."""
     return (upcast(g) * x).sum((-2, -1))
 
 
