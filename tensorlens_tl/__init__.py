@@ -48,7 +48,10 @@ def _pointer(name: str) -> str:
         return ""
     homes = [module for module, home in _HOMES.items() if home == __name__]
     for home in homes:
-        text = Path(__file__).with_name(home).joinpath("__init__.py").read_text(encoding="utf-8")
+        file = Path(__file__).with_name(f"{home}.py")
+        if not file.is_file():
+            file = file.with_suffix("") / "__init__.py"
+        text = file.read_text(encoding="utf-8")
         if re.search(rf'^    "{re.escape(name)}",$', text, re.MULTILINE):  # in its __all__
             return f"; it is tensorlens_tl.{home}.{name}"
     near = difflib.get_close_matches(name, __all__, n=1)

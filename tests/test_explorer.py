@@ -21,7 +21,7 @@ import torch
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.explorer import Explorer, Session, jobs
+from tensorlens_tl.explorer import Explorer, Session
 from tensorlens_tl.explorer.questions import LONGEST_TEXT
 
 server = pytest.importorskip("tensorlens_tl.explorer.server", exc_type=ImportError)
@@ -507,7 +507,7 @@ def test_many_questions_at_once_are_answered_or_told_to_come_back(opened):
     with ThreadPoolExecutor(100) as pool:
         statuses = list(pool.map(lambda _: send(opened, body={"text": PROMPT})[0], range(100)))
     assert set(statuses) <= {200, 503}
-    assert statuses.count(200) >= jobs.MOST_JOBS
+    assert statuses.count(200) >= server.MOST_JOBS
     assert alive(opened)
 
 
@@ -559,7 +559,7 @@ def test_a_taken_port_is_refused(opened, session):
 
 
 def test_without_the_extra_it_says_what_to_install(session, monkeypatch):
-    monkeypatch.setattr("tensorlens_tl.explorer.opening.find_spec", lambda name: None)
+    monkeypatch.setattr("tensorlens_tl.explorer.find_spec", lambda name: None)
     with pytest.raises(tlens.InvalidInputError, match=r"starlette and uvicorn.*\.\[explore\]"):
         Explorer(session, 0)
 

@@ -10,8 +10,7 @@ import torch
 
 import tensorlens_tl as tlens
 from tensorlens_tl.explorer import Explorer, Session, images
-from tensorlens_tl.explorer.questions import MOST_NEW, Question
-from tensorlens_tl.explorer.targets import target_of
+from tensorlens_tl.explorer.questions import MOST_NEW, Inquiry, Question
 
 pytest.importorskip("tensorlens_tl.explorer.server", exc_type=ImportError)
 
@@ -86,7 +85,7 @@ def test_clicks_on_one_text_freeze_it_once(model, monkeypatch):
         runs.append(1)
         return real(*args, **options)
 
-    monkeypatch.setattr("tensorlens_tl.explorer.passes.freeze_generation", counted)
+    monkeypatch.setattr("tensorlens_tl.explorer.questions.freeze_generation", counted)
     for start in range(4):
         session.view("generated", {"text": TEXT, "new": 6, "start": start, "stop": start + 1})
     assert len(runs) == 1
@@ -248,7 +247,7 @@ def test_a_model_of_one_class_is_compared_with_nothing(digits, digit_images, mon
     monkeypatch.setattr(session._passes, "logits", lambda *args: logits(*args)[:1])
     question = Question.of({"image": "0"})
     monkeypatch.setattr(type(session.frozen(question).view), "d_vocab", 1)
-    assert target_of(session._passes, question) == {"target": 0}
+    assert Inquiry(question, session._passes).target == {"target": 0}
 
 
 def test_an_image_processor_prepares_uploads(digits):

@@ -17,11 +17,10 @@ import torch
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra.progress import CancelledError, note_progress
 from tensorlens_tl.explorer import Explorer, Session
-from tensorlens_tl.explorer.jobs import Jobs
-from tensorlens_tl.explorer.passes import Passes
+from tensorlens_tl.explorer.questions import Passes
 from tensorlens_tl.hooks import hooks_on
 
-pytest.importorskip("tensorlens_tl.explorer.server", exc_type=ImportError)
+Jobs = pytest.importorskip("tensorlens_tl.explorer.server", exc_type=ImportError).Jobs
 
 from test_explorer import PROMPT, alive, chromium, load, one, send, settled, several, wait
 
@@ -396,7 +395,7 @@ def test_what_is_dropped_is_gone_at_once(model):
 
 def test_large_passes_are_held_by_size(model, monkeypatch):
     size = sum(tensor.nbytes for tensor in tlens.freeze(model, "The value of 0").capture.activations.values())
-    monkeypatch.setattr("tensorlens_tl.explorer.passes.MOST_BYTES", int(2.5 * size))
+    monkeypatch.setattr("tensorlens_tl.explorer.questions.MOST_BYTES", int(2.5 * size))
     session = Session(model)
     for number in range(4):
         session.view("prompt", {"text": f"The value of {number}"})

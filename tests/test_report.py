@@ -17,9 +17,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits, report
 from tensorlens_tl.drawing import charts, heat_maps, marks, matrix, page
 from tensorlens_tl.models.lifecycle import WeightState
-from tensorlens_tl.report import groups, methods
-from tensorlens_tl.report.generated import stretch_components
-from tensorlens_tl.report.prediction import predict
+from tensorlens_tl.report import predict, stretch_components
 from tensorlens_tl.results import views
 from tensorlens_tl.results.graph import SHOWN_EDGES
 
@@ -286,29 +284,29 @@ def test_components_of_runners_up_are_left_out(frozen):
 
 def test_a_framed_method_does_not_set_the_scale_of_its_group(frozen):
     question = predict(frozen, " the", " a")
-    said = methods.answers(frozen, question, ["tensorlens", "integrated-gradients"])
+    said = report.answers(frozen, question, ["tensorlens", "integrated-gradients"])
     loose = said.shown["integrated-gradients"].result
     exact = said.shown["tensorlens (target)"].result
     huge = replace(loose, scores=1000 * loose.scores, gap=torch.ones_like(loose.scores[:, :, 0]))
     shown = said.shown | {"integrated-gradients": replace(said.shown["integrated-gradients"], result=huge)}
-    html = groups.grouped_html(shown, question.position).split("Maps of token pairs")[0]
+    html = report.grouped_html(shown, question.position).split("Maps of token pairs")[0]
     assert f"+{float(exact.scores.abs().max()):.3g}, blue" in html
     assert "The others set the scale of the colours." in html
 
 
 def test_methods_stand_in_groups_of_one_scale(frozen):
-    said = methods.answers(frozen, predict(frozen), tlens.list_methods())
-    members = {group: [n for n, a in said.shown.items() if groups.group_of(a) is group] for group in groups.GROUPS}
+    said = report.answers(frozen, predict(frozen), tlens.list_methods())
+    members = {group: [n for n, a in said.shown.items() if report.group_of(a) is group] for group in report.GROUPS}
     sums = {"tensorlens (target)", "decompx (target)", "alti-logit", "integrated-gradients", "difference"}
-    assert sums <= set(members[groups.SUMS])
-    assert {"attnlrp", "gim"} <= set(members[groups.RELEVANCE])
-    assert {"rollout", "tensorlens (norm)", "tensorlens (in_out)"} <= set(members[groups.MAPS])
-    assert members[groups.PERTURBATION] == ["leave-one-out", "value-zeroing"]
-    assert "chefer" in members[groups.RELEVANCE]
-    html = groups.grouped_html(said.shown, 5)
+    assert sums <= set(members[report.SUMS])
+    assert {"attnlrp", "gim"} <= set(members[report.RELEVANCE])
+    assert {"rollout", "tensorlens (norm)", "tensorlens (in_out)"} <= set(members[report.MAPS])
+    assert members[report.PERTURBATION] == ["leave-one-out", "value-zeroing"]
+    assert "chefer" in members[report.RELEVANCE]
+    html = report.grouped_html(said.shown, 5)
     sections = re.findall(r'<section class="group" aria-label="([^"]*)">(.*?)</section>', html)
-    assert [title for title, _ in sections] == [group.title for group in groups.GROUPS]
-    for (_, section), group in zip(sections, groups.GROUPS, strict=True):
+    assert [title for title, _ in sections] == [group.title for group in report.GROUPS]
+    for (_, section), group in zip(sections, report.GROUPS, strict=True):
         assert section.count('class="bar') == 1  # one scale
         table = section.split("<table")[1]
         columns = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", table)[1:]]
@@ -358,8 +356,8 @@ def test_a_report_compares_weights_at_its_beginning_and_its_end(frozen, clean_re
 
 def test_what_costs_too_much_is_left_out_or_estimated(frozen, monkeypatch):
     slow = ["integrated-gradients", "leave-one-out", "tensorlens", "value-zeroing"]
-    monkeypatch.setattr(methods, "LIMIT", methods.operations(frozen, tlens.get_method("rollout"), {}) + 1)
-    quick = methods.answers(frozen, predict(frozen), tlens.list_methods())
+    monkeypatch.setattr(report, "LIMIT", report.operations(frozen, tlens.get_method("rollout"), {}) + 1)
+    quick = report.answers(frozen, predict(frozen), tlens.list_methods())
     assert sorted(quick.refused) == sorted(set(slow) - {"tensorlens"})
     assert "runs the model 96 times" in quick.refused["integrated-gradients"]
     estimated = quick.shown["tensorlens (norm)"].result
@@ -369,15 +367,15 @@ def test_what_costs_too_much_is_left_out_or_estimated(frozen, monkeypatch):
     page_ = report.explain(frozen)
     assert "tensorlens (norm) is estimated from 32 random rows" in page_.body
     assert "leave-one-out" in page_.body.split("not shown")[1]
-    for limits in (methods.Limits(named=True), methods.Limits(every=True)):
-        said = methods.answers(frozen, predict(frozen), slow, limits)
+    for limits in (report.Limits(named=True), report.Limits(every=True)):
+        said = report.answers(frozen, predict(frozen), slow, limits)
         assert not said.refused
         assert (said.shown["tensorlens (norm)"].result.stderr is None) is limits.every
 
 
 def test_every_method_is_in_the_report_or_named_with_its_reason(model_named):
     neox = tlens.freeze(model_named("bridge/neox"), some_tokens(batch=1))
-    said = methods.answers(neox, predict(neox), tlens.list_methods())
+    said = report.answers(neox, predict(neox), tlens.list_methods())
     assert {"tensorlens (target)", "decompx (norm)", "integrated-gradients"} <= set(said.shown)
     assert "parallel" in said.refused["globenc"]
     shown = {name.split(" (")[0] for name in (*said.shown, *said.refused)}

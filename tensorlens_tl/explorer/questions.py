@@ -1,11 +1,27 @@
-"""What the page asks: a prompt, a position, a target, checked as they arrive."""
+"""What the page asks, and what answers it: a question, the frozen passes that it is about, and calls of the library.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+`Question` is what arrived, checked; `Passes` holds the runs of recent questions; an `Inquiry` is one question while a
+view answers it, by calls of public functions that "copy as Python" prints.
+"""
 
-from tensorlens_tl.errors import InvalidInputError
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+import tensorlens_tl
+from tensorlens_tl.circuits import FeatureExamples, Features, feature_examples, features
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
+from tensorlens_tl.explorer.images import Images
+from tensorlens_tl.generation import FrozenGeneration, freeze_generation
+from tensorlens_tl.hooks import hook_numbers
 from tensorlens_tl.models import RUNNER_UP
+from tensorlens_tl.passes import Difference, FrozenPass, difference, freeze
+from tensorlens_tl.passes.operator import token_ids
 
 LONGEST_TEXT = 20_000
 """Characters of a prompt: more is refused before a tokenizer reads it."""
@@ -13,6 +29,14 @@ LONGEST_NAME = 200
 """Characters of a method's or a node's name."""
 MOST_NEW = 200
 """Tokens that the model may be asked to write."""
+MOST_BYTES = 2**29
+"""Bytes of activations that each store of passes, differences or texts holds for later questions; what the present
+question needs is held whatever its size."""
+TOP = 12
+"""Neurons, features, tokens and parts of an attention score that are listed."""
+
+
+# --------------------------------------------------------------------------- what the page asks
 
 
 @dataclass(frozen=True)
@@ -86,37 +110,43 @@ class Question:
         Raises:
             InvalidInputError: says which field is wrong, and what it must be.
         """
-        minus = fields.get("minus", RUNNER_UP)
-        image = _text(fields, "image")
-        other_image = _text(fields, "other_image")
+        texts: dict[str, Any] = {name: _text(fields, name) for name in ("other", "image", "other_image")}
         text = _text(fields, "text") or ""
-        other = _text(fields, "other")
-        if not text and image is None:
+        if not text and texts["image"] is None:
             _refuse("text", "empty", "type a prompt")
-        if other_image is not None and image is None:
+        if texts["other_image"] is not None and texts["image"] is None:
             _refuse("image", "missing", "choose the first image, too")
-        if other is not None and image is not None:
+        if texts["other"] is not None and texts["image"] is not None:
             _refuse("other", "a prompt and image an image", "send other_image to compare two images")
+        names = "query target layer head key nodes dictionary feature at new start stop"
+        numbers: dict[str, Any] = {name: _number(fields, name) for name in names.split()}
+        new = numbers["new"]
+        if new is not None and not 1 <= new <= MOST_NEW:
+            _refuse("new", str(new)[:80], f"ask for 1 to {MOST_NEW} tokens")
+        minus = fields.get("minus", RUNNER_UP)
+        runner_up = minus == RUNNER_UP
+        if runner_up:
+            minus = None
+        elif isinstance(minus, str):
+            minus = _text(fields, "minus", LONGEST_NAME)
+        else:
+            minus = _number(fields, "minus")
+        chat = fields.get("chat")
+        if chat is not None and not isinstance(chat, bool):
+            _refuse("chat", repr(chat)[:80], "send true or false")
+        hops = fields.get("hops")
+        if hops != "all":
+            hops = _number(fields, "hops") or 0
         return cls(
-            text=text,
-            other=other,
-            query=_number(fields, "query"),
-            target=_number(fields, "target"),
-            minus=None if minus == RUNNER_UP else _token(fields, "minus"),
-            runner_up=minus == RUNNER_UP,
+            text,
+            minus=minus,
+            runner_up=runner_up,
             method=_text(fields, "method", LONGEST_NAME) or "tensorlens",
-            layer=_number(fields, "layer"),
-            head=_number(fields, "head"),
-            key=_number(fields, "key"),
             node=_text(fields, "node", LONGEST_NAME),
-            **{name: _number(fields, name) for name in ("nodes", "dictionary", "feature", "at")},
-            chat=_switch(fields, "chat"),
-            image=image,
-            other_image=other_image,
-            new=_new(fields),
-            start=_number(fields, "start"),
-            stop=_number(fields, "stop"),
-            hops=_hops(fields),
+            chat=bool(chat),
+            hops=hops,
+            **texts,
+            **numbers,
         )
 
 
@@ -144,36 +174,402 @@ def _number(fields: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
-def _token(fields: Mapping[str, Any], name: str) -> int | str | None:
-    """A token's id or its text, or None."""
-    if isinstance(fields.get(name), str):
-        return _text(fields, name, LONGEST_NAME)
-    return _number(fields, name)
-
-
-def _switch(fields: Mapping[str, Any], name: str) -> bool:
-    """True or False; False where nothing is said."""
-    value = fields.get(name)
-    if value is not None and not isinstance(value, bool):
-        _refuse(name, repr(value)[:80], "send true or false")
-    return bool(value)
-
-
-def _new(fields: Mapping[str, Any]) -> int | None:
-    """How many tokens to write, or None."""
-    value = _number(fields, "new")
-    if value is not None and not 1 <= value <= MOST_NEW:
-        _refuse("new", str(value)[:80], f"ask for 1 to {MOST_NEW} tokens")
-    return value
-
-
-def _hops(fields: Mapping[str, Any]) -> int | str:
-    """A number of hops, or "all"; 0 where nothing is said."""
-    value = fields.get("hops")
-    if value == "all":
-        return "all"
-    return _number(fields, "hops") or 0
-
-
 def _refuse(name: str, what: str, advice: str) -> Any:
     raise InvalidInputError(f"explorer: {name} is {what}; {advice}.")
+
+
+# --------------------------------------------------------------------------- the runs of recent questions
+
+Value = TypeVar("Value")
+
+
+class Recent(Generic[Value]):
+    """The values that were used last, by key.
+
+    Args:
+        most: how many.
+        size: bytes of a value; where they are more than `MOST_BYTES` in all, those used longest ago are dropped, too.
+
+    >>> from tensorlens_tl.explorer.questions import Recent
+    >>> squares = Recent(2)
+    >>> [squares.get(number, lambda: number**2) for number in (1, 2, 3)], len(squares)
+    ([1, 4, 9], 2)
+    """
+
+    def __init__(self, most: int, size: Callable[[Value], int] = lambda _: 0) -> None:
+        self._most = most
+        self._size = size
+        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+        self._sizes: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Hashable, compute: Callable[[], Value]) -> Value:
+        """What is stored under a key, or computed now."""
+        if key not in self._values:
+            self._values[key] = compute()
+            self._sizes[key] = self._size(self._values[key])
+        self._values.move_to_end(key)
+        while len(self) > 1 and (len(self) > self._most or sum(self._sizes.values()) > MOST_BYTES):
+            oldest, _ = self._values.popitem(last=False)
+            del self._sizes[oldest]
+        return self._values[key]
+
+    def clear(self) -> None:
+        """Drop all of them."""
+        self._values.clear()
+        self._sizes.clear()
+
+    def newest(self) -> Value | None:
+        """What was used last; None where nothing is stored."""
+        return next(reversed(self._values.values()), None)
+
+
+class Passes:
+    """The passes, differences and generated texts of a session's recent questions, within a number and a size.
+
+    They belong to the model as it was. Where its weights, its configuration or its hooks are others since (it was
+    fine-tuned or edited between two clicks), all of them are dropped, and the next question freezes again.
+
+    Args:
+        model, other: the models; the second run of a comparison is of `other`, where it is given.
+        images: those that questions name.
+        most: how many passes are held.
+
+    Attributes:
+        version: how often the model was seen to have changed.
+    """
+
+    def __init__(self, model: Any, other: Any, images: Images, most: int) -> None:
+        self.model = model
+        self.other = other
+        self.version = 0
+        self._images = images
+        self._frozen: tuple[Recent[FrozenPass], Recent[FrozenPass]] = (Recent(most, _bytes), Recent(most, _bytes))
+        self._differences = Recent[Difference](most // 2, lambda change: _bytes(change.a, change.b))
+        self._written = Recent[FrozenGeneration](max(1, most // 4), lambda written: _bytes(*_runs(written)))
+        self._logits = Recent[Tensor | None](4 * most)
+
+    def frozen(self, question: Question, *, second: bool = False) -> FrozenPass:
+        """The pass of a question's prompt or image; `second` is that of its second one.
+
+        Raises:
+            TensorLensError: what `freeze` refuses.
+        """
+        of_other = second and self.other is not None
+        model: Any = self.other if of_other else self.model
+        single = question
+        if second:
+            single = question.second
+        key = (single.text, single.chat, single.image)
+        return self._frozen[of_other].get(key, lambda: freeze(model, self._input(single)))
+
+    def change(self, question: Question) -> Difference:
+        """The difference of a question's two runs, first less second."""
+        key = (question.text, question.other, question.chat, question.image, question.other_image)
+
+        def of_two() -> Difference:
+            return difference(self.frozen(question), self.frozen(question, second=True))
+
+        return self._differences.get(key, of_two)
+
+    def written(self, question: Question) -> FrozenGeneration:
+        """What the model writes after a question's prompt.
+
+        Raises:
+            TensorLensError: what `freeze_generation` refuses.
+        """
+        prompt = self._input(question)
+        key = (question.text, question.chat, question.new)
+        return self._written.get(key, lambda: freeze_generation(self.model, prompt, max_new_tokens=question.new))
+
+    def logits(self, question: Question, query: int) -> Float[Tensor, "d_vocab"] | None:
+        """The model's logits at a position of the prompt; None of a model that has none."""
+        frozen = self.frozen(question)
+        key = (question.text, question.chat, question.image, query)
+        logits = self._logits.get(key, lambda: frozen.logits(query))
+        return None if logits is None else logits[0, 0]
+
+    def _input(self, question: Question) -> Any:
+        """What the model reads of a question's first run: a text, a chat of one message, or pixels."""
+        if question.image is not None:
+            return self._images.pixels(question.image)
+        if question.chat:
+            return question.message
+        return question.text
+
+    def refresh(self) -> None:
+        """Drop everything if a model has changed since its passes were frozen."""
+        newest = [passes.newest() for passes in self._frozen]
+        written = self._written.newest()
+        if written is not None:
+            newest += _runs(written)
+        if not all(_is_fresh(frozen) for frozen in newest if frozen is not None):
+            self.clear()
+
+    def clear(self) -> None:
+        """Drop everything: the model has changed."""
+        self.version += 1
+        for store in (*self._frozen, self._differences, self._written, self._logits):
+            store.clear()
+
+
+def _runs(written: FrozenGeneration) -> list[FrozenPass]:
+    """The pass of a generated text."""
+    return [run for run in written.frozen.runs if isinstance(run, FrozenPass)]
+
+
+def _is_fresh(frozen: FrozenPass) -> bool:
+    """Whether the model still is that of a pass, hooks on it included."""
+    try:
+        frozen.check_fresh()
+    except FrozenModelError:
+        return False
+    return hook_numbers(frozen.model) == frozen.capture.hook_numbers
+
+
+def _bytes(*runs: FrozenPass) -> int:
+    return sum(tensor.nbytes for frozen in runs for tensor in frozen.capture.activations.values())
+
+
+# --------------------------------------------------------------------------- dictionaries
+
+
+@dataclass(frozen=True)
+class LabelledDictionary:
+    """A sparse dictionary, and what its features are called, as `circuits.feature_labels` takes it."""
+
+    weights: Any
+    labels: Any = None
+
+    @property
+    def hook(self) -> str:
+        """Where it stands, in its words."""
+        return str(getattr(self.weights, "hook_name", None) or type(self.weights).__name__)
+
+    @property
+    def code(self) -> str:
+        """The line that computes its features."""
+        labels = "" if self.labels is None else ", labels=labels"
+        return f"features = tlens.circuits.features(run, dictionary{labels})  # dictionary: the one of {self.hook}"
+
+    def features(self, frozen: FrozenPass) -> Features:
+        """Its active features in a pass."""
+        return features(frozen, self.weights, labels=self.labels)
+
+    def examples(self, model: Any, frozen: FrozenPass, feature: int) -> FeatureExamples:
+        """Where in the prompt one feature is active, and which tokens it promotes."""
+        return feature_examples(model, self.weights, frozen.tokens, [feature], promoted=TOP)
+
+
+def with_labels(dictionaries: Any, labels: Any) -> list[LabelledDictionary]:
+    """Dictionaries, one or several or none, with the labels of each.
+
+    Raises:
+        InvalidInputError: several dictionaries, and not as many labels.
+    """
+    if dictionaries is None:
+        return []
+    if not isinstance(dictionaries, (list, tuple)):
+        return [LabelledDictionary(dictionaries, labels)]
+    if labels is None:
+        labels = [None] * len(dictionaries)
+    if not isinstance(labels, (list, tuple)) or len(labels) != len(dictionaries):
+        raise InvalidInputError(
+            f"labels: there are {len(dictionaries)} dictionaries; pass a list with the labels of each, or None for one."
+        )
+    return [LabelledDictionary(*pair) for pair in zip(dictionaries, labels, strict=True)]
+
+
+# --------------------------------------------------------------------------- a question while it is answered
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a public function that can be made, and printed: a view shows what "copy as Python" gives.
+
+    Attributes:
+        path: of the function, from the package: ``"circuits.routes"``; or the method's name.
+        places: positional arguments after the run.
+        options: keyword arguments.
+        subject: what the code calls its first argument.
+        is_method: whether it is a method of the run, such as ``attribute`` of generated text.
+
+    >>> from tensorlens_tl.explorer.questions import Call
+    >>> call = Call("attribute", options={"target": 5, "method": "rollout"})
+    >>> print(call.code)
+    tlens.attribute(run, target=5, method='rollout')
+    """
+
+    path: str
+    places: tuple[int, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    subject: str = "run"
+    is_method: bool = False
+
+    def __call__(self, run: Any) -> Any:
+        """Make it, of a pass, of the difference of two, of generated text, or of the features of a pass."""
+        if self.is_method:
+            return getattr(run, self.path)(*self.places, **self.options)
+        function: Any = tensorlens_tl
+        for name in self.path.split("."):
+            function = getattr(function, name)
+        return function(run, *self.places, **self.options)
+
+    @property
+    def code(self) -> str:
+        """The call as Python."""
+        arguments = [*map(repr, self.places), *(f"{name}={value!r}" for name, value in self.options.items())]
+        if self.is_method:
+            return f"{self.subject}.{self.path}({', '.join(arguments)})"
+        return f"tlens.{self.path}({', '.join([self.subject, *arguments])})"
+
+
+@dataclass(eq=False)
+class Inquiry:
+    """One question, while a view answers it.
+
+    Attributes:
+        question: what the page asks.
+        passes: where its runs are, or are frozen now.
+        dictionaries: in which features are shown.
+        calls: those that answered it so far, or lines of Python, in their order.
+        last: what the last of these calls returned; None before the first.
+    """
+
+    question: Question
+    passes: Passes
+    dictionaries: Sequence[LabelledDictionary] = ()
+    calls: list[Call | str] = field(default_factory=list[Call | str])
+    last: Any = None
+
+    @property
+    def frozen(self) -> FrozenPass:
+        """The pass of its prompt or image; of a comparison the first run's."""
+        return self.passes.frozen(self.question)
+
+    @property
+    def change(self) -> Difference:
+        """The difference of its two runs, first less second."""
+        return self.passes.change(self.question)
+
+    @property
+    def run(self) -> FrozenPass | Difference:
+        """What it is about: one run, or the difference of two."""
+        if self.question.is_comparison:
+            return self.change
+        return self.frozen
+
+    @cached_property
+    def query(self) -> int:
+        """The position, counted over all tokens; of an image, the one that its class is read at.
+
+        Raises:
+            InvalidInputError: past the end.
+        """
+        if self.frozen.prompt.class_at is not None:
+            return self.frozen.prompt.class_at
+        length = self.frozen.tokens.shape[1]
+        query = self.question.query
+        if query is None:
+            return length - 1
+        if query >= length:
+            raise InvalidInputError(f"explorer: query is {query}; the prompt has {length} tokens.")
+        return query
+
+    @cached_property
+    def logits(self) -> Float[Tensor, "d_vocab"]:
+        """The model's logits at the query.
+
+        Raises:
+            UnsupportedModelError: a model without, or without probabilities.
+        """
+        logits = self.passes.logits(self.question, self.query)
+        if logits is None:
+            raise UnsupportedModelError("explorer: this model predicts no tokens, which the page asks about.")
+        self.frozen.view.require_probabilities("explorer")
+        return logits
+
+    @cached_property
+    def target(self) -> dict[str, int]:
+        """Target and minus, or their defaults, as options of the library's functions.
+
+        Raises:
+            InvalidInputError: a number or a text that is no token.
+        """
+        size = len(self.logits)
+        minus = self.question.minus
+        if isinstance(minus, str):  # as text, even where it is a word for a rank such as "first-choice"
+            minus = int(token_ids(self.frozen.view, minus, 1, "explorer: minus"))
+        for name, token in (("target", self.question.target), ("minus", minus)):
+            if token is not None and token >= size:
+                raise InvalidInputError(f"explorer: {name} is {token}; the vocabulary has {size} tokens.")
+        best = self.logits.topk(min(2, size)).indices.tolist()
+        target = self.question.target
+        if target is None:
+            target = best[0]
+            if minus == best[0]:  # no token stands against itself
+                target = best[-1]
+        if self.question.runner_up:
+            minus = runner_up(self.logits, target)
+        if minus == target and size == 1:  # the only class there is
+            minus = None
+        return {"target": target} if minus is None else {"target": target, "minus": minus}
+
+    @property
+    def aim(self) -> dict[str, int]:
+        """Target, minus and query as options of the library's functions."""
+        return {**self.target, "query": self.query}
+
+    def result(self, run: FrozenPass | Difference, path: str, *places: int, **options: Any) -> Any:
+        """Call a public function, by its path from the package: ``"circuits.routes"``; see `answer`."""
+        return self.answer(Call(path, places, options), run)
+
+    def answer(self, call: Call, subject: Any) -> Any:
+        """Make a call, and remember it for the code, and its result for Python."""
+        self.last = call(subject)
+        self.calls.append(call)
+        return self.last
+
+    @property
+    def code(self) -> str:
+        """Lines that give the results of its calls, the last of them as ``result``.
+
+        There `model` is the model, and `tuned` the second one.
+        """
+        question = self.question
+        two_models = self.passes.other is not None
+        lines = ["import tensorlens_tl as tlens", "", "# model is the model that the page shows"]
+        if two_models:
+            lines[-1] += ", tuned the second one"
+        if question.image is not None:
+            lines.append(f"# pixels is the image {question.image}, [1, channel, height, width], as the model reads it")
+        if question.other_image is not None:
+            lines.append(f"# other_pixels is the image {question.other_image}")
+        prompt = _prompt(question)
+        if any(isinstance(call, Call) and call.is_method for call in self.calls):
+            lines.append(f"run = tlens.generation.freeze_generation(model, {prompt}, max_new_tokens={question.new})")
+        else:
+            lines.append(f"run = tlens.freeze(model, {prompt})")
+        if question.is_comparison:
+            second = "tuned" if two_models else "model"
+            lines.append(f"other = tlens.freeze({second}, {_prompt(question.second, 'other_pixels')})")
+            lines.append("run = tlens.difference(run, other)")
+        lines += [call if isinstance(call, str) else f"result = {call.code}" for call in self.calls]
+        return "\n".join(lines)
+
+
+def runner_up(logits: Float[Tensor, "d_vocab"], target: int) -> int | None:
+    """The likeliest token besides a target; None where there is no other."""
+    best = logits.topk(min(2, len(logits))).indices.tolist()
+    return next((token for token in best if token != target), None)
+
+
+def _prompt(question: Question, pixels: str = "pixels") -> str:
+    """What is frozen, as Python; `pixels` is what the code calls an image."""
+    if question.image is not None:
+        return pixels
+    if question.chat:
+        return repr(question.message)
+    return repr(question.text)

@@ -1,11 +1,14 @@
 """The explorer's page over HTTP, for the browser of this machine alone.
 
 Safe by default: it listens on the loopback address; every question needs the random token of the page's address;
-another Host or Origin is refused; bodies and waiting questions are bounded. Questions are answered one at a time
-(`tensorlens_tl.explorer.jobs`); one whose page went away, or asked something else since, is cancelled.
+another Host or Origin is refused; bodies and waiting questions are bounded. Questions are jobs, answered one at a time;
+one whose page went away, or asked something else since, is cancelled. A job that waits is dropped at once. One that
+runs stops where the library next notes its progress (before a run of the model, at a block, at a stage of a chain or a
+chunk of rows), so that hooks and weights are put back as after any error.
 """
 
 import asyncio
+import itertools
 import json
 import secrets
 import socket
@@ -14,8 +17,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import CancelledError as FutureCancelledError
+from concurrent.futures import CancelledError as FutureCancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +32,138 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Message, Receive, Scope, Send
 
-from tensorlens_tl.algebra.progress import CancelledError
+from tensorlens_tl.algebra.progress import CancelledError, watching
 from tensorlens_tl.drawing.page import asset
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.explorer.images import LARGEST_FILE
-from tensorlens_tl.explorer.jobs import Jobs
 from tensorlens_tl.explorer.session import Session
+
+MOST_JOBS = 16
+"""Jobs that wait or run; further ones are refused."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One question on its way.
+
+    Attributes:
+        number: names it.
+        view: the view that it computes.
+        started: when it began to run, by `time.perf_counter`; None while it waits.
+        what, share: what the library does, and how much of it is done, 0 to 1; None where it does not say.
+        future: its answer.
+    """
+
+    number: int
+    view: str
+    started: float | None = None
+    what: str = ""
+    share: float | None = None
+    future: Future[Any] = field(default_factory=Future[Any])
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody wants its answer any more."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Drop it, or stop it where the library next notes its progress."""
+        self._cancelled.set()
+        self.future.cancel()
+
+    def watch(self, what: str, share: float | None) -> None:
+        """Take note of progress.
+
+        Raises:
+            CancelledError: it was cancelled.
+        """
+        if self._cancelled.is_set():
+            raise CancelledError
+        if not what:
+            return
+        is_under_way = share is not None and share < 1
+        self.what = what if is_under_way else ""
+        self.share = share if is_under_way else None
+
+    def describe(self) -> dict[str, Any]:
+        """What the page shows of it."""
+        seconds = None
+        if self.started is not None:
+            seconds = time.perf_counter() - self.started
+        return {"id": self.number, "view": self.view, "seconds": seconds, "what": self.what, "share": self.share}
+
+
+class Jobs:
+    """Runs jobs one at a time, in a thread of their own, so that a model is never used twice at once.
+
+    >>> from tensorlens_tl.explorer.server import Jobs
+    >>> jobs = Jobs()
+    >>> jobs.submit("sum", lambda: 1 + 1).future.result()
+    2
+    >>> jobs.close()
+    """
+
+    def __init__(self, most: int = MOST_JOBS) -> None:
+        self._most = most
+        self._numbers = itertools.count(1)
+        self._jobs: dict[int, Job] = {}
+        self._closed = False
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="explorer")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many jobs wait or run as may."""
+        return len(self._jobs) >= self._most
+
+    def submit(self, view: str, work: Callable[[], Any]) -> Job:
+        """Put a job at the end of the queue; after `close` it is cancelled at once."""
+        job = Job(next(self._numbers), view)
+        self._jobs[job.number] = job
+        job.future.add_done_callback(lambda _: self._jobs.pop(job.number, None))
+        if self._closed:
+            job.cancel()
+        else:
+            self._worker.submit(self._run, job, work)
+        return job
+
+    def _run(self, job: Job, work: Callable[[], Any]) -> None:
+        if job.is_cancelled or not job.future.set_running_or_notify_cancel():
+            return
+        job.started = time.perf_counter()
+        try:
+            with watching(job.watch):
+                answer = work()
+        except BaseException as error:
+            job.future.set_exception(error)
+        else:
+            job.future.set_result(answer)
+
+    def cancel(self, number: int) -> bool:
+        """Cancel a job.
+
+        Args:
+            number: its `Job.number`.
+
+        Returns:
+            Whether there was such a job.
+        """
+        job = self._jobs.get(number)
+        if job is not None:
+            job.cancel()
+        return job is not None
+
+    def describe(self) -> list[dict[str, Any]]:
+        """All jobs that run or wait, in their order."""
+        return [job.describe() for job in list(self._jobs.values())]
+
+    def close(self) -> None:
+        """Cancel every job, and take no more."""
+        self._closed = True
+        for job in list(self._jobs.values()):
+            job.cancel()
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
 
 STATIC = Path(__file__).parent / "static"
 SHARED = ("base.css", "page.css")
@@ -96,8 +226,6 @@ class Server:
         self._server = uvicorn.Server(config)
         self._thread: threading.Thread | None = None
 
-    # ------------------------------------------------------------------ running
-
     def run(self) -> None:
         """Serve until Ctrl-C, or until `close` is called from another thread."""
         try:
@@ -119,8 +247,6 @@ class Server:
         self._server.should_exit = True
         if self._thread is not None:
             self._thread.join(timeout=5)
-
-    # ------------------------------------------------------------------ requests
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application, for requests of this page alone, with `HEADERS` on every answer."""

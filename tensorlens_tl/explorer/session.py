@@ -1,26 +1,456 @@
-"""What the page shows, as dictionaries of numbers and text: one model, the passes of recent prompts, and its views.
+"""What the page shows, as dictionaries of numbers and text: its views, and a session of one model that gives them.
 
 Every number is a sum that the library gives, with its `gap`. Positions are counted over all tokens of a
 prompt. Nothing here knows of the web.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from tensorlens_tl.errors import FrozenModelError, InvalidInputError
-from tensorlens_tl.explorer.calls import code_of
-from tensorlens_tl.explorer.images import Images
-from tensorlens_tl.explorer.inquiry import Inquiry
-from tensorlens_tl.explorer.parts import with_labels
-from tensorlens_tl.explorer.passes import Passes, has_chat
-from tensorlens_tl.explorer.questions import Question
-from tensorlens_tl.explorer.views import VIEWS
-from tensorlens_tl.models import ModelView
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.circuits import Features, full_ov
+from tensorlens_tl.drawing.marks import short
+from tensorlens_tl.errors import FrozenModelError, InvalidInputError, TensorLensError
+from tensorlens_tl.explorer.images import Images, on_image
+from tensorlens_tl.explorer.questions import TOP, Call, Inquiry, Passes, Question, runner_up, with_labels
+from tensorlens_tl.models import RUNNER_UP, ModelView
 from tensorlens_tl.passes import Difference, FrozenPass
-from tensorlens_tl.passes.operator import token_label
+from tensorlens_tl.passes.operator import chosen_head, token_label
 from tensorlens_tl.registry import get_method, list_methods
+from tensorlens_tl.results import ScoreAttribution, ScoreChange, Terms
 
 View = dict[str, Any]
+
+BEST = 10
+"""Next tokens that are listed."""
+LONGEST_LABEL = 200
+"""Characters of a feature's label that are shown."""
+NODES = 40
+"""Nodes of the graph, where the page asks for no other number."""
+MOST_NODES = 200
+"""Nodes of the graph at most: more are a thicket."""
+
+
+def prompt_view(inquiry: Inquiry) -> View:
+    """Tokens of the prompt, and what the model says after the query; of two runs, what each of them says."""
+    frozen = inquiry.frozen
+    run = inquiry.run
+    logits = [inquiry.logits]
+    if isinstance(run, Difference):
+        second = run.b.logits(inquiry.query)
+        assert second is not None
+        logits.append(second[0, 0])
+    target = inquiry.target
+    foils = [runner_up(of, target["target"]) for of in logits]
+    view = {
+        "tokens": run.str_tokens[0],
+        "query": inquiry.query,
+        "next": _likeliest(frozen, [of.double().softmax(-1) for of in logits]),
+        **{name: _token(frozen, token) for name, token in target.items()},
+        "runners_up": [_token(frozen, token) for token in foils if token is not None],
+        "proof": max(run.errors.values(), default=0.0),
+        "numbers": [float(of[target["target"]] - (of[target["minus"]] if "minus" in target else 0)) for of in logits],
+    }
+    if not isinstance(run, Difference):
+        inquiry.calls.append(f"result = run.logits({inquiry.query})")
+        return view
+    inquiry.calls.append(f"result = [of.logits({inquiry.query}) for of in run.runs]")
+    return view | {"changed": (frozen.tokens != run.b.tokens)[0].tolist()}
+
+
+def _token(frozen: FrozenPass, token: int) -> View:
+    """A token's number and text."""
+    return {"id": token, "text": token_label(frozen.view, token)}
+
+
+def _likeliest(frozen: FrozenPass, chances: list[Float[Tensor, "d_vocab"]]) -> list[View]:
+    """The tokens that one of the runs finds likeliest, with their probability in each."""
+    best = torch.stack(chances).amax(0).argsort(descending=True)[:BEST].tolist()
+    names = ("chance", "other_chance")
+    return [
+        _token(frozen, token) | {name: float(of[token]) for name, of in zip(names, chances, strict=False)}
+        for token in best
+    ]
+
+
+def tokens_view(inquiry: Inquiry) -> View:
+    """What each token gives to the target, by the method that was chosen."""
+    question = inquiry.question
+    frozen = inquiry.frozen
+    method = question.method
+    if question.is_comparison:
+        method = "difference"
+    options: dict[str, Any] = {"query": inquiry.query}
+    if get_method(method).explains_prediction():
+        options |= inquiry.target
+    attribution = inquiry.result(inquiry.run, "attribute", method=method, **options)
+    view: View = {"scores": attribution.scores[0, 0].tolist(), "label": attribution.target, "method": method}
+    view["additive"] = attribution.additive
+    for name in ("bias", "total", "gap"):
+        value = getattr(attribution, name)
+        view[name] = None if value is None else float(value[0, 0])
+    if method == "difference" and not question.is_comparison:
+        view["baseline"] = "the mean embedding in every place"
+        if frozen.view.reads != "tokens":
+            view["baseline"] = "its mean patch in every place"
+        elif getattr(frozen.view.tokenizer, "mask_token_id", None) is not None:
+            view["baseline"] = "the mask token in every place"
+    return view
+
+
+def components_view(inquiry: Inquiry) -> View:
+    """The direct effects: heads and MLPs as rows of a matrix, and all else that writes to the stream by name."""
+    terms = inquiry.result(inquiry.run, "circuits.logit_attribution", by="head", **inquiry.aim)
+    scores = dict(zip(terms.names, terms.scores[0, 0].tolist(), strict=True))
+    heads: list[list[float | None]] = []
+    mlps: list[float | None] = []
+    for layer, block in enumerate(inquiry.frozen.view.blocks):
+        count = 0 if block.mixer else block.attention.heads
+        heads.append([scores.pop(f"L{layer}H{head}", None) for head in range(count)])
+        mlps.append(scores.pop(f"MLP{layer}", None))
+    rest = sorted(scores.items(), key=lambda item: -abs(item[1]))
+    return {
+        "heads": heads,
+        "mlps": mlps,
+        "rest": [{"name": name, "score": score} for name, score in rest],
+        "total": float(terms.total[0, 0]),
+        "gap": float(terms.gap[0, 0]),
+        "label": terms.target,
+    }
+
+
+def head_view(inquiry: Inquiry) -> View:
+    """Where a head attends, what it moves to the answer, why it attends there, and what it promotes.
+
+    Raises:
+        InvalidInputError: no head was named, or a key after the query.
+    """
+    question = inquiry.question
+    if question.layer is None or question.head is None:
+        raise InvalidInputError("explorer: layer and head are missing; click a head.")
+    run = inquiry.run
+    frozen = inquiry.frozen
+    layer, head = chosen_head(frozen.view, question.layer, question.head)
+    query = inquiry.query
+    if question.key is not None and question.key > query and frozen.prompt.class_at is None:
+        raise InvalidInputError(f"explorer: key is {question.key}; the query, {query}, comes before it.")
+    name = f"L{layer}H{head}"
+    patterns = [frozen.pattern(layer)[0, head, query]]
+    strength = patterns[0]
+    if isinstance(run, Difference):
+        patterns.append(run.b.pattern(layer)[0, head, query])
+        strength = (patterns[0] - patterns[1]).abs()
+    terms = inquiry.result(run, "circuits.logit_attribution", by="head_token", **inquiry.aim)
+    moved = terms.keys[0, 0, terms.names.index(name)]
+    key = question.key
+    if key is None:
+        key = int(strength.argmax())
+    return {
+        "name": name,
+        "pattern": patterns[0].tolist(),
+        "other_pattern": patterns[1].tolist() if len(patterns) > 1 else None,
+        "moved": moved.nan_to_num(0.0).tolist(),
+        "score": float(terms[name][0, 0]),
+        "key": key,
+        "reads": frozen.str_tokens[0][key],
+        "why": _why(inquiry, layer, head, query, key),
+        "promotes": _promotes(frozen, layer, head, key),
+    }
+
+
+def _why(inquiry: Inquiry, *place: int) -> View:
+    """Why a head attends there, by components: the score, or of two runs the change of its pattern.
+
+    Args:
+        inquiry: the question.
+        place: layer, head, query and key.
+    """
+    of = "pattern" if inquiry.question.is_comparison else "score"
+    try:
+        parts = inquiry.result(inquiry.run, "circuits.qk_attribution", *place, by="head", of=of)
+    except TensorLensError as error:
+        return {"refused": str(error)}
+    return {"of": of, "rows": _why_rows(parts), "total": float(parts.total[0]), "gap": float(parts.gap[0])}
+
+
+def _why_rows(parts: ScoreAttribution | ScoreChange) -> list[View]:
+    """The largest parts of an attention score, or of its change, and what all others give: they sum to its total."""
+    rows: list[View] = [{"name": entry.name, "score": entry.score} for entry in parts.top(TOP)]
+    alone: dict[str, float] = {}
+    if isinstance(parts, ScoreAttribution):
+        kind = "pairs"
+        all_parts = parts.pairs[0]
+        alone["the query alone, with the key’s bias"] = float(parts.query_sources[0].double().sum())
+        alone["the key alone, with the query’s bias"] = float(parts.key_sources[0].double().sum())
+        alone["both biases"] = float(parts.bias[0])
+    else:
+        kind = "parts"
+        all_parts = torch.cat([parts.query_sources[0], parts.key_sources[0], parts.constants[0]])
+    count = all_parts.numel() - len(rows)
+    if count:
+        others = float(all_parts.double().sum()) - sum(row["score"] for row in rows)
+        rows += [{"name": f"{count} other {kind}", "score": others, "muted": True}]
+    return rows + [{"name": name, "score": score, "muted": True} for name, score in alone.items() if score]
+
+
+def _promotes(frozen: FrozenPass, layer: int, head: int, key: int) -> list[View]:
+    """The tokens whose logits a head raises most where it reads the key's token, by its weights alone."""
+    try:
+        circuit = full_ov(frozen, layer, head)
+    except TensorLensError:
+        return []
+    row = circuit.A[frozen.tokens[0, key]] @ circuit.B
+    best = row.topk(min(TOP, len(row)))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [_token(frozen, token) | {"score": score} for token, score in pairs]
+
+
+def routes_view(inquiry: Inquiry) -> View:
+    """By which routes the change of two runs passes each layer.
+
+    Raises:
+        InvalidInputError: one run alone.
+    """
+    if not inquiry.question.is_comparison:
+        raise InvalidInputError("explorer: routes are of two runs; type a second prompt, or choose a second image.")
+    passed = inquiry.result(inquiry.change, "circuits.routes", **inquiry.aim)
+    table = passed.to_dataframe().pivot_table(index="layer", columns="route", values="score", sort=False)
+    table = table.loc[:, (table != 0).any()]
+    return {
+        "layers": list(table.index),
+        "routes": list(table.columns),
+        "scores": table.to_numpy().tolist(),
+        "total": float(passed.total[0, 0]),
+        "gap": float(passed.gap.max()),
+    }
+
+
+def ablate_view(inquiry: Inquiry) -> View:
+    """What the target loses without one node, in the frozen model and in the live one.
+
+    Raises:
+        InvalidInputError: no node was named, or two runs are compared.
+    """
+    node = inquiry.question.node
+    if node is None:
+        raise InvalidInputError("explorer: node is missing; click a head or an MLP.")
+    if inquiry.question.is_comparison:
+        raise InvalidInputError("explorer: an ablation is of one run; leave the second prompt or image out.")
+    losses: View = {}
+    total = 0.0
+    for name, live in (("frozen", False), ("live", True)):
+        terms = inquiry.result(inquiry.frozen, "circuits.total_effects", nodes=[node], live=live, **inquiry.aim)
+        losses[name] = float(terms.scores[0, 0, 0])
+        total = float(terms.total[0, 0])
+    return {"node": node, "before": total, "after": total - losses["live"], **losses}
+
+
+def graph_view(inquiry: Inquiry) -> View:
+    """The strongest nodes through which the target came about, and the edges between them.
+
+    What enters a node besides the edges and its bias comes from nodes that are not in the graph.
+    """
+    count = min(inquiry.question.nodes or NODES, MOST_NODES)
+    graph = inquiry.result(inquiry.run, "circuits.contribution_graph", **inquiry.aim, nodes=count, threshold=0)
+    columns = ["name", "kind", "layer", "pos", "token", "weight", "bias"]
+    rows = zip(*(graph.nodes[column].tolist() for column in columns), strict=True)
+    nodes: list[View] = [dict(zip(columns, row, strict=True)) for row in rows]
+    for node in nodes:
+        sources = node["kind"] in ("embedding", "bias")
+        node["others"] = 0.0 if sources else node["weight"] - node["bias"]
+    edges = list(zip(*(graph.edges[column].tolist() for column in ("source", "target", "weight")), strict=True))
+    for _, end, weight in edges:
+        nodes[end]["others"] -= weight
+    edges.sort(key=lambda edge: -abs(edge[2]))
+    view = {"nodes": nodes, "edges": edges, "label": graph.target, "total": graph.total, "gap": graph.gap}
+    return view | {"completeness": graph.completeness}
+
+
+def neurons_view(inquiry: Inquiry) -> View:
+    """The neurons of one MLP with the largest effects on the target, and the sum of the others.
+
+    Raises:
+        InvalidInputError: no MLP was named, or none of this name.
+    """
+    node = inquiry.question.node
+    if node is None:
+        raise InvalidInputError("explorer: node is missing; click an MLP.")
+    terms: Terms = inquiry.result(inquiry.run, "circuits.logit_attribution", **inquiry.aim, by="neuron")
+    scores = zip(terms.names, terms.scores[0, 0].tolist(), strict=True)
+    neurons = [{"name": name, "score": score} for name, score in scores if name.startswith(f"{node}.N")]
+    if not neurons:
+        raise InvalidInputError(f"explorer: node is {short(node, 40)!r}; click an MLP, which has neurons.")
+    return {"node": node, **_largest(neurons), "label": terms.target, "gap": float(terms.gap[0, 0])}
+
+
+def _largest(rows: Iterable[View]) -> View:
+    """The largest of some scored rows, how many others there are, and what these and all give."""
+    ordered = sorted(rows, key=lambda row: -abs(row["score"]))
+    others = ordered[TOP:]
+    return {
+        "top": ordered[:TOP],
+        "count": len(others),
+        "others": sum(row["score"] for row in others),
+        "total": sum(row["score"] for row in ordered),
+    }
+
+
+def features_view(inquiry: Inquiry) -> View:
+    """The features of a dictionary with the largest effects, the sum of the others, and what belongs to no feature."""
+    active = _active(inquiry)
+    call = Call("circuits.feature_effects", options=inquiry.aim, subject="features")
+    terms: Terms = inquiry.answer(call, active)
+    tokens = active.frozen.str_tokens[0]
+    listed: list[View] = []
+    rest: dict[str, float] = {}
+    for name, score in zip(terms.names, terms.scores[0, 0].tolist(), strict=True):
+        number, _, position = name.removeprefix("F").partition("@")
+        if not (name.startswith("F") and number.isdecimal()):
+            kind = name.partition("@")[0]
+            rest[kind] = rest.get(kind, 0.0) + score
+            continue
+        feature = int(number)
+        at = int(position)
+        about = {"feature": feature, "at": at, "label": _label(active, feature), "token": tokens[at]}
+        listed.append({"name": name, "score": score, **about})
+    return {
+        **_largest(listed),
+        "rest": [{"name": name, "score": score} for name, score in rest.items()],
+        "label": terms.target,
+        "whole": float(terms.total[0, 0]),
+        "gap": float(terms.gap[0, 0]),
+        "hook": active.hook,
+        "explained": active.explained,
+        "active": active.active_per_token,
+    }
+
+
+def feature_view(inquiry: Inquiry) -> View:
+    """Which tokens a feature's pre-activation comes from, and which it promotes, by one unit of its decoder.
+
+    Raises:
+        InvalidInputError: no feature was named.
+    """
+    question = inquiry.question
+    feature = question.feature
+    if feature is None:
+        raise InvalidInputError("explorer: feature is missing; click a feature.")
+    active = _active(inquiry)
+    at = question.at
+    if at is None:
+        at = inquiry.query
+    sources = inquiry.answer(Call("circuits.feature_attribution", (feature,), {"query": at}, "features"), active)
+    dictionary = inquiry.dictionaries[question.dictionary or 0]
+    shown = dictionary.examples(inquiry.passes.model, active.frozen, feature)
+    promoted = zip(shown.promoted[0].tolist(), shown.promotion[0].tolist(), strict=True)
+    return {
+        "name": f"F{feature}",
+        "feature": feature,
+        "at": at,
+        "label": _label(active, feature),
+        "value": float(active.value(feature)[0, at]),
+        "scores": sources.scores[0, 0].tolist(),
+        "bias": float(sources.bias[0, 0]),
+        "total": float(sources.total[0, 0]),
+        "gap": float(sources.gap[0, 0]),
+        "promotes": [{"text": shown.texts[token], "score": score} for token, score in promoted],
+    }
+
+
+def _active(inquiry: Inquiry) -> Features:
+    """The active features of the dictionary that is asked about.
+
+    Raises:
+        InvalidInputError: there is none, or two runs are compared.
+    """
+    number = inquiry.question.dictionary or 0
+    count = len(inquiry.dictionaries)
+    if number >= count:
+        raise InvalidInputError(f"explorer: dictionary {number} of {count}; pass explore(model, dictionaries=…).")
+    if inquiry.question.is_comparison:
+        raise InvalidInputError("explorer: features are of one run; leave the second prompt out.")
+    dictionary = inquiry.dictionaries[number]
+    inquiry.calls.append(dictionary.code)
+    return dictionary.features(inquiry.frozen)
+
+
+def _label(active: Features, feature: int) -> str:
+    """What a feature is called, as text that every page can show."""
+    return short(active.labels.get(feature, "").encode(errors="replace").decode(), LONGEST_LABEL)
+
+
+def generated_view(inquiry: Inquiry) -> View:
+    """Tokens of prompt and continuation, and what each gave to a stretch of the continuation.
+
+    Raises:
+        InvalidInputError: nothing is to be written, an empty stretch, or a comparison.
+    """
+    question = inquiry.question
+    if question.new is None:
+        raise InvalidInputError("explorer: new is missing; say how many tokens the model shall write.")
+    if question.is_comparison:
+        raise InvalidInputError("explorer: generated text is of one run; leave the second prompt out.")
+    options: dict[str, Any] = {"span": "all"}
+    if question.start is not None and question.stop is not None:
+        if question.start >= question.stop:
+            raise InvalidInputError(f"explorer: start is {question.start} and stop {question.stop}: no token.")
+        options["span"] = (question.start, question.stop)
+    minus = question.minus
+    if question.runner_up:
+        minus = RUNNER_UP
+    if minus is not None:
+        options["minus"] = minus
+    if question.hops:
+        options["hops"] = question.hops
+    written = inquiry.passes.written(question)
+    attribution = inquiry.answer(Call("attribute", options=options, is_method=True), written)
+    numbers = {"bias": attribution.bias, "total": attribution.total, "gap": attribution.gap}
+    positions = attribution.options["asked"][0]
+    return {
+        "tokens": written.frozen.str_tokens[0],
+        "first": written.generated_ranges()[0][0],
+        "start": positions[0],
+        "stop": positions[-1] + 1,
+        "scores": attribution.scores[0, 0].tolist(),
+        "label": attribution.target,
+        **{name: float(value[0, 0]) for name, value in numbers.items() if value is not None},
+    }
+
+
+def image_view(inquiry: Inquiry) -> View:
+    """The scores of an image's patches, with the image as the model reads it; of two images, with the second one.
+
+    Raises:
+        InvalidInputError: no image.
+        UnsupportedModelError: patches that do not tile it.
+    """
+    question = inquiry.question
+    if question.image is None:
+        raise InvalidInputError("explorer: image is missing; choose or upload one.")
+    view = tokens_view(inquiry) | on_image(inquiry.frozen)
+    if question.is_comparison:
+        view["second_picture"] = on_image(inquiry.change.b)["picture"]
+    return view
+
+
+VIEWS: Mapping[str, Callable[[Inquiry], View]] = {
+    "prompt": prompt_view,
+    "tokens": tokens_view,
+    "components": components_view,
+    "head": head_view,
+    "routes": routes_view,
+    "ablate": ablate_view,
+    "graph": graph_view,
+    "neurons": neurons_view,
+    "features": features_view,
+    "feature": feature_view,
+    "generated": generated_view,
+    "image": image_view,
+}
+"""What the page can ask for."""
 
 
 class Session:
@@ -97,22 +527,28 @@ class Session:
         self.question = question
         if inquiry.last is not None:
             self.last = inquiry.last
-        return answer | {"code": code_of(question, inquiry.calls, two_models=self.other is not None)}
+        return answer | {"code": inquiry.code}
 
     def about(self) -> View:
         """The model, the methods that the page offers, and which inputs it takes."""
-        methods = [{"name": method, "about": _first_sentence(method)} for method in list_methods()]
-        view: View = {"name": self.name, "two_models": self.other is not None, "methods": methods}
-        view["dictionaries"] = [dictionary.hook for dictionary in self.dictionaries]
-        view |= {"chat": has_chat(self.model), "version": self._passes.version}
+        methods: list[View] = []
+        for method in list_methods():
+            sentence = (get_method(method).__doc__ or "").split("\n\n")[0].replace("\n", " ").replace("`", "")
+            methods.append({"name": method, "about": sentence})
+        view: View = {
+            "name": self.name,
+            "two_models": self.other is not None,
+            "methods": methods,
+            "dictionaries": [dictionary.hook for dictionary in self.dictionaries],
+            "chat": bool(getattr(getattr(self.model, "tokenizer", None), "chat_template", None)),
+            "version": self._passes.version,
+        }
         model = ModelView(self.model)
         if model.reads == "images":
             classes = [token_label(model, token) for token in range(model.d_vocab)]
             view |= {"images": self.images.given, "pictures": self.images.pictures}
             view |= {"classes": classes, "processor": self.images.has_processor}
         return view
-
-    # ------------------------------------------------------------------ passes
 
     def frozen(self, question: Question, *, second: bool = False) -> FrozenPass:
         """The pass of a question's prompt or image, or of its second prompt, held for later questions."""
@@ -121,7 +557,3 @@ class Session:
     def change(self, question: Question) -> Difference:
         """The difference of two prompts' runs, first less second; of two models the second prompt runs on `other`."""
         return self._passes.change(question)
-
-
-def _first_sentence(method: str) -> str:
-    return (get_method(method).__doc__ or "").split("\n\n")[0].replace("\n", " ").replace("`", "")

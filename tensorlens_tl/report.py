@@ -1,0 +1,945 @@
+"""Pages about one prompt: several methods side by side, or everything about a prediction.
+
+* `compare`: several methods side by side for one prompt;
+* `explain`: everything about one prediction as one page;
+* `explain_generation`: everything about a text that a model wrote;
+* `Picture`: what both return; a notebook shows it, ``.save("page.html")`` keeps it.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from tensorlens_tl import circuits
+from tensorlens_tl._arguments import checked_names
+from tensorlens_tl.drawing import graphs
+from tensorlens_tl.drawing.heat_maps import LOOSE, side_by_side, strips
+from tensorlens_tl.drawing.marks import colour_bar, largest_of, note, number, short, token_marks, visible
+from tensorlens_tl.drawing.page import Picture, folded, panel, table
+from tensorlens_tl.errors import InvalidInputError, TensorLensError, warn_caller
+from tensorlens_tl.generation import FrozenGeneration, check_hops, freeze_generation
+from tensorlens_tl.models import RUNNER_UP, ModelLike, Query, TokenLike
+from tensorlens_tl.passes import FrozenPass, freeze, one_check
+from tensorlens_tl.passes.inputs import joined, one_query
+from tensorlens_tl.passes.operator import logit_label, target_ids, token_label
+from tensorlens_tl.registry import Method, attribute, get_method, list_methods
+from tensorlens_tl.results import Attribution, Terms, array
+
+__all__ = ["Picture", "compare", "explain", "explain_generation"]
+
+if TYPE_CHECKING:
+    Results = Attribution | Iterable[Attribution] | Mapping[str, Attribution]
+else:
+    Results = Any  # what is no Attribution is refused by `compare`
+
+LISTED = 5
+"""How many of the likeliest tokens are listed."""
+
+NAMED = 5
+"""How many tokens and components are named on the first screen."""
+
+LARGEST = 12
+"""Source tokens that a table of a generated text's page names."""
+
+SMALL = 0.01
+"""Scores below this share of the largest do not count for the error of an estimate."""
+
+FACTS = ("bias", "total", "gap")
+"""What stands below the tokens: members of a result, where it has them."""
+
+COMPONENT = re.compile(r"(encoder\.|decoder\.)?(L\d+(H\d+|\.cross\.H\d+|E\d+|\.mixer|\.shared)|MLP\d+)")
+"""The names of heads, experts, mixers and MLPs."""
+
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "tensorlens": {"target": {"collapse": "target"}, "in_out": {"collapse": "in_out"}, "norm": {"collapse": "norm"}},
+    "mean": {"norm": {"layer_map": "norm:attn_res_ln"}},  # of attention it is the same as that method
+    "decompx": {"target": {"aggregate": "target"}, "norm": {"aggregate": "norm"}},
+}
+"""Methods that answer several questions, with the options of each; a target in them is the report's target."""
+
+ESTIMATES: dict[str, dict[str, Any]] = {"tensorlens (norm)": {"probes": 32, "rows": "orthonormal"}}
+"""What is estimated where the exact scores cost too much, and with which options."""
+
+LIMIT = 2e11
+"""Operations that one method may cost in a report, unless it is named or all are wanted: some seconds on two cores."""
+
+
+# --------------------------------------------------------------------------- several results side by side
+
+
+@checked_names
+def compare(results: Results, *, batch: int = 0, query: int | str = -1) -> Picture:
+    """Several results of one prompt side by side: a row per source token, a column per result.
+
+    Columns do not share their colours, since the units of methods differ. Where a result comes with a total, its
+    bias, total and gap stand below.
+
+    Args:
+        results: Attributions, or a mapping from headings to Attributions.
+        batch: the prompt.
+        query: which query of those that hold several, counted over real ones, or a text.
+
+    Returns:
+        A Picture: a notebook shows it, and ``.save("page.html")`` writes it.
+
+    Raises:
+        InvalidInputError: no results, or results of different prompts.
+
+    >>> results = {name: tlens.attribute(frozen, method=name) for name in ("ifr", "alti")}
+    >>> tlens.report.compare(results).title
+    '2 attributions of one prompt'
+    """
+    named = _named(results)
+    first = next(iter(named.values()))
+    tokens = first.tokens[batch]
+    for name, result in named.items():
+        if result.tokens[batch : batch + 1] != [tokens]:
+            raise InvalidInputError(
+                f"compare: {name!r} is of other tokens than {next(iter(named))!r}; compare one prompt."
+            )
+    rows = {name: result.query_row(query, batch) for name, result in named.items()}
+    positions = {name: int(result.queries[batch, rows[name]]) for name, result in named.items()}
+    if len(set(positions.values())) > 1:
+        raise InvalidInputError(f"compare: results of different queries (positions {positions}); compare one query.")
+    real = [position for position in range(len(tokens)) if first.mask[batch, position]]
+    columns = {name: array(result.plane(batch)[rows[name]])[real] for name, result in named.items()}
+    hints = {name: result.target or result.method for name, result in named.items()}
+    facts = {what: {name: _fact(result, what, batch, rows[name]) for name, result in named.items()} for what in FACTS}
+    caption = "Blue adds, orange takes away; each column from its own largest value."
+    caption = " ".join([caption, *_footnotes(named, batch, rows)])
+    chart = side_by_side({position: tokens[position] for position in real}, columns, hints, facts, caption=caption)
+    title = f"{len(named)} attributions of one prompt"
+    return Picture(title, panel(title, chart))
+
+
+def _named(results: Results) -> dict[str, Attribution]:
+    """Results by their headings: those that are given, or the methods' names and what their scores measure."""
+    if isinstance(results, Attribution):
+        results = [results]
+    named: dict[str, Any] = {}
+    if isinstance(results, Mapping):
+        named = {str(name): result for name, result in results.items()}
+    else:
+        for result in results:
+            name = str(getattr(result, "method", result))
+            options = getattr(result, "options", {})
+            kind = options.get("collapse") or options.get("aggregate")
+            if kind:
+                name = f"{name} ({kind})"
+            if name in named:
+                name = f"{name} {len(named)}"
+            named[name] = result
+    if not named or not all(isinstance(result, Attribution) for result in named.values()):
+        raise InvalidInputError("compare: pass Attributions, [a, b, …] or {'heading': a, …}, of one prompt.")
+    return named
+
+
+def _fact(result: Attribution, what: str, batch: int, row: int) -> float | None:
+    """A number of one query, one of `FACTS`, where the result has it."""
+    values = getattr(result, what)
+    if values is None:
+        return None
+    return float(values[batch, row])
+
+
+def _is_loose(result: Attribution, batch: int, row: int) -> bool:
+    """Whether a query's scores and bias are visibly not its total."""
+    gap = _fact(result, "gap", batch, row)
+    return gap is not None and gap > LOOSE
+
+
+def _footnotes(results: Mapping[str, Attribution], batch: int, rows: Mapping[str, int]) -> list[str]:
+    """What each gap means that is framed because it is large: a sentence for each kind of reason."""
+    loose: dict[str, list[str]] = {}
+    for name, result in results.items():
+        if not _is_loose(result, batch, rows[name]):
+            continue
+        if "steps" in result.options:
+            why = f"its integral has not converged at steps={result.options['steps']}; take more steps."
+        elif not result.additive:
+            why = "the method does not claim that scores and bias add up to the logit."
+        else:
+            why = "scores and bias should add up and do not; compute in float64."
+        loose.setdefault(why, []).append(name)
+    return [f"The gap of {' and '.join(names)} is framed: {why}" for why, names in loose.items()]
+
+
+# --------------------------------------------------------------------------- what is predicted
+
+
+class Chance(NamedTuple):
+    """A token that may come next.
+
+    Attributes:
+        name: the token.
+        probability: between 0 and 1.
+        role: ``"explained"``, ``"against"``, or nothing.
+    """
+
+    name: str
+    probability: float
+    role: str = ""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model predicts at one position of one prompt, and which logit is explained.
+
+    Attributes:
+        query: the position, as a query of the library's functions.
+        position: the same, counted over all tokens.
+        chances: the likeliest tokens with their probabilities, and after them what is explained, where it is not
+            among them; none for a model that predicts no tokens, and of a classifier whose answers do not exclude each
+            other.
+        target, minus: the token that is explained, and the one that it is compared with.
+        label: both in words.
+    """
+
+    query: int
+    position: int
+    chances: list[Chance]
+    target: int | None = None
+    minus: int | None = None
+    label: str = ""
+
+    @property
+    def best(self) -> list[tuple[str, float]]:
+        """The likeliest tokens with their probabilities; none for a model that predicts no tokens."""
+        return [(chance.name, chance.probability) for chance in self.chances[:LISTED]]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Target and minus as options of a method or a circuit."""
+        tokens = {"target": self.target, "minus": self.minus}
+        return {name: token for name, token in tokens.items() if token is not None}
+
+
+def predict(
+    frozen: FrozenPass, target: TokenLike = None, minus: TokenLike = None, query: Query | None = None
+) -> Prediction:
+    """The model's prediction, and what is to be explained about it.
+
+    Args:
+        frozen: a pass of one prompt.
+        target, minus: a token, and one to compare it with. By default the model's first choice against its second.
+        query: one position. By default the last, or the one that a classifier reads; in a masked language model the
+            first mask.
+
+    Raises:
+        InvalidInputError: several positions, a token that is none, or a target of a model that predicts no tokens.
+    """
+    if query is None:
+        query = -1
+        mask = getattr(frozen.view.tokenizer, "mask_token_id", None)
+        real = frozen.tokens[0][frozen.mask[0]].tolist()
+        if frozen.view.mlm_head is not None and frozen.view.classes is None and mask in real:
+            query = real.index(mask)
+    at = one_query(frozen.prompt, query)
+    position = int(at)
+    number = int(frozen.mask[0, :position].sum())  # real tokens before it
+    logits = frozen.logits(number)
+    if logits is None:
+        if target is not None or minus is not None:
+            raise InvalidInputError(f"target: {frozen.view.description} predicts no tokens; leave it out.")
+        return Prediction(number, position, [])
+    logits = logits[0, 0]
+    order = logits.argsort(descending=True).tolist()
+    if target is None:
+        target = order[0]
+        if minus is None and frozen.view.has_probabilities:
+            minus = order[1]
+    ids, others = target_ids(frozen, at, target, minus)
+    target_id = int(ids)
+    minus_id = None if others is None else int(others)
+    roles = {minus_id: "against", target_id: "explained"}
+    label = logit_label(frozen.view, target_id, minus_id)
+    if not frozen.view.has_probabilities:
+        return Prediction(number, position, [], target_id, minus_id, label)
+    probabilities = logits.double().softmax(-1)
+    chances = [
+        Chance(token_label(frozen.view, token), float(probabilities[token]), roles.get(token, ""))
+        for token in dict.fromkeys([*order[:LISTED], target_id, minus_id])
+        if token is not None
+    ]
+    return Prediction(number, position, chances, target_id, minus_id, label)
+
+
+# --------------------------------------------------------------------------- what the methods say
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a report leaves out.
+
+    Attributes:
+        every: nothing is left out, and everything is exact.
+        named: the methods were named, and run whatever they cost.
+    """
+
+    every: bool = False
+    named: bool = False
+
+
+NONE_SLOW = Limits()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One method's scores for a prediction.
+
+    Attributes:
+        method: as it is registered.
+        result: its scores.
+        about_target: whether it explains the report's target.
+    """
+
+    method: Method
+    result: Attribution
+    about_target: bool
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the methods say, by name.
+
+    Attributes:
+        shown: the answers.
+        refused: the methods without one, and why.
+        failed: the methods that raised an error that is none of the library's, and which.
+    """
+
+    shown: dict[str, Answer] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def answers(frozen: FrozenPass, prediction: Prediction, methods: Sequence[str], limits: Limits = NONE_SLOW) -> Answers:
+    """Every method's answer for one query, and why some have none. A method that fails also warns.
+
+    Args:
+        frozen: a pass of one prompt.
+        prediction: the query, and what is explained.
+        methods: names of methods.
+        limits: what is left out because it costs more than `LIMIT`.
+    """
+    variants = [
+        (method, variant, options)
+        for method in sorted(methods, key=lambda name: (name != "tensorlens", name))
+        for variant, options in VARIANTS.get(method, {"": {}}).items()
+    ]
+    said = Answers()
+    for method, variant, options in tqdm(variants, desc="methods", leave=False, disable=None):
+        registered = get_method(method)
+        if registered.explains_prediction(options) and not prediction.options:
+            continue
+        name = method
+        if variant:
+            name = f"{method} ({variant})"
+        is_slow = not limits.every and operations(frozen, registered, options) > LIMIT
+        if is_slow and name in ESTIMATES:
+            options = options | ESTIMATES[name]
+        elif is_slow and not limits.named:
+            said.refused[name] = (
+                f"It runs the model {registered.cost(frozen, options)} times, some "
+                f"{operations(frozen, registered, options):.0e} operations; a report leaves out what costs more than "
+                f"{LIMIT:.0e}. Name it in methods= (--methods), or pass slow=True (--slow)."
+            )
+            continue
+        try:
+            answer = _answer(frozen, prediction, registered, options)
+        except Exception as error:  # of a method that somebody registered: the others still have answers
+            said.failed[name] = f"Method {name!r} failed: {type(error).__name__}: {error}"
+            warn_caller(said.failed[name])
+            continue
+        if isinstance(answer, str):
+            said.refused[name] = answer
+        else:
+            said.shown[name] = answer
+    return said
+
+
+def _answer(frozen: FrozenPass, prediction: Prediction, method: Method, options: dict[str, Any]) -> Answer | str:
+    """One method's answer, or why it has none."""
+    about_target = method.explains_prediction(options)
+    question: dict[str, Any] = {"query": prediction.query}
+    if about_target:
+        question |= prediction.options
+    question = {option: value for option, value in question.items() if method.takes(option)}
+    try:
+        result = attribute(frozen, method=method.name, **options, **question)
+    except TensorLensError as error:
+        return str(error)
+    if prediction.position not in result.queries[0].tolist():
+        return f"It says nothing about position {prediction.position}."
+    return Answer(method, result, about_target)
+
+
+def operations(frozen: FrozenPass, method: Method, options: dict[str, Any]) -> float:
+    """Additions and multiplications that a method costs: two for each weight and token, in each of its runs."""
+    weights = sum(parameter.numel() for parameter in frozen.model.parameters())
+    return 2.0 * weights * frozen.tokens.numel() * method.cost(frozen, options)
+
+
+# --------------------------------------------------------------------------- the first screen
+
+Lines = list[tuple[str, float]]
+
+
+def answer_html(frozen: FrozenPass, prediction: Prediction, tokens: Attribution, components: Terms | None) -> str:
+    """The first screen of a report.
+
+    Args:
+        frozen: a pass of one prompt.
+        prediction: what is explained.
+        tokens: the scores of the prompt's tokens, which sum to what is explained.
+        components: direct effects of heads and MLPs; None where there are none.
+    """
+    parts: list[str] = []
+    if prediction.chances:
+        place = "after"
+        if frozen.view.classes is not None:
+            place = "at"
+        elif frozen.view.mlm_head is not None:
+            place = "in place of"
+        token = frozen.str_tokens[0][prediction.position]
+        title = f"What it expects {place} {token!r}, position {prediction.position}"
+        parts.append(_card(title, _chances(prediction.chances)))
+    parts.append(tokens_card(tokens))
+    if components is not None:
+        parts.append(components_card(components))
+    return f"{_statement(prediction, tokens)}{_prompt(tokens)}{_cards(*parts)}"
+
+
+def _statement(prediction: Prediction, tokens: Attribution) -> str:
+    """What is predicted, and what is explained about it, as a heading and a sentence."""
+    assert tokens.total is not None
+    total = float(tokens.total[0, -1])
+    if not prediction.chances:
+        return (
+            "<h1>What the model's output is made of</h1><p>This model predicts no tokens. Explained here: "
+            f"the {escape(tokens.target)} at position {prediction.position}, <b>{total:.4g}</b>.</p>"
+        )
+    best = prediction.chances[0]
+    return (
+        f'<h1>The model predicts <span class="token">{escape(repr(best.name))}</span>, '
+        f"with {_percent(best.probability)}</h1>"
+        f"<p>Explained here: the {escape(prediction.label)}, <b>{total:+.4g}</b>.</p>"
+    )
+
+
+def _prompt(tokens: Attribution) -> str:
+    """The prompt as coloured text, or as an image under coloured patches."""
+    if tokens.image is not None:
+        return tokens.to_html(style=False)
+    real = [at for at, is_real in enumerate(tokens.mask[0].tolist()) if is_real]
+    values = array(tokens.plane()[-1])[real]
+    sides: list[str] = []
+    if tokens.sides is not None:
+        sides = [tokens.sides[0][at] for at in real]
+    names = [tokens.tokens[0][at] for at in real]
+    marks = token_marks(names, values.tolist(), largest_of(values), int(tokens.queries[0, -1]), real, sides)
+    return f'<div class="tlens"><div class="rove"><div class="line tall">{marks}</div></div>{colour_bar(values)}</div>'
+
+
+def tokens_card(tokens: Attribution, title: str = "The tokens that moved it") -> str:
+    """The tokens of largest score, all others, and what no token explains."""
+    entries = tokens.top(NAMED)
+    scores = array(tokens.plane()[-1])[tokens.mask[0].cpu().numpy()]
+    lines = [(f"{entry.name!r} · {entry.position}", entry.score) for entry in entries]
+    lines += _rest(len(scores) - len(entries), float(scores.sum()) - sum(value for _, value in lines), "token")
+    if tokens.bias is not None:
+        lines.append(("bias (no token)", float(tokens.bias[0, -1])))
+    return _sum_card(title, lines, tokens)
+
+
+def components_card(components: Terms, title: str = "The components that moved it") -> str:
+    """The heads, mixers, experts and MLPs of largest direct effect, all others, and what belongs to none of them."""
+    scores = dict(zip(components.names, array(components.scores[0, -1]).tolist(), strict=True))
+    parts = {name: score for name, score in scores.items() if COMPONENT.fullmatch(name)}
+    largest = sorted(parts, key=lambda name: -abs(parts[name]))[:NAMED]
+    lines = [(name, parts[name]) for name in largest]
+    lines += _rest(len(parts) - len(largest), sum(parts.values()) - sum(value for _, value in lines), "component")
+    left = sum(scores.values()) - sum(parts.values())
+    if components.remainder is not None:
+        left += float(components.remainder[0, -1])
+    lines.append(("embeddings and biases", left))
+    return _sum_card(title, lines, components)
+
+
+def _rest(count: int, value: float, name: str) -> Lines:
+    """All others in one line."""
+    if not count:
+        return []
+    if count > 1:
+        name += "s"
+    return [(f"{count} other {name}", value)]
+
+
+def _sum_card(title: str, lines: Sequence[tuple[str, float]], result: Attribution | Terms) -> str:
+    """Lines as bars, with their sum and the model's own number, where the result has one."""
+    sums = []
+    notes = ""
+    if result.total is not None and result.gap is not None:
+        sums = [("sum", sum(value for _, value in lines))]
+        gap = f"{float(result.gap[0, -1]):.1e}".replace("0.0e+00", "0")
+        notes = f"The model's own number: {float(result.total[0, -1]):+.4g}. Gap: {gap}."
+    return _card(title, graphs.bars(lines, sums), notes)
+
+
+def _cards(*parts: str) -> str:
+    """Cards side by side where there is room for them."""
+    return f'<div class="tlens"><div class="cards">{"".join(parts)}</div></div>'
+
+
+def _card(title: str, body: str, notes: str = "") -> str:
+    """A framed part of a page; `body` is taken as HTML."""
+    return f'<section class="card" aria-label="{escape(title)}"><h2>{escape(title)}</h2>{body}{note(notes)}</section>'
+
+
+def _chances(rows: Iterable[Chance]) -> str:
+    """Tokens with their probabilities as bars; what is explained and what it is compared with are named."""
+    lines = []
+    for row in rows:
+        bar = f'<i><b style="width:{100 * row.probability:.1f}%"></b></i>'
+        lines.append(
+            f'<tr class="{row.role}"><td>{escape(repr(row.name))}</td><td class="track">{bar}</td>'
+            f"<td>{_percent(row.probability)}</td><td>{row.role}</td></tr>"
+        )
+    heads = "".join(f'<th scope="col">{head}</th>' for head in ("token", "", "probability", ""))
+    return f'<table class="r chances"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+
+
+def _percent(share: float) -> str:
+    """A share in percent, in as many digits as it has something to say."""
+    if 0 < share < 0.001:
+        return f"{100 * share:.1e} %"
+    return f"{100 * share:.1f} %"
+
+
+# --------------------------------------------------------------------------- methods in groups of one unit
+
+
+@dataclass(frozen=True)
+class Group:
+    """Methods whose scores mean the same kind of thing.
+
+    Attributes:
+        title: of its part of the page.
+        what: what its scores are, in a sentence.
+        in_shares: whether each method's scores are divided by their absolute sum, since their units differ.
+    """
+
+    title: str
+    what: str
+    in_shares: bool = True
+
+
+SUMS = Group(
+    "Sums to the logit",
+    "Scores in units of the logit; with the bias they add up to it, as far as the gap says.",
+    in_shares=False,
+)
+RELEVANCE = Group(
+    "Relevance for the prediction, without a sum",
+    "These explain the same prediction and do not claim to add up to it; each is shown as shares of its absolute sum.",
+)
+MAPS = Group(
+    "Maps of token pairs",
+    "How much of each token arrives at this position, whatever is predicted there; as shares of each absolute sum.",
+)
+PERTURBATION = Group(
+    "Perturbation",
+    "What the live model does when a token, or its value, is taken away; as shares of each absolute sum.",
+)
+GROUPS = (SUMS, RELEVANCE, MAPS, PERTURBATION)
+"""In the order of the page."""
+
+
+def group_of(answer: Answer) -> Group:
+    """The group of a method's answer: by what is registered of it, and whether it claims a sum."""
+    method = answer.method
+    if method.alias_of is not None:
+        method = get_method(method.alias_of[0])
+    if method.perturbs:
+        return PERTURBATION
+    if not answer.about_target:
+        return MAPS
+    if answer.result.additive or "steps" in answer.result.options:  # a quadrature sums in the limit
+        return SUMS
+    return RELEVANCE
+
+
+def grouped_html(shown: Mapping[str, Answer], position: int) -> str:
+    """All groups that have a method, one below the other, for the query at a position."""
+    parts = []
+    for group in GROUPS:
+        members = {name: answer.result for name, answer in shown.items() if group_of(answer) is group}
+        if members:
+            parts.append(_group_html(group, members, position))
+    return f'<div class="tlens">{"".join(parts)}</div>'
+
+
+def _group_html(group: Group, members: Mapping[str, Attribution], position: int) -> str:
+    first = next(iter(members.values()))
+    rows = {name: result.queries[0].tolist().index(position) for name, result in members.items()}
+    real = [at for at, is_real in enumerate(first.mask[0].tolist()) if is_real]
+    tokens = {at: first.tokens[0][at] for at in real}
+    columns = {name: array(result.plane()[rows[name]]) for name, result in members.items()}
+    if group.in_shares:
+        columns = {name: scores / (np.abs(scores).sum() or 1.0) for name, scores in columns.items()}
+    columns = {name: scores[real] for name, scores in columns.items()}
+    hints = {name: result.target or result.method for name, result in members.items()}
+    facts = {name: {m: _fact(result, name, 0, rows[m]) for m, result in members.items()} for name in FACTS}
+    if group.in_shares:
+        facts = {}
+    count = f"{len(members)} methods"
+    if len(members) == 1:
+        count = "1 method"
+    trusted = [name for name in members if not _is_loose(members[name], 0, rows[name])]
+    if group.in_shares:
+        trusted = list(members)
+    listed = side_by_side(tokens, columns, hints, facts, scaled_by=trusted)
+    estimated = (estimate(name, result, rows[name]) for name, result in members.items())
+    notes = [*filter(None, estimated)]
+    if not group.in_shares:
+        for name, result in members.items():
+            if result.target.startswith("change of "):  # a logit's difference from that of a baseline
+                assert result.total is not None
+                total = float(result.total[0, rows[name]])
+                notes.append(f"{name} adds up to the {result.target} from its baseline, {total:+.4g}.")
+        notes += _footnotes(members, 0, rows)
+    if trusted and len(trusted) < len(members):
+        notes.append("The others set the scale of the colours.")
+    return (
+        f'<section class="group" aria-label="{escape(group.title)}"><h3>{escape(group.title)}</h3>{note(group.what)}'
+        f"{strips(tokens, columns, hints, position, scaled_by=trusted)}{''.join(map(note, notes))}"
+        f"{folded(f'The numbers of {count}, token by token', listed)}</section>"
+    )
+
+
+def estimate(name: str, result: Attribution, row: int) -> str:
+    """How sure estimated scores are, in words; nothing of exact ones."""
+    if result.stderr is None:
+        return ""
+    scores = array(result.scores[0, row])
+    errors = array(result.stderr[0, row])
+    largest = np.abs(scores).max(initial=0.0)
+    counted = np.abs(scores) >= SMALL * largest
+    worst = (errors[counted] / np.abs(scores[counted])).max(initial=0.0)
+    return (
+        f"{name} is estimated from {result.options.get('probes', 'some')} random rows: its standard errors are "
+        f"{worst:.1%} of the scores at most (scores below a hundredth of the largest aside). slow=True (--slow) "
+        "computes it exactly."
+    )
+
+
+# --------------------------------------------------------------------------- everything about a prediction
+
+TARGET_FOLLOWS = "a frozen pass has its input already, so what follows it is the target: "
+
+
+@checked_names
+def explain(
+    model: ModelLike | FrozenPass,
+    input: Any = None,
+    target: TokenLike = None,
+    *,
+    minus: TokenLike = None,
+    query: Query | None = None,
+    methods: Sequence[str] | None = None,
+    slow: bool = False,
+) -> Picture:
+    """Everything about one prediction of one prompt, as one page that opens without a network.
+
+    The page begins with the answer: what is predicted, and the five tokens and five components that it comes from.
+
+    Args:
+        model: a TransformerLens model; or a `FrozenPass` of one prompt, which has its input already: the target may
+            come next, as in ``explain(frozen, " Paris")``.
+        input: a string or token ids.
+        target, minus: the token that is explained, and one to compare it with. By default the model's first choice
+            against its second; a `target` by itself is its plain logit, as `tensorlens_tl.attribute` has it.
+        query: the position whose prediction it is, counted over the prompt's tokens. By default the last; in a masked
+            language model the first mask.
+        methods: names of methods; None takes every registered one. Methods that refuse this model are named with
+            their reason.
+        slow: also take methods that cost more than `tensorlens_tl.report.LIMIT` operations on this model and
+            prompt (leave-one-out, value zeroing and integrated gradients on larger ones), and compute norms exactly
+            that cost more than that. Without it these methods are left out unless `methods` names them, such norms are
+            estimated, and the page says so.
+
+    Raises:
+        InvalidInputError: several prompts, no input, an unknown token, a query out of range.
+        RegistryError: an unknown method.
+
+    Returns:
+        A Picture: a notebook shows it, and ``.save("page.html")`` writes it.
+
+    >>> tlens.report.explain(frozen, methods=["tensorlens"]).title
+    'Where a prediction comes from: <|bos|>Return the value. Return the'
+    """
+    if isinstance(methods, str):
+        methods = [methods]
+    chosen = list_methods() if methods is None else [get_method(name).name for name in methods]
+    in_place_of_input = isinstance(model, FrozenPass) and input is not None
+    if in_place_of_input:
+        if target is not None:
+            raise InvalidInputError(f"explain: {TARGET_FOLLOWS}explain(frozen, ' Paris').")
+        input, target = None, input
+    if isinstance(model, FrozenPass):
+        frozen = model
+    elif input is None:
+        raise InvalidInputError("explain: `input` is missing; pass a string or token ids.")
+    else:
+        frozen = freeze(model, input)
+    if len(frozen.tokens) != 1:
+        raise InvalidInputError(f"explain: the pass has {len(frozen.tokens)} prompts; freeze one.")
+    limits = Limits(every=slow, named=methods is not None)
+    with one_check(frozen.model):  # not each of some 25 methods compares all weights with those of the pass
+        frozen.check_fresh()
+        try:
+            prediction = predict(frozen, target, minus, query)
+        except InvalidInputError as error:
+            if not in_place_of_input:
+                raise
+            raise InvalidInputError(f"explain: {TARGET_FOLLOWS}explain(frozen, ' Paris'). ", *error.args) from error
+        page = _page(frozen, prediction, chosen, limits)
+    frozen.check_fresh()  # a method that somebody registered may have changed them
+    return page
+
+
+def _page(frozen: FrozenPass, prediction: Prediction, chosen: Sequence[str], limits: Limits) -> Picture:
+    said = answers(frozen, prediction, chosen, limits)
+    refused = dict(said.refused)
+    ours = said.shown.get("tensorlens (target)")
+    if ours is not None and ours.about_target:
+        tokens = ours.result
+    else:
+        tokens = attribute(frozen, query=prediction.query, **prediction.options)
+    results = {name: answer.result for name, answer in said.shown.items()}
+    proofs = {f"{name}: Σ scores + bias against its total": a.gap for name, a in results.items()}
+    components: Terms | None = None
+    sections = ""
+    if prediction.options:
+        try:
+            components = circuits.logit_attribution(frozen, by="head", query=prediction.query, **prediction.options)
+            sections, proved = _circuits(frozen, prediction, components)
+        except TensorLensError as error:  # logits that are not cap(W_U·x + b_U), a graph too large
+            refused["circuits"] = str(error)
+        else:
+            proofs |= proved
+    parts = [answer_html(frozen, prediction, tokens, components)]
+    if results:
+        parts += ["<h2>What each method says</h2>", grouped_html(said.shown, prediction.position)]
+    parts += [sections, *map(note, said.failed.values())]
+    if refused:
+        reasons = table(("what", "why"), refused.items(), "words")
+        parts.append(f'<div class="tlens">{folded(f"{len(refused)} not shown, and why", reasons)}</div>')
+    sums = {name: float(gaps.max()) for name, gaps in proofs.items() if gaps is not None}
+    worst = max(frozen.errors.values(), default=0.0)
+    compared = note(f"On this prompt every part's map gives what the model itself gives, to {worst:.1e} at most.")
+    claims = folded(f"{len(frozen.errors) + len(sums)} measured gaps", _claims(frozen.errors, sums))
+    parts.append(f'<h2>The proofs</h2><div class="tlens">{compared}{claims}{note(repr(frozen))}</div>')
+    text = joined(frozen.str_tokens[0])
+    return Picture(f"Where a prediction comes from: {short(text, 60)}", "".join(parts))
+
+
+def _circuits(frozen: FrozenPass, prediction: Prediction, heads: Terms) -> tuple[str, dict[str, torch.Tensor]]:
+    """Heads, paths and the graph; and how exactly each of them sums to the model's number."""
+    question: dict[str, Any] = {**prediction.options, "query": prediction.query}
+    paths = circuits.top_paths(frozen, k=12, width=16, **question)
+    graph = circuits.contribution_graph(frozen, **question)
+    label = prediction.label
+    lists = (
+        folded(
+            "The largest direct effects",
+            heads.to_html(15, title=f"The largest direct effects on the {label}", style=False),
+        ),
+        folded("The largest paths", paths.to_html(12, title=f"The largest paths to the {label}", style=False)),
+    )
+    sections = "".join(
+        (
+            "<h2>Heads and MLPs</h2>",
+            heads.heads_to_html(title=f"Direct effects of heads and MLPs on the {label}", style=False),
+            f'<div class="tlens">{"".join(lists)}</div>',
+            "<h2>The circuit</h2>",
+            graph.to_html(title=f"How the {label} comes about", style=False),
+        )
+    )
+    proved = {
+        "direct effects of heads and MLPs: their sum against the logit": heads.gap,
+        "contribution graph: its sources against the logit": torch.tensor(graph.gap),
+    }
+    return sections, proved
+
+
+def _claims(errors: Mapping[str, float], sums: dict[str, float]) -> str:
+    """What is measured, as a table: parts of the model against their maps, then sums against their totals."""
+    measured = {f"{part}: the composed map against the model's own": error for part, error in errors.items()} | sums
+    return table(("claim", "gap"), ((claim, f"{gap:.1e}") for claim, gap in measured.items()), "words")
+
+
+# --------------------------------------------------------------------------- everything about a generated text
+
+
+@checked_names
+def explain_generation(
+    model: ModelLike | FrozenGeneration,
+    prompt: Any = None,
+    *,
+    max_new_tokens: Any = None,
+    continuation: Any = None,
+    span: Any = "all",
+    hops: Any = "all",
+    minus: TokenLike = None,
+) -> Picture:
+    """What made a generated text: every token of it, a stretch as a whole, and what the stretch took by way of others.
+
+    Args:
+        model: a causal language model, or a `FrozenGeneration` of one prompt (then leave `prompt` out).
+        prompt, max_new_tokens, continuation: as for `tlens.attribute_generation`.
+        span: the stretch that is explained as a whole.
+        hops: how far the page follows it; see `tensorlens_tl.generation.hops`.
+        minus: the token that each is compared with, as for `tlens.attribute_generation`.
+
+    Raises:
+        InvalidInputError: several prompts, none, and what `tlens.attribute_generation` refuses.
+        UnsupportedModelError: not a causal language model, or one that cannot be frozen.
+
+    Returns:
+        A Picture: a notebook shows it, and ``.save("page.html")`` writes it.
+
+    >>> tlens.report.explain_generation(model, "Return the", max_new_tokens=2).title.partition(":")[0]
+    'What made a generated text'
+    """
+    last = check_hops(hops)
+    if isinstance(model, FrozenGeneration):
+        if prompt is not None or max_new_tokens is not None or continuation is not None:
+            raise InvalidInputError(
+                "explain_generation: the text is frozen already; leave the prompt and its text out."
+            )
+        text = model
+    elif prompt is None:
+        raise InvalidInputError("explain_generation: `prompt` is missing; pass a string or token ids.")
+    else:
+        text = freeze_generation(model, prompt, max_new_tokens=max_new_tokens, continuation=continuation)
+    if len(text.positions) != 1:
+        raise InvalidInputError(f"explain_generation: {len(text.positions)} prompts; pass one.")
+    tokens = text.attribute(minus=minus)
+    whole = text.attribute(span=span, minus=minus)
+    steps = {hop: text.attribute(span=span, minus=minus, hops=hop) for hop in _followed(last, tokens.queries.shape[1])}
+    parts = [
+        _opening(text, tokens, whole, minus),
+        "<h2>Each token</h2>",
+        tokens.to_html(style=False),
+        "<h2>The stretch as a whole</h2>",
+        whole.to_html(style=False),
+        _largest(whole),
+    ]
+    if steps:
+        ended = list(steps.values())[-1]
+        parts += [
+            "<h2>By way of generated tokens</h2>",
+            "<p>What generated tokens gave to the stretch is passed on to the tokens that made them, in shares of "
+            "each one's own logit, the bias included. The total stays the same at every hop.</p>",
+            _hops({0: whole} | steps, text.generated_ranges()[0][0]),
+            ended.to_html(style=False),
+            _largest(ended),
+        ]
+    results = {"each token": tokens, "the stretch": whole} | {f"{hop} hops": step for hop, step in steps.items()}
+    sums: dict[str, float] = {}
+    for name, result in results.items():
+        assert result.gap is not None
+        sums[f"{name}: Σ scores + bias against the logits"] = float(result.gap.max())
+    errors = text.frozen.errors
+    summary = f"{len(errors) + len(sums)} measured gaps, {max(*errors.values(), *sums.values()):.1e} at most"
+    claims = folded(summary, _claims(errors, sums))
+    parts.append(f'<h2>The proofs</h2><div class="tlens">{claims}</div>')
+    title = f"What made a generated text: {visible(text.texts[0])[:60]}"
+    return Picture(title, "".join(parts))
+
+
+def _followed(last: int | None, tokens: int) -> list[Any]:
+    """The hops that the page shows: the first few, and the last of them."""
+    if last is None:
+        return [*range(1, min(4, tokens)), "all"]
+    return sorted({*range(1, min(4, last + 1)), last} - {0})
+
+
+def _hops(steps: dict[Any, Attribution], first: int) -> str:
+    """Where the total is after each hop."""
+    rows = []
+    for hop, result in steps.items():
+        assert result.bias is not None
+        scores = result.scores[0, 0]
+        shares = (scores[:first].sum(), scores[first:].sum(), result.bias[0, 0])
+        total = torch.stack(shares).sum()
+        rows.append((str(hop), *(number(float(value)) for value in (*shares, total))))
+    hop_table = table(("hops", "on the prompt", "on generated tokens", "bias", "sum"), rows)
+    return f'<div class="tlens">{hop_table}</div>'
+
+
+def _opening(text: FrozenGeneration, tokens: Attribution, whole: Attribution, minus: TokenLike) -> str:
+    """What was written, and the tokens and components that the explained stretch comes from."""
+    assert whole.total is not None
+    before = joined(text.frozen.str_tokens[0][: text.generated_ranges()[0][0]])
+    named = [tokens_card(whole, f"The tokens that moved {_stretch(whole)}")]
+    components = stretch_components(text, whole, minus)
+    if components is not None:
+        named.append(components_card(components, f"The components that moved {_stretch(whole)}"))
+    named.append(_card("Where each token comes from", _largest_sources(tokens)))
+    return (
+        f"<h1>The text goes on with {escape(short(repr(text.texts[0]), 120))}</h1>"
+        f"<p>after <q>{escape(visible(before))}</q>. Explained here: {escape(whole.target)}, "
+        f"<b>{float(whole.total[0, 0]):+.4g}</b>.</p>{_cards(*named)}"
+    )
+
+
+def _stretch(whole: Attribution) -> str:
+    """The stretch that is explained, in quotes."""
+    return repr(short(joined([whole.tokens[0][at] for at in whole.options["asked"][0]]), 40))
+
+
+def stretch_components(text: FrozenGeneration, whole: Attribution, minus: TokenLike) -> Terms | None:
+    """Direct effects of heads and MLPs on the tokens of a stretch, summed over them; None where there are none.
+
+    Args:
+        text: one prompt and its continuation.
+        whole: the attribution of the stretch.
+        minus: the token that each is compared with; a runner-up is another one for each, and has no components here.
+    """
+    if isinstance(minus, str) and minus == RUNNER_UP:
+        return None
+    positions = whole.options["asked"][0]
+    targets = text.frozen.tokens[0, positions].tolist()
+    queries = [position - 1 for position in positions]
+    try:
+        terms = circuits.logit_attribution(text.frozen, [targets], minus, by="head", query=queries)
+    except TensorLensError:  # logits that are not cap(W_U·x + b_U)
+        return None
+    summed = {name: getattr(terms, name).sum(1, keepdim=True) for name in ("scores", "total", "remainder")}
+    return replace(terms, queries=terms.queries[:, -1:], target=whole.target, **summed)
+
+
+def _largest_sources(tokens: Attribution) -> str:
+    """For each generated token the source of largest score."""
+    rows: list[tuple[str, str, str]] = []
+    for query, position in enumerate(tokens.options["asked"][0][:LARGEST]):
+        at = int(tokens.scores[0, query].abs().argmax())
+        score = number(float(tokens.scores[0, query, at]))
+        rows.append((repr(tokens.tokens[0][position]), f"{tokens.tokens[0][at]!r} · {at}", score))
+    left = len(tokens.options["asked"][0]) - len(rows)
+    more = note(f"{left} more tokens below") if left else ""
+    return table(("token", "largest source", "score"), rows) + more
+
+
+def _largest(result: Attribution) -> str:
+    rows = [(repr(entry.name), str(entry.position), number(entry.score)) for entry in result.top(LARGEST)]
+    sources = table(("source", "position", "score"), rows)
+    return f'<div class="tlens">{folded("The largest sources", sources)}</div>'
