@@ -100,7 +100,7 @@ def test_whole_results_beside_the_shards(gpt2, tmp_path):
 @pytest.mark.parametrize(("keep", "runs"), [("scores", 1 + 8), ("all", 1 + 16)])
 def test_a_row_that_fails_costs_few_runs_of_its_batch(gpt2, tmp_path, monkeypatch, keep, runs):
     """The batch is halved around it; whole results that are saved are of all rows or of one."""
-    from tensorlens_tl.datasets.attributions import Attributions
+    from tensorlens_tl.datasets.work import Attributions
 
     rows = [[4, 5, 6, 2 + number] for number in range(16)]
     together = Attributions.together
@@ -506,7 +506,7 @@ def test_a_run_goes_on_where_it_stopped(gpt2, tmp_path, many_shards, monkeypatch
     made = run(gpt2, tmp_path / "run")
     assert made.complete
     assert contents(tmp_path / "run") == contents(tmp_path / "whole")
-    monkeypatch.setattr("tensorlens_tl.datasets.job.run_rows", lambda *a, **k: pytest.fail("run again"))
+    monkeypatch.setattr("tensorlens_tl.datasets.running.run_rows", lambda *a, **k: pytest.fail("run again"))
     run(gpt2, tmp_path / "run")  # nothing is left to do
 
 
@@ -522,7 +522,7 @@ def test_a_run_goes_on_where_it_stopped(gpt2, tmp_path, many_shards, monkeypatch
 def test_a_run_is_resumed_however_its_default_query_is_spelled(gpt2, tmp_path, options, monkeypatch):
     default = {name: value for name, value in options.items() if name != "query"}
     run(gpt2, tmp_path / "run", **default)
-    monkeypatch.setattr("tensorlens_tl.datasets.job.run_rows", lambda *a, **k: pytest.fail("run again"))
+    monkeypatch.setattr("tensorlens_tl.datasets.running.run_rows", lambda *a, **k: pytest.fail("run again"))
     run(gpt2, tmp_path / "run", **options)
 
 
@@ -609,14 +609,14 @@ def test_another_version_is_another_run(gpt2, tmp_path, monkeypatch, package):
 
     run(gpt2, tmp_path / "run")
     if package == "tensorlens_tl":
-        monkeypatch.setattr("tensorlens_tl.datasets.identity.__version__", "99.0")
+        monkeypatch.setattr("tensorlens_tl.datasets.folder.__version__", "99.0")
     else:
         real = metadata.version
         fake = lambda name: "99.0" if name == package else real(name)  # noqa: E731
         monkeypatch.setattr(
             "tensorlens_tl.models.provenance._version_of_transformer_lens", lambda: fake("transformer-lens")
         )
-        monkeypatch.setattr("tensorlens_tl.datasets.identity.version", fake)
+        monkeypatch.setattr("tensorlens_tl.datasets.folder.version", fake)
     with pytest.raises(
         tlens.InvalidInputError, match=rf"differs in its model \({package.replace('-', '_')}: .*now '99.0'\)"
     ):
@@ -768,7 +768,7 @@ def test_what_a_file_makes_of_a_column_does_not_change_its_digest(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from tensorlens_tl.datasets.seal import content_digest
+    from tensorlens_tl.datasets.folder import content_digest
 
     rows = [{"a": [1.5, None, -0.0], "b": "é", "c": 3}, {"a": None, "b": None, "c": None}, {"a": [], "b": "", "c": 4}]
     kinds = pa.schema([("a", pa.list_(pa.float64())), ("b", pa.string()), ("c", pa.int64())])
@@ -787,9 +787,9 @@ def test_what_a_file_makes_of_a_column_does_not_change_its_digest(tmp_path):
 
 
 def test_a_run_that_is_interrupted_says_how_to_go_on(gpt2, tmp_path, many_shards, monkeypatch):
-    from tensorlens_tl.datasets import job
+    from tensorlens_tl.datasets import running
 
-    work, calls = job.run_rows, []
+    work, calls = running.run_rows, []
 
     def pressed(*args):
         calls.append(args)
@@ -797,7 +797,7 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(gpt2, tmp_path, many_shards
             raise KeyboardInterrupt
         return work(*args)
 
-    monkeypatch.setattr(job, "run_rows", pressed)
+    monkeypatch.setattr(running, "run_rows", pressed)
     with pytest.raises(
         KeyboardInterrupt, match=r"of 6 rows are written; run the same command again to continue"
     ) as raised:
@@ -816,9 +816,9 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(gpt2, tmp_path, many_shards
 
 
 def test_the_command_line_says_so_in_one_line(tmp_path, monkeypatch, capsys):
-    from tensorlens_tl.datasets import job
+    from tensorlens_tl.datasets import running
 
-    work, calls = job.run_rows, []
+    work, calls = running.run_rows, []
 
     def pressed(*args):
         calls.append(args)
@@ -826,7 +826,7 @@ def test_the_command_line_says_so_in_one_line(tmp_path, monkeypatch, capsys):
             raise KeyboardInterrupt
         return work(*args)
 
-    monkeypatch.setattr(job, "run_rows", pressed)
+    monkeypatch.setattr(running, "run_rows", pressed)
     (tmp_path / "a.jsonl").write_text('{"text": "Return the value of the"}\n')
     words = ["dataset", str(tmp_path / "a.jsonl"), "-o", str(tmp_path / "run"), "--target", " file"]
     capsys.readouterr()
@@ -834,7 +834,7 @@ def test_the_command_line_says_so_in_one_line(tmp_path, monkeypatch, capsys):
     said = [line for line in capsys.readouterr().err.splitlines() if "row/s" not in line]
     assert said[-1] == "0 of 1 rows are written; run the same command again to continue."
     assert "Traceback" not in "".join(said)
-    monkeypatch.setattr(job, "run_rows", work)
+    monkeypatch.setattr(running, "run_rows", work)
     for before in ("0 of 1 rows were written before; going on with the other 1.", "All 1 rows were written before"):
         assert main(words) == 0
         assert before in capsys.readouterr().err
@@ -920,13 +920,13 @@ torch.set_num_threads(1)
 import tensorlens_tl as tlens
 from tensorlens_tl import evaluate
 from tensorlens_tl.commands import main
-from tensorlens_tl.datasets import folder, job
+from tensorlens_tl.datasets import folder, running
 folder.BATCHES_PER_SHARD = 1
-slow, work = float(sys.argv[2]), job.run_rows
+slow, work = float(sys.argv[2]), running.run_rows
 def slowly(*args, **options):
     time.sleep(slow)
     return work(*args, **options)
-job.run_rows = slowly
+running.run_rows = slowly
 model = tlens.testing.tiny_model("bridge/gpt2")
 rows = [[3 + number % 40] * (1 + number % 8) for number in range(60)]
 print("ready", flush=True)
@@ -1072,9 +1072,9 @@ class DiesOnce:
         self.mark = mark
 
     def __call__(self):
-        from tensorlens_tl.datasets import job
+        from tensorlens_tl.datasets import running
 
-        work = job.run_rows
+        work = running.run_rows
 
         def deadly(*args, **options):
             if not self.mark.exists():
@@ -1082,7 +1082,7 @@ class DiesOnce:
                 os.kill(os.getpid(), signal.SIGKILL)
             return work(*args, **options)
 
-        job.run_rows = deadly
+        running.run_rows = deadly
         return tlens.testing.tiny_model("bridge/gpt2")
 
 

@@ -1,28 +1,41 @@
 """A run's folder: its manifest, its shards, and who is writing which of them.
 
 ``manifest.json`` says what the run is (model, data, method, options) and which rows go into which batch and shard. A
-shard is written under a temporary name and renamed when it is whole; it says which run it belongs to (`seal`). Who
-writes one holds its lock, which the system releases when the process ends.
+shard is written under a temporary name and renamed when it is whole. Who writes one holds its lock, which the system
+releases when the process ends.
+
+A shard's seal says which run it belongs to, its number, and digests of all it holds. It finds damage, edits and files
+of other runs; it is no signature. It stands in the shard's metadata, beside the facts that its rows have in common.
 """
 
 import contextlib
 import errno
 import hashlib
+import importlib
 import json
 import os
+from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorlens_tl.datasets.identity import differing
-from tensorlens_tl.datasets.seal import broken, sealed
+import torch
+
+from tensorlens_tl import __version__
+from tensorlens_tl.datasets.work import FACTS
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
+from tensorlens_tl.hooks import other_hooks
+from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.models.lifecycle import changed, compact, configuration
+from tensorlens_tl.models.parameters import stored
 from tensorlens_tl.passes.inputs import like_length
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
 
 FORMAT = "tensorlens_tl.dataset"
 VERSION = 2
@@ -32,6 +45,13 @@ BATCHES_PER_SHARD = 8
 
 ROWS_PER_SHARD = 512
 """A shard ends with the batch that brings it to so many rows."""
+
+SEAL = "tensorlens_tl.seal"
+"""Where a shard's metadata hold its seal."""
+
+CONFIGURATION = "configuration"
+LISTED = 6
+"""So many differences of two configurations are listed."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +147,9 @@ class Folder:
                 half.unlink()
             if not self.begun():
                 self._check_ours()
-                self._write_manifest(manifest)
+                content = {"format": FORMAT, "version": VERSION, "digest": manifest.digest, "facts": asdict(manifest)}
+                with self._whole(self.path / MANIFEST) as temporary:
+                    temporary.write_text(json.dumps(content), encoding="utf-8")
                 return manifest
             if not resume:
                 raise InvalidInputError(f"out={self.path}: a run was begun there; name another folder, or resume it.")
@@ -193,12 +215,6 @@ class Folder:
             if isinstance(error, FileFormatError):
                 raise
             raise FileFormatError(f"{path}: not a readable manifest ({type(error).__name__}: {error}).") from error
-
-    def _write_manifest(self, manifest: Manifest) -> None:
-        facts = asdict(manifest)
-        content = {"format": FORMAT, "version": VERSION, "digest": manifest.digest, "facts": facts}
-        with self._whole(self.path / MANIFEST) as temporary:
-            temporary.write_text(json.dumps(content), encoding="utf-8")
 
     # ------------------------------------------------------------------ shards
 
@@ -324,5 +340,131 @@ def disk_of(path: Path) -> Generator[None, None, None]:
         raise OSError(error.errno, f"{path}: {what}") from error
 
 
-def _digest(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+def _digest(facts: Mapping[str, Any], more: bytes = b"") -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode() + more).hexdigest()
+
+
+# ------------------------------------------------------------------ what a shard says of itself
+
+
+def sealed(table: "pa.Table", run: str, shard: int) -> "pa.Table":
+    """A shard's table with its seal; `run` is the digest of the run's manifest, `shard` its number there."""
+    metadata = dict(table.schema.metadata or {})
+    columns = {name: content_digest(table[name]) for name in table.column_names}
+    seal = {"run": run, "shard": shard, "columns": columns}
+    seal["digest"] = _digest(seal, metadata[FACTS.encode()])
+    return table.replace_schema_metadata(metadata | {SEAL.encode(): json.dumps(seal).encode()})
+
+
+def broken(table: "pa.Table", names: list[str], run: str, shard: int) -> str | None:
+    """What is wrong with a shard that was read, in words; None where it is what was written.
+
+    `table` has the columns that were read, all or some of the file's, whose `names` are all of them.
+    """
+    metadata: Mapping[bytes, bytes] = table.schema.metadata or {}
+    if FACTS.encode() not in metadata or SEAL.encode() not in metadata:
+        return "it lacks the facts that a shard of this library holds; another program rewrote it"
+    try:
+        seal = json.loads(metadata[SEAL.encode()])
+        json.loads(metadata[FACTS.encode()])
+        digest = seal.pop("digest")
+        columns = seal["columns"]
+        if digest != _digest(seal, metadata[FACTS.encode()]) or list(columns) != names:
+            return "its facts were changed after it was written"
+        if seal["run"] != run:
+            return "it belongs to another run"
+        if seal["shard"] != shard:
+            return f"it is shard {seal['shard']}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "its facts cannot be read"
+    for name in table.column_names:
+        if content_digest(table[name]) != columns[name]:
+            return f"its column {name!r} was changed after it was written"
+    return None
+
+
+def content_digest(column: "pa.ChunkedArray") -> str:
+    """SHA-256 of what a column holds: values, lengths, and what is missing, however a file lays them out."""
+    streams = defaultdict[tuple[int, str], Any](hashlib.sha256)
+    for chunk in column.chunks:
+        _feed(chunk, streams, 0)
+    parts = [[*key, stream.hexdigest()] for key, stream in sorted(streams.items())]
+    return hashlib.sha256(json.dumps([_kind(column.type), len(column), parts]).encode()).hexdigest()
+
+
+def _kind(of: "pa.DataType") -> str:
+    """A type by name, without what a file calls the entries of its lists."""
+    import pyarrow as pa
+
+    if pa.types.is_list(of):
+        return f"lists of {_kind(of.value_type)}"
+    return str(of)
+
+
+def _feed(array: "pa.Array", streams: Mapping[tuple[int, str], Any], depth: int) -> None:
+    """Add an array to the digests of its level, and what its lists hold to those of the next."""
+    import pyarrow as pa
+
+    compute: Any = importlib.import_module("pyarrow.compute")  # its functions come to be when it is imported
+    streams[depth, "there"].update(array.is_valid().to_numpy(zero_copy_only=False).tobytes())
+    present = array.drop_null()
+    if pa.types.is_list(array.type):
+        streams[depth, "lengths"].update(compute.list_value_length(present).to_numpy(zero_copy_only=False).tobytes())
+        _feed(present.flatten(), streams, depth + 1)
+    elif pa.types.is_string(array.type):
+        streams[depth, "lengths"].update(compute.binary_length(present).to_numpy(zero_copy_only=False).tobytes())
+        streams[depth, "values"].update("".join(present.to_pylist()).encode())
+    else:
+        streams[depth, "values"].update(present.to_numpy(zero_copy_only=False).tobytes())
+
+
+# ------------------------------------------------------------------ what a run is
+
+
+def model_identity(model: ModelLike) -> dict[str, Any]:
+    """What tells one model from another: names, versions, dtype, a digest of all its numbers, configuration, hooks.
+
+    Versions are those of the packages that decide what is computed: this library, TransformerLens and transformers.
+    Another PyTorch rounds otherwise, and is no other model. Of hooks only the hook points count, not what they do.
+    """
+    view = ModelView(model)
+    digest = hashlib.sha256()
+    for name, numbers in (*sorted(view.model.state_dict().items()), *stored(view.model)):
+        if isinstance(numbers, torch.Tensor) and not numbers.is_meta:
+            digest.update(f"{name} {tuple(numbers.shape)} {numbers.dtype}".encode())
+            digest.update(numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    versions = {"transformers": version("transformers"), "tensorlens_tl": __version__}
+    numbers = {"weights": digest.hexdigest(), CONFIGURATION: compact(configuration(view.model))}
+    return view.provenance() | versions | numbers | {"hooks": other_hooks(view.model)}
+
+
+def differing(before: Any, now: Any) -> str:
+    """What differs, in few words: the entries of tables, else both values."""
+    if not isinstance(before, Mapping) or not isinstance(now, Mapping):
+        return f"{before!r}, now {now!r}"
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    differences = [_difference(name, before.get(name), now.get(name)) for name in names]
+    same = [name for name in before if name not in names and _is_digest(before[name])]
+    if same and any(_is_digest(now.get(name)) for name in names):
+        differences.append(f"the same {' and '.join(same)}")
+    return ", ".join(differences)
+
+
+def _difference(name: str, before: Any, now: Any) -> str:
+    if name == CONFIGURATION and before and now:
+        changes = changed(before, now)
+        listed = changes[:LISTED]
+        if len(changes) > LISTED:
+            listed.append(f"and {len(changes) - LISTED} more")
+        return f"{name}: {'; '.join(listed)}"
+    if _is_digest(before) and _is_digest(now):
+        return f"{name}: not the same"
+    if _is_digest(before):
+        return f"{name}: there, now none"
+    if _is_digest(now):
+        return f"{name}: none, now there"
+    return f"{name}: {before!r}, now {now!r}"
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 64 and all(letter in "0123456789abcdef" for letter in value)

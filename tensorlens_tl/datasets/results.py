@@ -1,25 +1,36 @@
 """Reading a run back: as results, as tables, one shard at a time."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from tensorlens_tl._arguments import check_choice, checked_names
-from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.datasets import summing
-from tensorlens_tl.datasets.circuit_terms import unpacked_terms
+from tensorlens_tl._arguments import check_choice, checked_names, plain
+from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.datasets.folder import Folder
-from tensorlens_tl.datasets.long_rows import long_rows
-from tensorlens_tl.datasets.packing import facts_in, unpacked
+from tensorlens_tl.datasets.work import facts_in, unpacked, unpacked_terms
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results import Attribution, Evaluation, Terms
+from tensorlens_tl.results import Attribution, Evaluation, Terms, area
 
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
+
+
+ENDS = 1.96
+"""Standard errors from a mean to the ends of its 95 % interval."""
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+if TYPE_CHECKING:
+    Quantiles = float | Sequence[float] | np.ndarray | torch.Tensor
+    """One share of the values, or several."""
+else:
+    Quantiles = Any  # what is no share is refused by `summary`
 
 
 class DatasetResults:
@@ -92,7 +103,7 @@ class DatasetResults:
         kind = facts.get("result")
         if kind == "Evaluation":
             curves = torch.tensor(row["scores"], dtype=torch.float64).reshape(row["shape"])
-            return summing.evaluation_of(curves[:, :, None], [row["id"]], facts)
+            return _evaluation(curves[:, :, None], [row["id"]], facts)
         if kind == "Terms":
             return unpacked_terms(row, facts)
         return unpacked(row, facts)
@@ -118,8 +129,17 @@ class DatasetResults:
         import pandas as pd
 
         for table in self.tables():
-            rows = (row for row in table.to_pylist() if row["error"] is None)
-            frames = [long_rows(row, self._result(row, table)) for row in rows]
+            frames = list[pd.DataFrame]()
+            for row in table.to_pylist():
+                if row["error"] is None:
+                    result = self._result(row, table)
+                    frame = result.to_dataframe()
+                    if isinstance(result, Attribution) and row["keys"] is not None:
+                        frame = _stored(frame, row, result)
+                    frame = frame.drop(columns="batch", errors="ignore")
+                    frame.insert(0, "id", row["id"])
+                    frame.insert(1, "row", row["row"])
+                    frames.append(frame)
             if frames:
                 yield pd.concat(frames, ignore_index=True)
 
@@ -152,9 +172,7 @@ class DatasetResults:
         frame = pa.concat_tables([table.replace_schema_metadata() for table in tables]).to_pandas()
         return _chosen(frame.sort_values("row", ignore_index=True), columns)
 
-    def summary(
-        self, quantiles: summing.Quantiles = summing.QUANTILES, *, names: str = "*", memory: Memory = None
-    ) -> "pd.DataFrame":
+    def summary(self, quantiles: Quantiles = QUANTILES, *, names: str = "*", memory: Memory = None) -> "pd.DataFrame":
         """How each component's effect is distributed over the rows that are done, of ``method="logit_attribution"``.
 
         Exact, from what the shards hold; memory is that of some components over all rows, or of one shard.
@@ -174,8 +192,46 @@ class DatasetResults:
             InvalidInputError: the rows are no terms, no row is done, no such component, or no such quantile.
             FileFormatError: a shard is damaged.
         """
+        import pandas as pd
+
         self._check_kind("Terms", "summary", "of method='logit_attribution' or 'total_effects'")
-        return summing.summary(self.tables, quantiles, names, memory)
+        shares = _quantiles(quantiles)
+        bound = in_bytes(memory)
+        terms = list[str]()
+        lengths = list[int]()  # of the rows, in queries
+        for table in self.tables(["shape"]):
+            terms += [name for name in facts_in(table).get("names", ()) if name not in terms]
+            lengths += [shape[0] for shape in table["shape"].to_pylist() if shape is not None]
+        chosen = [name for name in terms if fnmatchcase(name, names)]
+        if not chosen:
+            raise InvalidInputError(f"names={names!r}: there are {', '.join(terms[:8])}, …")
+        # shards hold a row's terms side by side: as many terms as fit are gathered from all shards at once
+        count = sum(lengths)
+        at_once = max(1, bound // (3 * 8 * max(1, count)))  # the values, and what the variance and the quantiles copy
+        lines: list[list[float]] = []
+        for start in range(0, len(chosen), at_once):
+            values = self._gathered(chosen[start : start + at_once], count)
+            lines += _statistics(values, lengths, shares).tolist()
+        columns = ["mean", "low", "high", "variance", "std", *(f"{100 * share:g}%" for share in shares)]
+        frame = pd.DataFrame(lines, columns=pd.Index(columns), index=pd.Index(chosen, name="term"))
+        frame.insert(0, "count", count)
+        return frame
+
+    def _gathered(self, terms: Sequence[str], count: int) -> np.ndarray:
+        """Each term's value at every query of every row, `[term, value]`; zero where a batch had no such term."""
+        values = np.zeros((len(terms), count))
+        start = 0
+        for table in self.tables(["scores"]):
+            columns = {name: column for column, name in enumerate(facts_in(table).get("names", ()))}
+            if not columns:  # every row of the shard failed
+                continue
+            parts = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["scores"].chunks]
+            scores = np.concatenate(parts).reshape(-1, len(columns))
+            for number, name in enumerate(terms):
+                if name in columns:
+                    values[number, start : start + len(scores)] = scores[:, columns[name]]
+            start += len(scores)
+        return values
 
     def evaluation(self) -> Evaluation:
         """All rows that are done as one evaluation, in the data set's order, of `evaluate.perturbation_dataset`.
@@ -187,7 +243,25 @@ class DatasetResults:
             FileFormatError: a shard is damaged.
         """
         self._check_kind("Evaluation", "evaluation", "of evaluate.perturbation_dataset")
-        return summing.evaluation(self.tables)
+        curves_of = dict[int, np.ndarray]()
+        facts = dict[str, Any]()
+        failed = 0
+        units = dict[int, str]()
+        for table in self.tables(["row", "id", "scores", "shape"]):
+            shard_facts = facts_in(table)
+            if "methods" in shard_facts:
+                facts = shard_facts
+            for row in table.to_pylist():
+                if row["scores"] is None:
+                    failed += 1
+                    continue
+                curves_of[row["row"]] = np.array(row["scores"]).reshape(row["shape"])
+                units[row["row"]] = row["id"]
+        if not curves_of:
+            raise InvalidInputError("evaluation: no row of this run is done, or all failed.")
+        order = sorted(curves_of)
+        curves = torch.from_numpy(np.stack([curves_of[row] for row in order], axis=2))
+        return _evaluation(curves, [units[row] for row in order], facts, failed)
 
     def _check_kind(self, kind: str, name: str, what: str) -> None:
         """Raise InvalidInputError unless the rows are of such a kind."""
@@ -227,3 +301,79 @@ def load_results(path: str | os.PathLike[str]) -> DatasetResults:
         FileFormatError: there is no run in that folder, or its manifest is damaged.
     """
     return DatasetResults(path)
+
+
+def _statistics(values: np.ndarray, lengths: Sequence[int], shares: Sequence[float]) -> np.ndarray:
+    """Mean, its interval, variance, standard deviation and quantiles of each line of `[term, value]`.
+
+    The values of a row, as many as `lengths` says, stand side by side. What is handed over is overwritten.
+    """
+    mean = values.mean(axis=1)
+    error = np.full(len(values), np.nan)
+    rows = len(lengths)
+    if rows > 1:  # each row's sum of deviations counts once, however many queries it has
+        starts = np.cumsum([0, *lengths[:-1]])
+        deviations = np.add.reduceat(values, starts, axis=1) - np.outer(mean, lengths)
+        error = np.sqrt(rows / (rows - 1) * (deviations**2).sum(axis=1)) / values.shape[1]
+    variance = np.full(len(values), np.nan)
+    if values.shape[1] > 1:
+        variance = values.var(axis=1, ddof=1)
+    statistics = [mean, mean - ENDS * error, mean + ENDS * error, variance, np.sqrt(variance)]
+    if shares:
+        statistics += list(np.quantile(values, shares, axis=1, overwrite_input=True))
+    return np.column_stack(statistics)
+
+
+def _quantiles(quantiles: Quantiles) -> list[float]:
+    value = plain(quantiles)
+    if isinstance(value, int | float):
+        value = [value]
+    try:
+        shares = [float(share) for share in value]
+    except (TypeError, ValueError):
+        shares = [-1.0]
+    if not all(0 <= share <= 1 for share in shares):
+        raise InvalidInputError(f"quantiles={quantiles!r}: pass shares of the rows, such as (0.05, 0.5, 0.95).")
+    return shares
+
+
+def _evaluation(curves: torch.Tensor, units: list[str], facts: Mapping[str, Any], failed: int = 0) -> Evaluation:
+    """Curves `[metric, method, unit, step]` as an evaluation, described by a shard's `facts`."""
+    axis = torch.tensor(facts["axis"], dtype=torch.float64)
+    settings = facts["settings"] | {"prompts": len(units)}
+    if failed:
+        settings["failed"] = failed
+    return Evaluation(
+        kind=facts["kind"],
+        values=area(curves, axis),
+        metrics=facts["metrics"],
+        methods=facts["methods"],
+        units=units,
+        curves=curves,
+        axis=axis,
+        axis_name=facts["axis_name"],
+        settings=settings,
+        skipped=facts["skipped"],
+    )
+
+
+def _stored(frame: "pd.DataFrame", row: Mapping[str, Any], result: Attribution) -> "pd.DataFrame":
+    """Without the lines of source tokens whose scores were not stored, and with their sum as one line per query.
+
+    Raises:
+        InvalidInputError: scores with further axes.
+    """
+    import pandas as pd
+
+    if result.scores.ndim != 3:
+        raise InvalidInputError(f"long table: results are {result.axes}; keep='scores' stores all of them.")
+    keys = np.array(row["keys"]).reshape(row["shape"])
+    positions = result.queries[0].tolist()
+    pairs = {(position, key) for position, of_query in zip(positions, keys.tolist(), strict=True) for key in of_query}
+    lines = zip(frame["query"], frame["key"], frame["kind"], strict=True)
+    chosen = frame.loc[[kind != "token" or (query, key) in pairs for query, key, kind in lines]]
+    first = frame.drop_duplicates("query").set_index("query").loc[positions].reset_index()
+    rest = first.assign(key=pd.NA, key_token="", kind="rest", generated=False, score=row["rest"])
+    table = pd.concat([chosen, rest.astype(frame.dtypes)], ignore_index=True)
+    order = {position: number for number, position in enumerate(positions)}
+    return table.sort_values("query", kind="stable", key=lambda column: column.map(order), ignore_index=True)

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tensorlens_tl._arguments import nearest, plain
-from tensorlens_tl.datasets.options import UNKNOWN_ID, Reading
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.passes.inputs import chats_in, token_rows
 from tensorlens_tl.registry import PER_PROMPT
+
+UNKNOWN_ID = "id"
+"""The column of ids that may be missing: rows are then known by their number."""
 
 FILES = {".jsonl": "lines of JSON", ".csv": "CSV with a header", ".parquet": "Parquet"}
 """The files that are read, by the ends of their names."""
@@ -29,6 +31,17 @@ if TYPE_CHECKING:
     """A file, a data frame, a Hugging Face data set, or an iterable of tables, texts or lists of token ids."""
 else:
     RowSource = Any  # what holds no rows is refused by `read_rows`
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How rows become prompts; see `attribute_dataset` for each option."""
+
+    text: str = "text"
+    id: str = UNKNOWN_ID
+    columns: Mapping[str, str] | None = None
+    truncate: bool = False
+    prepend_bos: bool | None = None
 
 
 @dataclass
@@ -52,6 +65,18 @@ class Rows:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def prompts(self) -> list[int]:
+        """The rows that are prompts, by number.
+
+        Raises:
+            InvalidInputError: none is.
+        """
+        good = [row for row in range(len(self)) if row not in self.errors]
+        if not good:
+            first = min(self.errors)
+            raise InvalidInputError(f"rows: none is a prompt. Row {first}: {self.errors[first]}.")
+        return good
+
     def record(self, row: int) -> dict[str, Any]:
         """What is known of a row before it is run, by the columns of a shard."""
         return {
@@ -60,30 +85,23 @@ class Rows:
 
     def identity(self) -> dict[str, Any]:
         """All that a run depends on: how many rows there are, and digests of ids, token ids and each column."""
-        numbers = range(len(self))
-        parts = {
-            "ids": map(_as_json, self.ids),
+        parts: dict[str, Iterable[bytes]] = {
+            "ids": (json.dumps(name).encode() for name in self.ids),
             "tokens": (
-                _as_json([self.errors.get(row), len(self.tokens[row])]) + _bytes(self.tokens[row]) for row in numbers
+                json.dumps([self.errors.get(row), len(tokens)]).encode()
+                + np.ascontiguousarray(tokens, dtype="<i8").tobytes()
+                for row, tokens in enumerate(self.tokens)
             ),
         }
-        parts |= {option: (_as_json(repr(value)) for value in self.options[option]) for option in sorted(self.options)}
-        return {"rows": len(self)} | {name: _digest(values) for name, values in parts.items()}
-
-
-def _as_json(value: Any) -> bytes:
-    return json.dumps(value).encode()
-
-
-def _bytes(ids: np.ndarray) -> bytes:
-    return np.ascontiguousarray(ids, dtype="<i8").tobytes()
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+        for option in sorted(self.options):
+            parts[option] = (json.dumps(repr(value)).encode() for value in self.options[option])
+        digests = dict[str, str]()
+        for name, values in parts.items():
+            digest = hashlib.sha256()
+            for value in values:
+                digest.update(value)
+            digests[name] = digest.hexdigest()
+        return {"rows": len(self)} | digests
 
 
 def check_columns(columns: Mapping[str, str] | None, options: Mapping[str, Any]) -> None:
@@ -154,7 +172,8 @@ def _prompt(view: ModelView, row: Mapping[str, Any], number: int, reading: Readi
         )
         return ids
     rows.dropped[number] = excess
-    if isinstance(value, str) and _is_special(view, int(ids[-1])):  # an encoder's [SEP] stays
+    special = getattr(view.tokenizer, "all_special_ids", None) or ()
+    if isinstance(value, str) and int(ids[-1]) in special:  # an encoder's [SEP] stays
         return np.concatenate([ids[: view.n_ctx - 1], ids[-1:]])
     return ids[: view.n_ctx]
 
@@ -196,13 +215,12 @@ def file_rows(path: Path) -> Iterable[Mapping[str, Any]]:
         raise InvalidInputError(f"rows: cannot read {path}; a file is one of {known}. One text is rows=[text].")
     if not path.is_file():
         raise InvalidInputError(f"rows: there is no file {path}.")
-    return _readable(path, {".jsonl": _of_jsonl, ".csv": _of_csv, ".parquet": _of_parquet}[kind](path))
+    return _rows_in(path, kind)
 
 
-def _readable(path: Path, rows: Iterator[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The rows of a file whose bytes are text of the right encoding."""
+def _rows_in(path: Path, kind: str) -> Iterator[Mapping[str, Any]]:
     try:
-        yield from rows
+        yield from {".jsonl": _of_jsonl, ".csv": _of_csv, ".parquet": _of_parquet}[kind](path)
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"rows: {path} is not UTF-8 ({error}); save it as UTF-8.") from error
 
@@ -275,10 +293,6 @@ def _name(value: Any, column: str, number: int) -> str:
         raise InvalidInputError(f"rows: {column} of row {number} is {value!r}; an id is a text or an integer.")
     _check_unicode(str(value), f"rows: {column} of row {number}")
     return str(value)
-
-
-def _is_special(view: ModelView, token: int) -> bool:
-    return token in (getattr(view.tokenizer, "all_special_ids", None) or ())
 
 
 def _check_unicode(value: str, column: str) -> None:

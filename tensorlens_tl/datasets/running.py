@@ -1,20 +1,239 @@
-"""Any work over a data set: batch after batch, each shard written when it is complete."""
+"""A method, or a function of `circuits`, over a data set."""
 
+import os
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from tqdm.auto import tqdm
 
-from tensorlens_tl.datasets.folder import Folder, Manifest, planned
-from tensorlens_tl.datasets.job import Job, run_here
-from tensorlens_tl.datasets.options import Reading, RunOptions
-from tensorlens_tl.datasets.ray_actors import run_on_ray
+from tensorlens_tl import __version__
+from tensorlens_tl._arguments import checked_names, whole_number
+from tensorlens_tl.algebra.memory import Memory, in_bytes
+from tensorlens_tl.datasets.folder import Folder, Manifest, differing, disk_of, model_identity, planned
 from tensorlens_tl.datasets.results import DatasetResults
-from tensorlens_tl.datasets.rows import Rows, RowSource, read_rows
-from tensorlens_tl.datasets.work import Work
-from tensorlens_tl.errors import InvalidInputError, warn_caller
+from tensorlens_tl.datasets.rows import UNKNOWN_ID, Reading, Rows, RowSource, check_columns, read_rows
+from tensorlens_tl.datasets.work import CIRCUITS, Attributions, CircuitTerms, Record, Work, run_rows
+from tensorlens_tl.errors import InvalidInputError, RegistryError, warn_caller
 from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.passes import one_reading
+from tensorlens_tl.registry import list_methods, unknown_method
+from tensorlens_tl.results.storage import tagged
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    Engine = Literal["ray"] | None
+    """Where a run computes: None in this process, or on the actors of a Ray cluster."""
+
+    LoadModel = Callable[[], ModelLike]
+    """A function without arguments that loads the model."""
+else:
+    Engine = LoadModel = Any  # our own errors say what is wrong with an argument
+
+
+PROBED = 4
+"""So many rows, from the shortest to the longest, are tried before a run begins, until one does not fail: where all of
+them fail, the options are at fault."""
+
+
+@checked_names
+def attribute_dataset(
+    model: ModelLike,
+    rows: RowSource,
+    out: str | os.PathLike[str],
+    *,
+    method: str = "tensorlens",
+    text: str = "text",
+    id: str = UNKNOWN_ID,
+    columns: Mapping[str, str] | None = None,
+    tokens_per_batch: int = 8192,
+    keep: str = "scores",
+    truncate: bool = False,
+    resume: bool = True,
+    progress: bool = True,
+    prepend_bos: bool | None = None,
+    memory: Memory = None,
+    engine: Engine = None,
+    load_model: LoadModel | None = None,
+    num_actors: int = 1,
+    num_gpus: float | int = 0,
+    **options: Any,
+) -> DatasetResults:
+    """Attribute every row of a data set, and write the results as Parquet shards.
+
+    Rows are run in batches of similar length. An interrupted run resumes where it stopped when it is called again
+    with the same arguments; several processes may work on one folder. A row that fails is written
+    with its error.
+
+    Args:
+        model: a TransformerLens model that reads text.
+        rows: a ``.jsonl``, ``.csv`` or ``.parquet`` file, a Hugging Face data set, a data frame, or any iterable of
+            tables, texts, or lists of token ids. It is read once, before work starts.
+        out: the folder of the run; a missing one is created.
+        method: one of `list_methods()`; or ``"logit_attribution"`` or ``"total_effects"``, the functions of
+            `tensorlens_tl.circuits` of these names: each row then is a `Terms`, and `DatasetResults.summary` says how
+            every component's effect is distributed over the rows.
+        text: the column that holds the texts (or token ids).
+        id: the column that names rows, texts or integers that differ; rows without a column ``"id"`` are named by their
+            number.
+        columns: options that every row has a value of, and the column that it is in: ``{"target": "answer"}``; they
+            may be `target`, `minus` and `direction`.
+        tokens_per_batch: how many tokens, padding included, are run together at most; `memory` may cut them further.
+        keep: ``"scores"``, ``"top:32"`` (the largest scores of each query, and the sum of the others), or ``"all"``
+            (whole results besides, as safetensors, with the maps of layers and standard errors).
+        truncate: whether a text longer than the context loses its end (recorded); otherwise it is a row with an error.
+        resume: whether a run in this folder is resumed; False refuses it.
+        progress: whether to show a bar.
+        prepend_bos: as in TransformerLens.
+        memory: see `attribute`.
+        engine: None runs here; ``"ray"`` on the actors of a Ray cluster, to which `out` must be the same folder.
+        load_model: of Ray: a function of no arguments that loads this model, called once by each actor; None sends them
+            the model itself.
+        num_actors, num_gpus: of Ray: how many actors, and how many GPUs each of them has.
+        options: the options of the method or function, and those of `freeze`.
+
+    Returns:
+        The results, read from the folder when they are needed: by id, as tables, or one shard after another.
+
+    Raises:
+        InvalidInputError: an unknown column or option, ids that are not different, no row, rows that all fail; a folder
+            that cannot be written, holds something else, or a run of another model, data or options.
+        FileFormatError: the folder's manifest or one of its shards is damaged.
+        RegistryError: unknown method.
+        OSError: a shard cannot be written; those before it are whole.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     results = tlens.attribute_dataset(model, [text, "for x in"], folder, target=" the", progress=False)
+    ...     results["1"].tokens, len(results.errors())
+    ([['<|bos|>', 'for', ' x', ' in']], 0)
+    """
+    in_bytes(memory)
+    if memory is not None:
+        options["memory"] = memory
+    work = work_of(method, keep, options, columns)
+    reading = Reading(text, id, columns, truncate, prepend_bos)
+    run = RunOptions(out, reading, tokens_per_batch, resume, progress, engine, load_model, num_actors, num_gpus)
+    view, prompts = read_prompts(model, rows, run.reading)
+    return run_work(view, prompts, work, run)
+
+
+def work_of(method: str, keep: str, options: Mapping[str, Any], columns: Mapping[str, str] | None) -> Work:
+    """What `attribute_dataset` computes of each row.
+
+    Raises:
+        RegistryError: unknown method.
+        InvalidInputError: an unknown option, column or `keep`.
+    """
+    check_columns(columns, options)
+    if method not in CIRCUITS and method not in list_methods():
+        raise RegistryError(unknown_method(method, [*list_methods(), *CIRCUITS]))
+    kind = CircuitTerms if method in CIRCUITS else Attributions
+    return kind(method, keep, options, tuple(columns or {}))
+
+
+class BatchAttributor:
+    """Columns of rows in, columns of results out; it can be pickled, and loads its model where it first works.
+
+        rows.map_batches(BatchAttributor, fn_constructor_args=(load_model,), concurrency=4, num_gpus=1)   # Ray Data
+        rows.map(BatchAttributor(load_model, target=" the"), batched=True)                                # Hugging Face
+
+    The results have the columns of `attribute_dataset`'s shards, one row for each row; there is no folder, no plan of
+    batches and nothing to resume: the tool has its own way of doing these.
+
+    Args:
+        load_model: a function of no arguments that gives the model (a function of a module, where it is to be pickled).
+        method, text, columns, keep, truncate, prepend_bos, options: see `attribute_dataset`.
+        id: the column that names rows; it is required.
+
+    Raises:
+        InvalidInputError: `load_model` is no function, or an unknown option.
+        RegistryError: unknown method.
+    """
+
+    def __init__(
+        self,
+        load_model: LoadModel,
+        *,
+        method: str = "tensorlens",
+        text: str = "text",
+        id: str = "id",
+        columns: Mapping[str, str] | None = None,
+        keep: str = "scores",
+        truncate: bool = False,
+        prepend_bos: bool | None = None,
+        **options: Any,
+    ) -> None:
+        if not callable(load_model) or isinstance(load_model, torch.nn.Module):
+            raise InvalidInputError("load_model: pass a function that loads the model, such as lambda: model.")
+        self.load_model = load_model
+        self.work = work_of(method, keep, options, columns)
+        self.reading = Reading(text, id, columns, truncate, prepend_bos)
+        self._model: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_model": None}
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> "pa.Table":
+        """The results of some rows, given as columns.
+
+        Raises:
+            InvalidInputError: a column is missing, or two rows have the same id.
+        """
+        if self._model is None:
+            self._model = ModelView(self.load_model()).model
+        names = list(batch)
+        if self.reading.id not in names:
+            raise InvalidInputError(f"rows: there is no column {self.reading.id!r} to name them; pass id=.")
+        tables = [dict(zip(names, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        rows = read_rows(ModelView(self._model), tables, self.reading)
+        by_row: dict[int, Record] = {row: {"error": error} for row, error in rows.errors.items()}
+        facts = dict[str, Any]()
+        good = [row for row in range(len(rows)) if row not in rows.errors]
+        if good:
+            per_row = {name: [values[row] for row in good] for name, values in rows.options.items()}
+            records, results = run_rows(self.work, self._model, [rows.tokens[row] for row in good], per_row)
+            by_row |= dict(zip(good, records, strict=True))
+            if results:
+                facts = self.work.facts(results[-1][1])
+        double = next(self._model.parameters()).dtype == torch.float64
+        return self.work.table([rows.record(row) | by_row[row] for row in range(len(rows))], facts, double)
+
+
+# ------------------------------------------------------------------ any work over a data set
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is read, cut into batches and written; see `attribute_dataset` for each option.
+
+    Nothing here is part of a run's identity but what it makes of the rows: a run may be resumed in other batches, with
+    or without a bar, here or on Ray.
+
+    Raises:
+        InvalidInputError: a number of tokens below 1, an unknown engine, or a file where the folder should be.
+    """
+
+    out: str | os.PathLike[str]
+    reading: Reading
+    tokens_per_batch: int = 8192
+    resume: bool = True
+    progress: bool = True
+    engine: Engine = None
+    load_model: LoadModel | None = None
+    num_actors: int = 1
+    num_gpus: float | int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens_per_batch", whole_number("tokens_per_batch", self.tokens_per_batch, 1))
+        if self.engine not in (None, "ray"):
+            raise InvalidInputError(f"engine={self.engine!r}; use None for this process, or 'ray'.")
+        if Path(self.out).is_file():
+            raise InvalidInputError(f"out={self.out}: that is a file; name a folder.")
 
 
 def read_prompts(model: ModelLike, source: RowSource, reading: Reading) -> tuple[ModelView, Rows]:
@@ -28,6 +247,74 @@ def read_prompts(model: ModelLike, source: RowSource, reading: Reading) -> tuple
     if view.reads != "tokens":
         raise InvalidInputError(f"a run over a data set: {view.description} reads {view.reads}, not text.")
     return view, read_rows(view, source, reading)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What is computed of which rows, and where the results go.
+
+    Attributes:
+        model: a TransformerLens model; None where each actor loads it.
+        rows: the data set.
+        work: what is computed of each row.
+        folder: where the results go.
+    """
+
+    model: Any
+    rows: Rows
+    work: Work
+    folder: Folder
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same when the run is resumed, as JSON holds it."""
+        return tagged({"model": model_identity(self.model), "data": self.rows.identity(), **self.work.identity()})
+
+    def try_some(self) -> None:
+        """Refuse options that no row works with, before anything is written.
+
+        Raises:
+            InvalidInputError: no row is a prompt, or the first that are tried all fail.
+        """
+        good = sorted(self.rows.prompts(), key=lambda row: len(self.rows.tokens[row]))
+        error = None
+        tried = dict.fromkeys(good[share * (len(good) - 1) // (PROBED - 1)] for share in range(PROBED))
+        for row in tried:
+            error = self._records([row])[0][0].get("error")
+            if not error:
+                return
+        raise InvalidInputError(f"{self.work.name}: no row works of those that were tried ({len(tried)}). {error}")
+
+    def write(self, manifest: Manifest, shard: int) -> None:
+        """Compute and write one shard.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        records: list[Record] = []
+        facts: dict[str, Any] = {}
+        with one_reading():
+            for at in range(*manifest.shards[shard]):
+                batch = manifest.batches[at]
+                batch_records, results = self._records(batch)
+                for row, result in results:
+                    facts = self.work.facts(result)
+                    if self.work.save_whole:
+                        path = self.folder.results(at, row)
+                        with disk_of(path):
+                            result.save(path)
+                records += [self.rows.record(row) | record for row, record in zip(batch, batch_records, strict=True)]
+        facts["version"] = __version__
+        self.folder.write_shard(manifest, shard, self.work.table(records, facts, manifest.double))
+
+    def _records(self, batch: list[int]) -> tuple[list[Record], list[tuple[int | None, Any]]]:
+        """The records of a batch, and its results: one of all rows (None), or those of its parts, by the number
+        of the first row."""
+        if batch[0] in self.rows.errors:  # rows that are no prompt are a batch by themselves
+            return [{"error": self.rows.errors[row]} for row in batch], []
+        per_row = {name: [values[row] for row in batch] for name, values in self.rows.options.items()}
+        records, results = run_rows(self.work, self.model, [self.rows.tokens[row] for row in batch], per_row)
+        numbers: dict[int | None, int] = dict(enumerate(batch))
+        return records, [(numbers.get(index), result) for index, result in results]
 
 
 def run_work(view: ModelView, rows: Rows, work: Work, options: RunOptions) -> DatasetResults:
@@ -49,7 +336,11 @@ def run_work(view: ModelView, rows: Rows, work: Work, options: RunOptions) -> Da
     for number in job.folder.shards(manifest):
         job.folder.read_shard(manifest, number, ["row"])
     if resumed and options.progress:
-        tqdm.write(_said_before(job.folder.done(manifest), manifest.rows), file=sys.stderr)
+        done = job.folder.done(manifest)
+        said = f"{done} of {manifest.rows} rows were written before; going on with the other {manifest.rows - done}."
+        if done == manifest.rows:
+            said = f"All {done} rows were written before; nothing is left to run."
+        tqdm.write(said, file=sys.stderr)
     _write(job, manifest, options)
     results = DatasetResults(job.folder.path)
     count = len(results.errors())
@@ -57,13 +348,6 @@ def run_work(view: ModelView, rows: Rows, work: Work, options: RunOptions) -> Da
         advice = f"load_results({str(options.out)!r}).errors() says why"
         warn_caller(f"{count} of {manifest.rows} rows failed; {advice}.")
     return results
-
-
-def _said_before(done: int, rows: int) -> str:
-    """What an earlier run of the same command has done."""
-    if done == rows:
-        return f"All {rows} rows were written before; nothing is left to run."
-    return f"{done} of {rows} rows were written before; going on with the other {rows - done}."
 
 
 def _write(job: Job, manifest: Manifest, options: RunOptions) -> None:
@@ -77,3 +361,94 @@ def _write(job: Job, manifest: Manifest, options: RunOptions) -> None:
         done = f"{job.folder.done(manifest)} of {manifest.rows} rows are written"
         # without the frames of the computation that was interrupted
         raise KeyboardInterrupt(f"{done}; run the same command again to continue.") from None
+
+
+def run_here(job: Job, manifest: Manifest) -> Iterator[int]:
+    """Write the missing shards in this process; gives the number of each once it is written.
+
+    First those that no other process is writing; then the others, once that process has ended.
+    """
+    left = list(range(len(manifest.shards)))
+    for wait in (False, True):
+        for number in list(left):
+            if write_once(job, manifest, number, wait):
+                left.remove(number)
+                yield number
+
+
+def write_once(job: Job, manifest: Manifest, shard: int, wait: bool) -> bool:
+    """Write a shard unless it is written or another process is writing it; whether it is written now."""
+    if job.folder.shard(shard).exists():
+        return True
+    with job.folder.claimed(shard, wait) as ours:
+        if ours:
+            job.write(manifest, shard)
+    return job.folder.shard(shard).exists()
+
+
+# ------------------------------------------------------------------ on the actors of a Ray cluster
+
+# Ray deals shards out; each actor loads the model once. What is done and what is not stands in the run's folder alone,
+# so that an actor that dies costs the shard it was at, and a run begun here can be resumed anywhere.
+
+
+def run_on_ray(job: Job, manifest: Manifest, options: RunOptions) -> Iterator[int]:
+    """Write the missing shards; gives the number of each once it is written.
+
+    Raises:
+        InvalidInputError: Ray is not installed, or `load_model` loads another model.
+    """
+    try:
+        import ray  # pyright: ignore[reportMissingImports]
+        import ray.data  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise InvalidInputError("engine='ray' needs Ray: in a clone, pip install -e '.[ray]'.") from error
+    num_actors = whole_number("num_actors", options.num_actors, 1)
+    left = []
+    for number in range(len(manifest.shards)):
+        if job.folder.shard(number).exists():
+            yield number
+        else:
+            left.append({"shard": number})
+    if not left:
+        return
+    if options.load_model is not None:
+        job = replace(job, model=None)
+    reference = ray.put((job, manifest, options.load_model))
+    shards = ray.data.from_items(left, override_num_blocks=len(left))
+    batches = shards.map_batches(
+        ShardWriter,
+        fn_constructor_args=([reference],),  # in a list: Ray would open it before it calls
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=num_actors),
+        num_gpus=options.num_gpus or None,
+    )
+    for batch in batches.iter_batches(batch_size=1, prefetch_batches=0):
+        number = int(cast(Any, batch)["shard"][0])
+        if not job.folder.shard(number).exists():
+            raise InvalidInputError(f"out={job.folder.path}: an actor wrote to another folder of that name; share one.")
+        yield number
+
+
+class ShardWriter:
+    """An actor: it has the model, and writes the shards that it is sent."""
+
+    def __init__(self, sent: list[Any]) -> None:
+        import ray  # pyright: ignore[reportMissingImports]
+
+        self.job: Job
+        self.job, self.manifest, load_model = ray.get(sent[0])
+        if load_model is not None:
+            self.job = replace(self.job, model=load_model())
+        loaded = tagged(model_identity(self.job.model))
+        passed = self.manifest.identity["model"]
+        if loaded != passed:
+            raise InvalidInputError(
+                f"load_model: it loads another model than the one that was passed ({differing(passed, loaded)})."
+            )
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Write these shards; hands their numbers back."""
+        for number in batch["shard"]:
+            write_once(self.job, self.manifest, int(number), wait=True)
+        return batch

@@ -1,29 +1,43 @@
-"""What a run does with some rows of a data set at once: for our own loop, for ``datasets.map`` and for Ray.
+"""What a run does with some rows of a data set at once, and how the results are stored as rows of a table.
 
-A `Work` is what is computed of every row. `attributions` and `circuit_terms` hold those of `attribute_dataset`;
-`tensorlens_tl.evaluate.over_rows` holds that of a perturbation test.
+A `Work` is what is computed of every row: `Attributions` and `CircuitTerms` are those of `attribute_dataset`, and
+`evaluate.perturbation_dataset` has its own. A stored row has the tokens of one prompt, without padding.
 """
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from tensorlens_tl._arguments import plain
-from tensorlens_tl.datasets.packing import table_of
-from tensorlens_tl.errors import TensorLensError
+from tensorlens_tl.circuits.effects import logit_attribution, total_effects
+from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.passes import freeze
+from tensorlens_tl.passes.inputs import memory_batches
 from tensorlens_tl.passes.operator import UNCAPPED, logit_label
-from tensorlens_tl.results import SEVERAL_TARGETS, TOKENS_OF_QUERIES, number_of
-from tensorlens_tl.results.storage import tagged
+from tensorlens_tl.registry import PER_PROMPT, Method, attribute, get_method, split_options
+from tensorlens_tl.results import SEVERAL_TARGETS, TOKENS_OF_QUERIES, Attribution, Terms, number_of
+from tensorlens_tl.results.storage import tagged, untagged
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 Record = dict[str, Any]
 """A row of a shard, by column."""
+
+FACTS = "tensorlens_tl"
+"""Where a shard's metadata say what its rows have in common."""
+
+PER_QUERY = ("bias", "total", "gap")
+"""Numbers of each query."""
 
 
 class Work(ABC):
@@ -50,7 +64,7 @@ class Work(ABC):
 
     @abstractmethod
     def packed(self, result: Any) -> list[Record]:
-        """Such a result as one record for each row; see `tensorlens_tl.datasets.packing.schema`."""
+        """Such a result as one record for each row; see `schema`."""
 
     @abstractmethod
     def facts(self, result: Any) -> dict[str, Any]:
@@ -61,8 +75,43 @@ class Work(ABC):
         return records, facts
 
     def table(self, records: list[Record], facts: dict[str, Any], double: bool) -> "pa.Table":
-        """Records as an Arrow table."""
-        return table_of(*self.aligned(records, facts), double or self.double)
+        """Records as a shard, whose metadata say what they have in common."""
+        import pyarrow as pa
+
+        records, facts = self.aligned(records, facts)
+        columns = schema(double or self.double)
+        return pa.Table.from_pylist(records, columns.with_metadata({FACTS: json.dumps(facts)}))
+
+
+def schema(double: bool) -> "pa.Schema":
+    """The columns of a shard; scores in float64 or float32."""
+    import pyarrow as pa
+
+    number = pa.float64() if double else pa.float32()
+    return pa.schema(
+        [
+            ("id", pa.string()),
+            ("row", pa.int64()),
+            ("error", pa.string()),
+            ("dropped_tokens", pa.int32()),
+            ("token_ids", pa.list_(pa.int32())),
+            ("tokens", pa.list_(pa.string())),
+            ("word_starts", pa.list_(pa.bool_())),
+            ("queries", pa.list_(pa.int32())),
+            ("shape", pa.list_(pa.int32())),
+            ("keys", pa.list_(pa.int32())),
+            ("scores", pa.list_(number)),
+            ("rest", pa.list_(number)),
+            *((name, pa.list_(number)) for name in PER_QUERY),
+            ("target", pa.string()),
+            ("options", pa.string()),
+        ]
+    )
+
+
+def facts_in(table: "pa.Table") -> dict[str, Any]:
+    """What the rows of a shard have in common."""
+    return json.loads((table.schema.metadata or {})[FACTS.encode()])
 
 
 def run_rows(
@@ -95,7 +144,8 @@ def run_rows(
             results.append((None if len(part) == len(tokens) else part[0], result))
         except TensorLensError as error:
             if len(part) > 1:
-                parts += reversed(_cut(part, 1 if work.save_whole else len(part) // 2))
+                length = 1 if work.save_whole else len(part) // 2
+                parts += reversed([part[start : start + length] for start in range(0, len(part), length)])
                 continue
             part_records = [{"error": f"{type(error).__name__}: {error.with_prompts({0: 'this row'})}"}]
         records += part_records
@@ -103,11 +153,6 @@ def run_rows(
     for row, record in enumerate(records):
         _describe(record, view, work.options, {name: values[row] for name, values in per_row.items()})
     return records, results
-
-
-def _cut(rows: Sequence[int], length: int) -> list[Sequence[int]]:
-    """Rows in parts of a length; the last may be shorter."""
-    return [rows[start : start + length] for start in range(0, len(rows), length)]
 
 
 def _describe(record: Record, view: ModelView, options: Mapping[str, Any], row_options: Mapping[str, Any]) -> None:
@@ -132,3 +177,276 @@ def _describe(record: Record, view: ModelView, options: Mapping[str, Any], row_o
         options = {**options, **row_options}
         capped = UNCAPPED not in number
         record["target"] = logit_label(view, options.get("target"), options.get("minus"), capped=capped)
+
+
+# ------------------------------------------------------------------ what `attribute_dataset` computes
+
+
+@dataclass(frozen=True)
+class MethodWork(Work):
+    """What a method gives of each row.
+
+    Attributes:
+        name: the method.
+        keep, options: see `attribute_dataset`.
+        of_rows: the options of which every row has another value.
+
+    Raises:
+        RegistryError: unknown method.
+        InvalidInputError: an unknown option or `keep`.
+    """
+
+    name: str
+    keep: str
+    options: Mapping[str, Any]
+    of_rows: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        split_options(self.method, dict(self.options) | dict.fromkeys(self.of_rows))
+
+    @property
+    def method(self) -> Method:
+        """The method, with its options and their defaults."""
+        return get_method(self.name)
+
+    def identity(self) -> dict[str, Any]:
+        """Its options with the method's default query where none is given: both ways to ask for it are one run."""
+        options = dict(self.options)
+        if "query" in self.method.options:
+            options = {"query": self.method.options["query"], **options}
+        return {"method": self.name, "options": options, "keep": self.keep}
+
+    def row_options(self, rows: int) -> dict[str, Any]:
+        """Options as some rows take them: a list is of one token for each query, however many rows there are."""
+        several = {name for name in PER_PROMPT[:2] if isinstance(plain(self.options.get(name)), list | tuple)}
+        return {**self.options, **{name: [self.options[name]] * rows for name in several}}
+
+
+class Attributions(MethodWork):
+    """What `attribute` gives of each row, by a registered method."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        entry_limit(self.keep)
+
+    @property
+    def save_whole(self) -> bool:
+        """Whether results are also saved as safetensors."""
+        return self.keep == "all"
+
+    def together(
+        self, model: ModelLike, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]
+    ) -> Attribution:
+        """The result of some rows."""
+        options: dict[str, Any] = self.row_options(len(tokens)) | dict(per_row)
+        return attribute(model, list(tokens), method=self.name, **options)
+
+    def packed(self, result: Attribution) -> list[Record]:
+        """Each prompt of a result as a row.
+
+        ``shape`` is that of the prompt's scores, the axes of the result but the batch. Of ``"top:N"``, ``keys`` says
+        which source tokens the scores belong to, and ``rest`` is the sum of the others, so that sums still hold.
+        """
+        limit = entry_limit(self.keep)
+        scores = result.scores.detach().cpu()
+        query, key = (result.axes.index(name) - 1 for name in ("query", "key"))
+        if limit is not None and key != len(result.axes) - 2:
+            raise InvalidInputError(
+                f"keep={self.keep!r}: these results are {result.axes}, not one number for each source token."
+            )
+        numbers = {name: getattr(result, name) for name in PER_QUERY}
+        rows = []
+        for number, real in enumerate(result.mask.cpu()):
+            positions = real.nonzero()[:, 0]
+            is_real = real[result.queries[number].cpu()]  # a shorter prompt of the batch has fewer
+            row = _row_of_prompt(result, number, is_real, numbers)
+            row_scores = scores[number].index_select(key, positions).index_select(query, is_real.nonzero()[:, 0])
+            if limit is not None:
+                row_scores, keys, rest = _largest(row_scores, limit)
+                row |= {"keys": keys.flatten().numpy(), "rest": rest.flatten().numpy()}
+            if TOKENS_OF_QUERIES in result.options:
+                row["options"] = json.dumps({TOKENS_OF_QUERIES: [result.options[TOKENS_OF_QUERIES][number]]})
+            if result.word_starts is not None:
+                row["word_starts"] = [result.word_starts[number][position] for position in positions.tolist()]
+            rows.append(row | {"shape": list(row_scores.shape), "scores": row_scores.flatten().numpy()})
+        return rows
+
+    def facts(self, result: Attribution) -> dict[str, Any]:
+        """What all rows of a result have in common; its options as they were given for one row."""
+        row_options = {
+            name: self.options.get(name, value) for name, value in result.options.items() if name != TOKENS_OF_QUERIES
+        }
+        return {
+            "method": result.method, "options": tagged(row_options), "axes": list(result.axes),
+            "additive": result.additive, "dtype": _stored_dtype(result.scores), "provenance": result.provenance,
+        }  # fmt: skip
+
+
+def entry_limit(keep: str) -> int | None:
+    """How many scores of each query are stored: None for all of them.
+
+    Raises:
+        InvalidInputError: neither ``"scores"``, ``"all"`` nor ``"top:N"``.
+    """
+    if keep in ("scores", "all"):
+        return None
+    if isinstance(keep, str) and keep.startswith("top:") and keep[4:].isdecimal() and int(keep[4:]) > 0:
+        return int(keep[4:])
+    raise InvalidInputError(f"keep={keep!r}; use 'scores', 'all', or 'top:32' for the 32 largest of each query.")
+
+
+def _largest(scores: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest scores of each query by size, the keys they belong to, and the sum of all the others."""
+    keys = scores.abs().sort(dim=-1, descending=True, stable=True).indices[..., :most].sort(-1).values
+    top = scores.gather(-1, keys)
+    return top, keys, scores.sum(-1) - top.sum(-1)
+
+
+def unpacked(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Attribution:
+    """One row as a result. Scores that were not stored are zero, and then the result does not claim to be additive."""
+    shape = list(row["shape"])
+    dtype = getattr(torch, facts["dtype"])
+    scores = torch.tensor(row["scores"], dtype=dtype).reshape(shape)
+    if row["keys"] is not None:
+        keys = torch.tensor(row["keys"]).reshape(shape)
+        scores = scores.new_zeros(*shape[:-1], len(row["tokens"])).scatter(-1, keys, scores)
+    optional: dict[str, Any] = {
+        name: torch.tensor(row[name], dtype=dtype)[None] for name in PER_QUERY if row[name] is not None
+    }
+    if row["word_starts"] is not None:
+        optional["word_starts"] = [list(row["word_starts"])]
+    return Attribution(
+        scores=scores[None],
+        tokens=[list(row["tokens"])],
+        queries=torch.tensor(row["queries"])[None],
+        mask=torch.ones(1, len(row["tokens"]), dtype=torch.bool),
+        axes=tuple(facts["axes"]),
+        additive=facts["additive"] and row["keys"] is None,
+        target=row["target"] or "",
+        method=facts["method"],
+        options=untagged(facts["options"] | json.loads(row["options"] or "{}")),
+        provenance=facts["provenance"],
+        **optional,
+    )
+
+
+CIRCUITS: dict[str, Callable[..., Any]] = {"logit_attribution": logit_attribution, "total_effects": total_effects}
+"""The functions of `tensorlens_tl.circuits` that name the parts of one number, and run over data sets."""
+
+
+class CircuitTerms(MethodWork):
+    """What a function of `CIRCUITS` gives of each row: terms that rows have in common, all of them stored."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep != "scores":
+            raise InvalidInputError(f"keep={self.keep!r}: {self.name} stores a row's terms whole; use keep='scores'.")
+        if self.options.get("by") == "head_token":
+            raise InvalidInputError(
+                f"by='head_token': rows have no source tokens in common. Use by='head' over a data set, and "
+                f"circuits.{self.name} for single prompts."
+            )
+
+    @property
+    def method(self) -> Method:
+        """The function, with its options and their defaults."""
+        return Method(self.name, CIRCUITS[self.name])
+
+    def together(
+        self, model: ModelLike, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]
+    ) -> list[tuple[list[int], Terms]]:
+        """The result of some rows, in batches that fit into memory."""
+        parts = []
+        for batch in memory_batches(ModelView(model), list(map(len, tokens)), self.options.get("memory")):
+            freeze_options, options = split_options(self.method, self.row_options(len(batch)))
+            for name, values in per_row.items():
+                options[name] = [values[row] for row in batch]
+            if "direction" in per_row:
+                options["direction"] = torch.as_tensor(np.asarray(options["direction"]))
+            frozen = freeze(model, [tokens[row] for row in batch], **freeze_options)
+            parts.append((batch, CIRCUITS[self.name](frozen, **options)))
+        return parts
+
+    def packed(self, result: list[tuple[list[int], Terms]]) -> list[Record]:
+        """Each prompt's terms as a row."""
+        records = dict[int, Record]()
+        for batch, terms in result:
+            numbers = {"rest": terms.remainder, "total": terms.total}
+            if terms.additive:
+                numbers["gap"] = terms.gap
+            for number, (row, real) in enumerate(zip(batch, terms.mask.cpu(), strict=True)):
+                is_real = real[terms.queries[number].cpu()]  # a shorter prompt of the batch has fewer
+                scores = terms.scores[number].detach().cpu()[is_real]
+                record = _row_of_prompt(terms, number, is_real, numbers)
+                record |= {"names": terms.names, "shape": list(scores.shape), "scores": scores.flatten().numpy()}
+                records[row] = record
+        return [records[row] for row in range(len(records))]
+
+    def facts(self, result: list[tuple[list[int], Terms]]) -> dict[str, Any]:
+        """What the rows of such a result have in common."""
+        first = result[0][1]
+        return {
+            "result": "Terms",
+            "options": tagged(self.options),
+            "dtype": _stored_dtype(first.scores),
+            "soft_cap": first.soft_cap,
+            "provenance": first.provenance,
+        }
+
+    def aligned(self, records: list[Record], facts: dict[str, Any]) -> tuple[list[Record], dict[str, Any]]:
+        """Records of several batches with the same terms in the same order."""
+        # a constant that is zero in every row of a batch, such as b_U, is no term of it
+        names = list(dict.fromkeys(chain.from_iterable(record.get("names", ()) for record in records)))
+        columns = {name: column for column, name in enumerate(names)}
+        for record in records:
+            record_names = record.pop("names", names)
+            if record_names != names:
+                wide = np.zeros((record["shape"][0], len(names)), dtype=record["scores"].dtype)
+                wide[:, [columns[name] for name in record_names]] = record["scores"].reshape(record["shape"])
+                record |= {"scores": wide.flatten(), "shape": list(wide.shape)}
+        if names:
+            facts = facts | {"names": names}
+        return records, facts
+
+
+def unpacked_terms(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Terms:
+    """One row as the terms of one prompt."""
+    dtype = getattr(torch, facts["dtype"])
+    numbers = {name: torch.tensor(row[name], dtype=dtype)[None] for name in ("rest", "total") if row[name] is not None}
+    return Terms(
+        names=list(facts["names"]),
+        scores=torch.tensor(row["scores"], dtype=dtype).reshape(1, *row["shape"]),
+        total=numbers["total"],
+        remainder=numbers.get("rest"),
+        queries=torch.tensor(row["queries"])[None],
+        mask=torch.ones(1, len(row["tokens"]), dtype=torch.bool),
+        tokens=[list(row["tokens"])],
+        target=row["target"] or "",
+        soft_cap=facts["soft_cap"],
+        provenance=facts.get("provenance", {}),
+    )
+
+
+def _row_of_prompt(
+    result: Attribution | Terms, number: int, is_real: Bool[Tensor, "query"], numbers: Mapping[str, Tensor | None]
+) -> Record:
+    """What a row says of a prompt besides its scores: its tokens, its queries among them, its target and its numbers.
+
+    Args:
+        result, number: a result, and which of its prompts.
+        is_real: which queries are the prompt's, and none of padding.
+        numbers: of each query, `[batch, query]`; a result that lacks some has no entry of them.
+    """
+    real = result.mask[number].cpu()
+    queries = result.queries[number].cpu()[is_real]
+    return {
+        "tokens": [result.tokens[number][position] for position in real.nonzero()[:, 0].tolist()],
+        "queries": (real.long().cumsum(0) - 1)[queries].numpy(),
+        "target": result.target or None,
+        **{name: each[number].detach().cpu()[is_real].numpy() for name, each in numbers.items() if each is not None},
+    }
+
+
+def _stored_dtype(scores: Tensor) -> str:
+    """The dtype that a row's scores are read back in."""
+    return {torch.float64: "float64"}.get(scores.dtype, "float32")

@@ -198,10 +198,7 @@ def _work(
     skip: bool,
 ) -> Work:
     """The test of these rows: methods that fit the model, and what tokens are replaced by."""
-    prompts = [ids for row, ids in enumerate(rows.tokens) if row not in rows.errors]
-    if not prompts:
-        first = min(rows.errors)
-        raise InvalidInputError(f"rows: none is a prompt. Row {first}: {rows.errors[first]}.")
+    prompts = [rows.tokens[row] for row in rows.prompts()]
     # a token's embedding is the same at every position: the mean over all rows needs their counts alone
     counts = torch.from_numpy(sum(np.bincount(ids, minlength=view.d_vocab) for ids in prompts))
     longest = max(prompts, key=len).tolist()

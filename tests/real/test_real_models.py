@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tensorlens_tl as tlens
 from scripts.real_models import FOLDER, MODELS
 from tensorlens_tl import circuits, evaluate
-from tensorlens_tl.datasets import job
+from tensorlens_tl.datasets import running
 from tensorlens_tl.explorer import Explorer, Session
 from tensorlens_tl.generation import freeze_generation
 
@@ -438,14 +438,14 @@ def test_a_data_set_of_200_rows_that_is_interrupted(real, tmp_path, monkeypatch)
     words = [real.tokenizer.decode([token]) for token in range(3000, 3200)]
     rows = [{"text": f"The word{word} means", "answer": " the"} for word in words]
     options = {"columns": {"target": "answer"}, "minus": " a", "tokens_per_batch": 64, "progress": False}
-    run, calls = job.run_rows, itertools.count()
+    run, calls = running.run_rows, itertools.count()
 
     def interrupted(*args):
         if next(calls) == 12:
             raise KeyboardInterrupt
         return run(*args)
 
-    monkeypatch.setattr(job, "run_rows", interrupted)
+    monkeypatch.setattr(running, "run_rows", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tlens.attribute_dataset(real.bridge(), rows, tmp_path, **options)
     monkeypatch.undo()
