@@ -9,16 +9,18 @@ One pass of prompt and continuation is frozen, and every generated token is a qu
 | module | question |
 | --- | --- |
 | `writing` | what does a model write after a prompt, and is a given continuation one of it? |
-| `written` | what can be asked of a frozen text? |
-| `attributing` | how are the answers of many prompts put together? |
+| `written` | what can be asked of a frozen text, and of many prompts at once? |
 | `hops` | what made the generated tokens that a score landed on? |
-| `pulled_hops` | the same, of one stretch, by one pull a hop |
 """
 
-from tensorlens_tl.generation.attributing import attribute_generation
 from tensorlens_tl.generation.hops import check_hops as check_hops, sent_on
-from tensorlens_tl.generation.methods import scored_by as scored_by
 from tensorlens_tl.generation.writing import Continuation as Continuation, Count as Count, not_causal as not_causal
-from tensorlens_tl.generation.written import FrozenGeneration, Span as Span, freeze_generation
+from tensorlens_tl.generation.written import (
+    FrozenGeneration,
+    Span as Span,
+    attribute_generation,
+    freeze_generation,
+    scored_by as scored_by,
+)
 
 __all__ = ["FrozenGeneration", "attribute_generation", "freeze_generation", "sent_on"]

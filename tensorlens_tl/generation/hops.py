@@ -25,15 +25,23 @@ with the bias, signed shares by one pull, and the solve, are ours.
 
 Only s itself is linear in the frozen model. The weights say in what proportion a token's makers take over what it was
 given, and are no derivative of anything.
+
+Signed shares are known before they are pulled, and what hops send on is linear in what has reached the generated
+tokens. So each hop of one stretch asks only for the scores of generated tokens, which in a causal model needs nothing
+of the prompt before them, and all that was ever sent on is pulled to the prompt at the end, by one pull
+(`sent_on_by_pulls`).
 """
 
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice, checked_names, whole_number
+from tensorlens_tl.models import NEXT, TokenLike
+from tensorlens_tl.passes import Collapse, FrozenOperator
 
 if TYPE_CHECKING:
     Hops = int | Literal["all"]
@@ -168,3 +176,78 @@ def _absolute(
     size = links.abs().sum(-1) + link_bias.abs()
     weights = links.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)[..., None]
     return weights, 1 - weights.sum(-1)
+
+
+class GeneratedTokens(NamedTuple):
+    """The generated tokens of some texts.
+
+    Attributes:
+        positions: where they stand, `[batch, token]`; padding where a text has fewer.
+        queries: the positions that predict them.
+        real: which of them are tokens.
+    """
+
+    positions: Int[Tensor, "batch token"]
+    queries: Int[Tensor, "batch token"]
+    real: Bool[Tensor, "batch token"]
+
+
+def sent_on_by_pulls(
+    operator: FrozenOperator,
+    tokens: GeneratedTokens,
+    queries: Int[Tensor, "batch query"],
+    hops: int,
+    minus: TokenLike = None,
+    **settings: Any,
+) -> Collapse:
+    """A stretch's scores after some hops, as `sent_on` gives them with signed shares.
+
+    Args:
+        operator: of the texts, or of the difference of two.
+        tokens: the generated ones.
+        queries: the positions that predict those of the stretch.
+        hops: how many, at least 1.
+        minus: what is subtracted from each token of the stretch.
+        settings: bias and memory, as for a target.
+
+    Returns:
+        Scores `[batch, 1, key]` with bias and total.
+    """
+    ask = partial(operator.target, NEXT, summed=True, **settings)
+    reached = partial(ask, keys=tokens.positions)
+    totals = operator.totals(NEXT, query=tokens.queries)
+    shared = divisors(totals, tokens.real)
+    held = reached(minus, query=queries).scores[:, 0]
+    given = quotients(held, shared)
+    sent = held
+    weights = given
+    for _ in range(hops - 1):
+        if not bool(given.any()):
+            break
+        held = reached(query=tokens.queries, weights=given).scores[:, 0]
+        given = quotients(held, shared)
+        sent = sent + held
+        weights = weights + given
+    explained = (tokens.queries[..., None] == queries[:, None]).any(-1) & tokens.real
+    if minus is None:
+        scores, bias = scores_and_bias(ask(query=tokens.queries, weights=weights + explained))
+        total = (totals * explained).sum(1, keepdim=True)
+    else:
+        first = ask(minus, query=queries)
+        scores, bias = scores_and_bias(first)
+        others = scores_and_bias(ask(query=tokens.queries, weights=weights))
+        scores = scores + others[0]
+        bias = bias + others[1]
+        total = first.total
+    at = tokens.positions[:, None]
+    gives = (given != 0).long()
+    before_some = gives.flip(1).cumsum(1).flip(1) > gives  # nothing is left on others, not even rounding
+    left = (torch.take_along_dim(scores, at, dim=2)[:, 0] - sent) * before_some * tokens.real
+    lost = (sent * (shared == 0)).sum(1, keepdim=True)
+    return Collapse(scores.scatter(2, at, left[:, None]), bias + lost, total)
+
+
+def scores_and_bias(collapse: Collapse) -> tuple[Float[Tensor, "batch query key"], Float[Tensor, "batch query"]]:
+    """Those of a collapse to one score for each source token, which always has a bias."""
+    assert collapse.bias is not None
+    return collapse.scores, collapse.bias

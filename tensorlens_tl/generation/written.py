@@ -1,25 +1,43 @@
 """A frozen text of prompt and continuation, and what made its generated tokens; the difference of two such texts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import checked_names, plain, whole_number, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
-from tensorlens_tl.generation.hops import SIGNED, Hops, Shares, check_hops, check_shares, divisors, sent_on
-from tensorlens_tl.generation.methods import METHOD, check_method, given, scored_by
-from tensorlens_tl.generation.pulled_hops import GeneratedTokens, sent_on_by_pulls
+from tensorlens_tl.generation.hops import (
+    SIGNED,
+    GeneratedTokens,
+    Hops,
+    Shares,
+    check_hops,
+    check_shares,
+    divisors,
+    scores_and_bias,
+    sent_on,
+    sent_on_by_pulls,
+)
 from tensorlens_tl.generation.writing import Continuation, Count, Text, texts_of
-from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike
+from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike, check_rule
 from tensorlens_tl.passes import Difference, PassOrDifference, difference, freeze, one_check
-from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find, joined
+from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find, joined, memory_batches, one_per_prompt, taken
 from tensorlens_tl.passes.operator import EACH_NEXT, RANKED, UNCAPPED, Collapse, logit_word
-from tensorlens_tl.results import EACH_GENERATED, EACH_MINUS, EACH_SPAN, Attribution, span_text
+from tensorlens_tl.registry import attribute, get_method
+from tensorlens_tl.results import (
+    EACH_GENERATED,
+    EACH_MINUS,
+    EACH_SPAN,
+    Attribution,
+    joined as joined_results,
+    one_query,
+    span_text,
+)
 
 if TYPE_CHECKING:
     Stretch = str | int | slice | tuple[int, int] | Sequence[int]
@@ -29,6 +47,70 @@ if TYPE_CHECKING:
     """The same of every text, or a list with one for each; None for every token."""
 else:
     Span = Stretch = Any  # `_bounds` says what is wrong with it
+
+
+METHOD = "tensorlens"
+"""The method whose own way with spans and hops generated text has."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Question:
+    """What is asked about the generated tokens of a text; see `attribute_generation` for each attribute.
+
+    Raises:
+        RegistryError: no such method.
+        InvalidInputError: an option that it does not take; hops, which follow shares of logits, of another method than
+            `METHOD`.
+    """
+
+    span: Span
+    hops: Hops
+    shares: Shares
+    minus: TokenLike
+    bias: str
+    activation: str
+    memory: Memory
+    method: str
+    options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        check_hops(self.hops)
+        check_shares(self.shares)
+        chosen = get_method(self.method)
+        if self.method == METHOD:
+            if self.options:
+                raise InvalidInputError(
+                    f"generated text: no option {next(iter(self.options))!r}; other methods have options."
+                )
+            return
+        unknown = [name for name in self.of_method if not chosen.takes(name)]
+        if unknown:
+            raise InvalidInputError(
+                f"generated text: method {self.method!r} has no option {unknown[0]!r}; it takes "
+                f"{', '.join(chosen.options) or 'none'}."
+            )
+        for name in ("query", "target", "direction"):
+            if name in self.options:
+                raise InvalidInputError(
+                    f"generated text: {name}= is the generated tokens' own; span= chooses among them."
+                )
+        if self.hops != 0:
+            raise InvalidInputError(
+                f"hops={self.hops!r}: hops need method={METHOD!r}, which says what tokens give to each other's logits. "
+                f"Leave hops out with method={self.method!r}."
+            )
+
+    @property
+    def of_method(self) -> dict[str, Any]:
+        """The options of another method than `METHOD`: its own, and those of ours that say more than their defaults."""
+        options = dict(self.options)
+        if self.minus is not None:
+            options["minus"] = self.minus
+        if self.bias != "apart":
+            options["bias"] = self.bias
+        if self.activation != "ratio":
+            options["activation"] = self.activation
+        return options
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,24 +182,33 @@ class FrozenGeneration:
         >>> bool((written.attribute().gap < 1e-4).all())
         True
         """
-        check_hops(hops)
-        check_shares(shares)
-        check_method(method, options, hops, minus, bias, activation)
+        question = _Question(span, hops, shares, minus, bias, activation, memory, method, options)
+        return self._answer(question)
+
+    def _answer(self, question: _Question) -> Attribution:
+        """The answer to a question that is checked; see `attribute`."""
+        span = question.span
         queries = self.queries(span)
-        settings: dict[str, Any] = {"bias": bias, "activation": activation, "memory": memory}
-        if method != METHOD:
-            others = options | given(minus=minus, bias=bias, activation=activation)
-            return self._by_method(method, queries, span, minus, others, memory)
-        shown = queries if span is None else self._last(queries)
+        about = {"generated": self.generated_ranges(), "asked": self._token_positions(queries)}
+        if question.method != METHOD:
+            options = question.of_method
+            result = scored_by(
+                self.frozen, question.method, queries, options, span=span is not None, memory=question.memory
+            )
+            if span is not None:
+                options["span"] = span
+            target = self._method_label(result.target, queries, question)
+            return replace(result, target=target, options=options | about)
+        shown = queries
+        if span is not None:  # the stretch is shown at the last of its queries
+            real = torch.take_along_dim(self.frozen.mask, queries, dim=1)
+            shown = (queries * real).amax(1, keepdim=True)
         with one_check(self.frozen.view.model):
-            if span is not None and self._is_pulled(hops, shares, settings):
-                collapse = self._pulled(queries, minus, hops, settings)
-            else:
-                collapse = self._sent_on(self._targets(queries, span, minus, settings), hops, shares, settings)
-        scores, constant = _scores_and_bias(collapse)
-        options = {"span": span, "hops": hops, "minus": minus, "bias": bias, "activation": activation}
-        if hops != 0:
-            options["shares"] = shares
+            collapse = self._collapse(queries, question)
+        scores, constant = scores_and_bias(collapse)
+        options = {name: getattr(question, name) for name in ("span", "hops", "minus", "bias", "activation")}
+        if question.hops != 0:
+            options["shares"] = question.shares
         return Attribution.of(
             self.frozen,
             scores,
@@ -126,32 +217,16 @@ class FrozenGeneration:
             bias=constant,
             total=collapse.total,
             additive=True,
-            target=self.label(queries, span, minus, hops),
-            options={name: value for name, value in options.items() if value is not None}
-            | {"generated": self.generated_ranges(), "asked": self._token_positions(queries)},
+            target=self.label(queries, span, question.minus, question.hops),
+            options={name: value for name, value in options.items() if value is not None} | about,
         )
 
-    def _by_method(
-        self,
-        method: str,
-        queries: Int[Tensor, "batch query"],
-        span: Span,
-        minus: TokenLike,
-        settings: dict[str, Any],
-        memory: Memory,
-    ) -> Attribution:
-        """What another method says of the tokens that queries predict."""
-        result = scored_by(self.frozen, method, queries, settings, span=span is not None, memory=memory)
-        target = self._method_label(result.target, queries, span, minus)
-        generated = {"generated": self.generated_ranges(), "asked": self._token_positions(queries)}
-        return replace(result, target=target, options=settings | given(span=span) | generated)
-
-    def _method_label(self, target: str, queries: Int[Tensor, "batch query"], span: Span, minus: TokenLike) -> str:
+    def _method_label(self, target: str, queries: Int[Tensor, "batch query"], question: _Question) -> str:
         """What a method's scores are of, in words: its own number, of generated tokens; nothing for a map of tokens."""
         before, logit, _ = target.partition("logit of ")
         if not logit:
             return target.replace(EACH_NEXT, EACH_GENERATED)
-        label = self.label(queries, span, minus, capped=UNCAPPED not in before + logit)
+        label = self.label(queries, question.span, question.minus, capped=UNCAPPED not in before + logit)
         return label if label.startswith(before) else before + label
 
     def difference(self, other: "FrozenGeneration") -> "FrozenGeneration":
@@ -257,56 +332,43 @@ class FrozenGeneration:
             label = f"change of the {label}"
         if hops == 0:
             return label
-        return f"{label}, after {_counted(hops, 'hop')}"
+        return f"{label}, after {hops} hop{'' if hops == 1 else 's'}"
 
     # ------------------------------------------------------------------ inside
 
-    def _targets(
-        self, queries: Int[Tensor, "batch query"], span: Span, minus: TokenLike, settings: dict[str, Any]
-    ) -> Collapse:
-        """What made the tokens that queries predict, or the sum of a span's."""
-        if span is None and minus is None:
-            return self.links(**settings)
-        others = dict(settings)
-        operator = self.frozen.operator(activation=others.pop("activation"))
-        return operator.target(NEXT, minus, query=queries, summed=span is not None, **others)
-
-    def _is_pulled(self, hops: Hops, shares: Shares, settings: dict[str, Any]) -> bool:
-        """Whether a pull for each hop of a span costs less than the scores of every token."""
-        count = check_hops(hops)
-        has_links = (settings["bias"], settings["activation"]) in self._links
-        return shares == SIGNED and count is not None and 0 < count < self.positions.shape[1] and not has_links
-
-    def _pulled(
-        self, queries: Int[Tensor, "batch query"], minus: TokenLike, hops: Hops, settings: dict[str, Any]
-    ) -> Collapse:
-        """A span after some hops, by a pull each."""
-        others = dict(settings)
-        operator = self.frozen.operator(activation=others.pop("activation"))
-        tokens = GeneratedTokens(self.positions, self._queries(self.positions), self.real)
-        return sent_on_by_pulls(operator, tokens, queries, check_hops(hops) or 0, minus, **others)
-
-    def _sent_on(self, collapse: Collapse, hops: Hops, shares: Shares, settings: dict[str, Any]) -> Collapse:
-        """Scores after some hops, by the scores of every generated token."""
-        if hops == 0:
+    def _collapse(self, queries: Int[Tensor, "batch query"], question: _Question) -> Collapse:
+        """What made the tokens that queries predict, or the sum of a span's, after some hops."""
+        settings: dict[str, Any] = {"bias": question.bias, "memory": question.memory}
+        activation = question.activation
+        minus = question.minus
+        is_span = question.span is not None
+        count = check_hops(question.hops)
+        few_hops = count is not None and 0 < count < self.positions.shape[1]
+        if is_span and few_hops and question.shares == SIGNED and (question.bias, activation) not in self._links:
+            # a pull for each hop costs less than the scores of every token
+            operator = self.frozen.operator(activation=activation)
+            tokens = GeneratedTokens(self.positions, self._queries(self.positions), self.real)
+            return sent_on_by_pulls(operator, tokens, queries, count or 0, minus, **settings)
+        if not is_span and minus is None:
+            collapse = self.links(activation=activation, **settings)
+        else:
+            operator = self.frozen.operator(activation=activation)
+            collapse = operator.target(NEXT, minus, query=queries, summed=is_span, **settings)
+        if question.hops == 0:
             return collapse
         totals = None
-        if shares == SIGNED:
-            queries = self._queries(self.positions)
-            totals = divisors(self.frozen.operator().totals(NEXT, query=queries), self.real)
-        links = _scores_and_bias(self.links(**settings))
+        if question.shares == SIGNED:
+            every_query = self._queries(self.positions)
+            totals = divisors(self.frozen.operator().totals(NEXT, query=every_query), self.real)
+        links = scores_and_bias(self.links(activation=activation, **settings))
         positions = torch.arange(self.frozen.tokens.shape[1], device=self.positions.device)
         generated = (self.positions[..., None] == positions) & self.real[..., None]
-        scores, bias = sent_on(*_scores_and_bias(collapse), *links, generated, hops, shares, totals)
+        scores, bias = sent_on(*scores_and_bias(collapse), *links, generated, question.hops, question.shares, totals)
         return Collapse(scores, bias, collapse.total)
 
     def _queries(self, positions: Int[Tensor, "batch token"]) -> Int[Tensor, "batch token"]:
         """The positions that predict tokens: one earlier each; padding stays."""
         return positions - torch.take_along_dim(self.frozen.mask, positions, dim=1).long()
-
-    def _last(self, queries: Int[Tensor, "batch query"]) -> Int[Tensor, "batch 1"]:
-        real = torch.take_along_dim(self.frozen.mask, queries, dim=1)
-        return (queries * real).amax(1, keepdim=True)
 
     def _token_positions(self, queries: Int[Tensor, "batch query"]) -> list[list[int]]:
         """The positions of the generated tokens that queries predict."""
@@ -384,18 +446,6 @@ def _unit(minus: TokenLike) -> tuple[str, str]:
     if isinstance(minus, list | tuple):
         return "logit difference", f" to {EACH_MINUS}"
     return "logit difference", f" to {minus!r}"
-
-
-def _counted(count: Hops, noun: str) -> str:
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count} {noun}s"
-
-
-def _scores_and_bias(collapse: Collapse) -> tuple[Float[Tensor, "batch query key"], Float[Tensor, "batch query"]]:
-    """A collapse to one score for each source token always has a bias."""
-    assert collapse.bias is not None
-    return collapse.scores, collapse.bias
 
 
 def _bounds(span: Stretch, count: int) -> slice:
@@ -498,3 +548,140 @@ def freeze_generation(
         view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos
     )  # fmt: skip
     return frozen_texts(model, texts, padding_side, store, verify)
+
+
+@checked_names
+def attribute_generation(
+    model: ModelLike,
+    prompt: InputLike,
+    *,
+    max_new_tokens: Count = None,
+    continuation: Continuation = None,
+    span: Span = None,
+    hops: Hops = 0,
+    shares: Shares = SIGNED,
+    minus: TokenLike = None,
+    bias: str = "apart",
+    activation: str = "ratio",
+    stop_at_eos: bool = True,
+    prepend_bos: bool | None = None,
+    padding_side: str | None = None,
+    store: Store = "model",
+    verify: Verify = True,
+    memory: Memory = None,
+    method: str = METHOD,
+    **options: Any,
+) -> Attribution:
+    """What made the text that a model writes after a prompt: scores of the prompt and of earlier generated tokens.
+
+    >>> result = tlens.attribute_generation(model, text, max_new_tokens=3)
+    >>> result.scores.shape  # batch, generated tokens, source tokens
+    torch.Size([1, 3, 10])
+    >>> bool(((result.scores.sum(-1) + result.bias - result.total).abs() < 1e-3).all())
+    True
+
+    The whole text is frozen once. The result has one query for each generated token, which is the position that
+    predicts it, one before its own; or with `span` one query in all, computed by one pull. Its options say where the
+    generated tokens stand (``"generated"``: the first position, and the one after the last, of each prompt) and which
+    of them the scores are about (``"asked"``).
+
+    Args:
+        model: a causal language model.
+        prompt: text, the messages of a chat or token ids, one prompt or several; see `freeze`.
+        max_new_tokens: write so many tokens greedily: each has the largest logit of a plain run. Fewer where the model
+            ends before.
+        continuation: or take this continuation: the new text only, one for each prompt, as text or token ids; of a chat
+            what the assistant answers.
+        span: a stretch of the generated text, attributed as a whole: the sum of its tokens' targets. ``"all"``, a
+            text (its last occurrence), ``(start, stop)`` or a slice of the generated tokens, or the number of one; or a
+            list with one for each prompt.
+        hops: send what reached generated tokens on to what made those: so many times, or ``"all"``, after which only
+            the prompt and the bias have scores. See `tensorlens_tl.generation.hops`; weights are those of each token's
+            own logit, whatever `minus` says.
+        shares: what a token's makers take over of what it was given: ``"signed"`` shares of its own logit, one pull for
+            each hop of a span, or ``"absolute"`` ones, one pull for each generated token, whatever the number of hops.
+        minus: a token to hold each one against, ``"runner-up"`` for the likeliest other token at each position, or one
+            for each prompt or query, as in `FrozenOperator.target`.
+        bias: ``"apart"`` from the scores, or by ``"position"``; see `FrozenOperator.in_out`.
+        activation: the rule for activations; see `FrozenPass.operator`.
+        stop_at_eos: end a text before the first end token (of the tokenizer or the config) that the model writes.
+        prepend_bos: as in TransformerLens; of strings.
+        padding_side: ``"left"`` or ``"right"`` (the default), where texts differ in length.
+        store, verify: as for `freeze`.
+        memory: what may be allocated at once, as ``"512MB"`` or bytes; it bounds how many prompts run together.
+        method: any of `list_methods()`, for the same tokens: one query for each, or of a span the sum of their scores.
+            A method that explains no prediction (attention, say) has one map for every target; its rows are averaged
+            over a span.
+        options: of another method than the default.
+
+    Returns:
+        Scores `[batch, query, key]`, additive with their bias to each target where the method is.
+
+    Raises:
+        RegistryError: no such method.
+        InvalidInputError: an option that the method does not take, or hops of another than the default;
+            both or neither of `max_new_tokens` and `continuation`; a continuation that is empty, that
+            changes the prompt's tokens, or not one per prompt; nothing written; a text beyond the context; a span that
+            is empty, outside the generated text or not in it; no such number of hops.
+        UnsupportedModelError: not a causal language model, and what `freeze` refuses.
+    """
+    question = _Question(span, hops, shares, minus, bias, activation, memory, method, options)
+    check_rule(activation)
+    in_bytes(memory)
+    view = ModelView(model)
+    texts = texts_of(
+        view, prompt, max_new_tokens, continuation, stop_at_eos=stop_at_eos, prepend_bos=prepend_bos
+    )  # fmt: skip
+    batches = memory_batches(view, [len(ids) for ids, _ in texts], memory)
+    if len(batches) == 1:
+        return frozen_texts(model, texts, padding_side, store, verify)._answer(question)
+    others = None if isinstance(minus, str) else one_per_prompt("minus", minus, len(texts))
+    spans = span_of_each(span, len(texts))
+    parts = []
+    for batch in batches:
+        of_batch: dict[str, Any] = {}
+        if others is not None:
+            of_batch["minus"] = taken(others, batch)
+        if spans is not None:
+            of_batch["span"] = taken(spans, batch)
+        try:
+            frozen = frozen_texts(model, [texts[number] for number in batch], padding_side, store, verify)
+            parts.append(replace(frozen, _of_batch=True)._answer(replace(question, **of_batch)))
+        except InvalidInputError as error:
+            raise error.with_prompts(dict(enumerate(map(PromptNumber, batch)))) from error
+    explained: dict[str, Any] = {name: _by_prompt(parts, batches, name) for name in ("generated", "asked")}
+    if others is not None:
+        explained["minus"] = minus
+    if spans is not None:
+        explained["span"] = span
+    return joined_results(parts, batches, explained)
+
+
+def _by_prompt(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], name: str) -> list[list[int]]:
+    """An option of every prompt, in the order of the prompts."""
+    values: dict[int, list[int]] = {}
+    for part, batch in zip(parts, batches, strict=True):
+        values.update(zip(batch, part.options[name], strict=True))
+    return [values[prompt] for prompt in sorted(values)]
+
+
+def scored_by(
+    run: PassOrDifference,
+    method: str,
+    queries: Int[Tensor, "batch query"],
+    options: Mapping[str, Any],
+    *,
+    span: bool,
+    memory: Memory = None,
+) -> Attribution:
+    """What a method says of the tokens that queries predict, one before each.
+
+    With `span` there is one query for all of them: scores of a method that explains a prediction are summed, as the
+    targets of a span are; those of one that explains none are averaged.
+    """
+    explains = get_method(method).explains_prediction(options)
+    target = {"target": NEXT} if explains else {}
+    result = attribute(run, method=method, query=queries, memory=memory, **target, **options)
+    if not span:
+        return result
+    return one_query(result, mean=not explains)

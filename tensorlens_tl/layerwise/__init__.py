@@ -15,8 +15,7 @@ from tensorlens_tl.layerwise.aggregate import (
     select_query,
     side_by_side,
 )
-from tensorlens_tl.layerwise.implicit import implicit_attention
-from tensorlens_tl.layerwise.local import LocalLayer, through
+from tensorlens_tl.layerwise.local import LocalLayer, implicit_attention, through
 
 __all__ = [
     "LocalLayer",

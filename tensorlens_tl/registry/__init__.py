@@ -31,11 +31,17 @@ Packages publish methods and layer maps through the entry-point group ``tensorle
 that registers them when it is imported. The built-in ones are published and registered in just that way.
 """
 
-from tensorlens_tl.registry.attributing import attribute
-from tensorlens_tl.registry.entries import LayerMap, Method
-from tensorlens_tl.registry.names import unknown_method as unknown_method
-from tensorlens_tl.registry.options import PER_PROMPT as PER_PROMPT, split_options as split_options
+from tensorlens_tl.registry.attributing import (
+    PER_PROMPT as PER_PROMPT,
+    attribute,
+    by_rule as by_rule,
+    list_rules,
+    register_rule,
+    split_options as split_options,
+)
 from tensorlens_tl.registry.registering import (
+    LayerMap,
+    Method,
     get_layer_map,
     get_method,
     list_layer_maps,
@@ -44,8 +50,8 @@ from tensorlens_tl.registry.registering import (
     register_layer_map,
     register_method,
     renamed as renamed,
+    unknown_method as unknown_method,
 )
-from tensorlens_tl.registry.rules import by_rule as by_rule, list_rules, register_rule
 
 __all__ = [
     "LayerMap",

@@ -1,32 +1,38 @@
 """`attribute`: any registered method on a model, or on a frozen pass."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
-from tensorlens_tl._arguments import plain
+from tensorlens_tl._arguments import checked_arguments, nearest, plain
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import relative_gap
-from tensorlens_tl.core import Rule
+from tensorlens_tl.core import RULES, Rule, rule_of
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, RegistryError
 from tensorlens_tl.models import NEXT, ModelLike, Query, TokenLike
-from tensorlens_tl.passes import Difference, FrozenPass, freeze, one_check, unchecked_view
+from tensorlens_tl.passes import Difference, FrozenPass, freeze, one_check, rule_scores, unchecked_view
 from tensorlens_tl.passes.inputs import (
     check_slice,
     one_per_prompt,
     prompt_batches,
+    query_positions,
     taken,
 )
-from tensorlens_tl.passes.operator import RANKED, target_ids, token_label
-from tensorlens_tl.registry.entries import Method
-from tensorlens_tl.registry.options import PER_PROMPT, split_options
-from tensorlens_tl.registry.registering import get_method, is_ours, list_methods
-from tensorlens_tl.registry.rules import method_of_rule
+from tensorlens_tl.passes.operator import RANKED, explained_tokens, logit_label, target_ids, token_label
+from tensorlens_tl.registry.registering import Method, checking, get_method, is_ours, list_methods, register_method
 from tensorlens_tl.results import MEAN_QUERY, TOKENS_OF_QUERIES, Attribution, joined, one_query
+
+PER_PROMPT = ("target", "minus", "direction")
+"""Options that say which number is explained; they may name one thing for each prompt."""
+
+PROBABILITIES = (
+    " A probability is no sum over tokens. With minus= scores sum to a difference of two logits, which is that of "
+    "the two tokens' log-probabilities; method='leave-one-out' measures how a probability changes "
+    "(of='log_probability')."
+)
 
 MEAN = "mean"
 """As `query=`: the mean over every query of a prompt. The word of a prompt is ``" mean"``, with its space."""
@@ -34,6 +40,8 @@ MEAN = "mean"
 DEFAULT = "tensorlens"
 DEFAULT_OF_DIFFERENCES = "difference"
 """What `attribute` answers with where no method is named."""
+
+_BUILT_IN = frozenset(RULES)
 
 
 def attribute(
@@ -127,6 +135,31 @@ def attribute(
     return joined(parts, batches, explained)
 
 
+def split_options(method: Method, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of `freeze`, and those of the method.
+
+    Raises:
+        InvalidInputError: one that neither knows; suggests the nearest.
+    """
+    freezing = {k: v for k, v in inspect.signature(freeze).parameters.items() if v.kind is v.KEYWORD_ONLY}
+    del freezing["query"]  # of a method; `attribute` tells `freeze` of it
+    for_freeze = {name: value for name, value in options.items() if name in freezing and name not in method.options}
+    for_method = {name: value for name, value in options.items() if name not in for_freeze}
+    unknown = [name for name in for_method if not method.takes(name)]
+    if unknown:
+        hint = nearest(unknown[0], method.options)
+        if unknown[0] in PER_PROMPT:
+            others = [name for name in list_methods() if unknown[0] in get_method(name).options]
+            hint = f" What it scores is not one number of the model. These take one: {', '.join(map(repr, others))}."
+        elif unknown[0] == "of" or "prob" in unknown[0]:
+            hint = PROBABILITIES
+        raise InvalidInputError(
+            f"attribute: method {method.name!r} has no option {unknown[0]!r}.{hint} It "
+            f"takes {', '.join(method.options) or 'none'}; freezing takes {', '.join(freezing)}."
+        )
+    return for_freeze, for_method
+
+
 def _chosen(model: ModelLike | FrozenPass | Difference, name: str | None, rule: Rule | str | None) -> Method:
     """The method of a name or a rule, or the default.
 
@@ -197,19 +230,20 @@ def _with_prediction(frozen: FrozenPass | Difference, target: TokenLike) -> Quer
             "query='mean': a prompt of one token, which none follows, has no query for target=NEXT; name a token."
         )
     padding = (~frozen.mask).long().argmax(1)
-    return torch.stack([_filled(row, most, place) for row, place in zip(rows, padding, strict=True)])
-
-
-def _filled(row: Int[Tensor, "query"], length: int, place: Int[Tensor, ""]) -> Int[Tensor, "length"]:
-    """Positions of a prompt, and a place of padding for each that it lacks."""
-    return torch.cat([row, place.expand(length - len(row))])
+    filled = [torch.cat([row, at.expand(most - len(row))]) for row, at in zip(rows, padding, strict=True)]
+    return torch.stack(filled)
 
 
 def _computed(method: Method, frozen: FrozenPass | Difference, options: Mapping[str, Any]) -> Attribution:
     """The result of a method; no other thread gives the model other weights before it is computed."""
     with one_check(frozen.view.model):
         frozen.check_fresh()
-        result = _checked(method.name, method.function(frozen, **options))
+        result: Any = method.function(frozen, **options)
+        if not isinstance(result, Attribution):
+            raise RegistryError(
+                f"method {method.name!r} returned {type(result).__name__}, not an Attribution; wrap its scores with "
+                "tlens.Attribution.of(frozen, scores, method=..., query=...)."
+            )
         if result.additive and not is_ours(str(method.function.__module__)):
             result = _measured(frozen, result, options)
         return _with_tokens_of_queries(frozen, result, options)
@@ -246,10 +280,99 @@ def _with_tokens_of_queries(
     return replace(result, options={**result.options, TOKENS_OF_QUERIES: texts})
 
 
-def _checked(method: str, result: Any) -> Attribution:
-    if not isinstance(result, Attribution):
-        raise RegistryError(
-            f"method {method!r} returned {type(result).__name__}, not an Attribution; wrap its scores with "
-            "tlens.Attribution.of(frozen, scores, method=..., query=...)."
-        )
-    return result
+# ------------------------------------------------------------------ rules of gradients
+
+
+def by_rule(
+    frozen: FrozenPass,
+    method: str,
+    rule: Rule,
+    target: TokenLike,
+    minus: TokenLike,
+    query: Query,
+    memory: Memory,
+) -> Attribution:
+    """The scores of a rule (see `rule_scores`) as the attribution of a method, a sum where the rule is affine."""
+    target, minus = explained_tokens(frozen, target, minus, query_positions(frozen.prompt, query))
+    result = rule_scores(frozen, rule, target, minus, query=query, memory=memory)
+    return Attribution.of(
+        frozen,
+        result.scores,
+        method=method,
+        query=query,
+        bias=result.bias,
+        total=result.total,
+        gap=None if rule.affine else result.gap,
+        additive=rule.affine,
+        target=logit_label(frozen.view, target, minus),
+        options={"target": target, "minus": minus, "query": query},
+    )
+
+
+def method_of(rule: Rule, name: str) -> Method:
+    """A rule as a method, which is not registered."""
+
+    def of_rule(
+        frozen: FrozenPass,
+        *,
+        target: TokenLike = None,
+        minus: TokenLike = None,
+        query: Query = -1,
+        memory: Memory = None,
+    ) -> Attribution:
+        """x_j · ∂logit/∂x_j under a rule; `gap` is how far scores (and an affine rule's bias) are from the logit."""
+        return by_rule(frozen, name, rule, target, minus, query, memory)
+
+    of_rule.__module__, of_rule.__qualname__ = "rules", name
+    return Method(name, of_rule, needs=("predictions", *rule.needs), reads_maps=False)
+
+
+def method_of_rule(rule: Any) -> Method:
+    """What `attribute` answers with for ``rule=``.
+
+    Raises:
+        InvalidInputError: no such rule.
+        UnsupportedModelError: from its function, a model of which the rule says nothing.
+    """
+    chosen = rule_of(rule)
+    names = [name for name, known in RULES.items() if known is chosen]
+    return checking(method_of(chosen, f"rule={names[0] if names else 'own'}"))
+
+
+@checked_arguments
+def register_rule(name: str, rule: Rule) -> Rule:
+    """Register a rule under a name, for every question that takes ``rule=``, and as a method of `attribute`.
+
+    Args:
+        name: what questions, evaluations and the command line call it. A name of your own may be registered again.
+        rule: what stands for each kind of operation.
+
+    Returns:
+        The rule.
+
+    Raises:
+        RegistryError: the name is that of a built-in rule or of another method.
+
+    >>> from tensorlens_tl.core import held, shared
+    >>> mlps = tlens.register_rule("no-mixing", tlens.Rule(softmax=held, multiply=shared))
+    >>> torch.equal(
+    ...     tlens.attribute(frozen, " value", method="no-mixing").scores,
+    ...     tlens.attribute(frozen, " value", rule=mlps).scores,
+    ... )
+    True
+    """
+    if name in _BUILT_IN:
+        raise RegistryError(f"register_rule: {name!r} is a built-in rule; choose another name, such as 'my-{name}'.")
+    method = method_of(rule, name)
+    register_method(name, needs=method.needs, reads_maps=False)(method.function)
+    RULES[name] = rule
+    return rule
+
+
+def list_rules() -> list[str]:
+    """The names that ``rule=`` takes.
+
+    >>> tlens.list_rules()[:3]
+    ['attnlrp', 'frozen', 'gim']
+    """
+    return sorted(RULES)
