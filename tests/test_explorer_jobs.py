@@ -20,9 +20,11 @@ from tensorlens_tl.explorer import Explorer, Session
 from tensorlens_tl.explorer.questions import Passes
 from tensorlens_tl.hooks import hooks_on
 
-Jobs = pytest.importorskip("tensorlens_tl.explorer.server", exc_type=ImportError).Jobs
+pytest.importorskip("tensorlens_tl.explorer.server", exc_type=ImportError)
 
 from test_explorer import PROMPT, alive, chromium, load, one, send, settled, several, wait
+
+from tensorlens_tl.explorer.server import Jobs
 
 SLOW = {"text": PROMPT, "method": "leave-one-out"}
 
