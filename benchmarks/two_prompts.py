@@ -14,7 +14,7 @@ import torch
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, evaluate
 from tensorlens_tl.evaluate.checks import spearman
-from tensorlens_tl.evaluate.known.patching import ROWS, PairWork
+from tensorlens_tl.evaluate.patching import ROWS, PairWork
 
 PAGE = Path(__file__).parent.parent / "docs" / "howto" / "26_evaluate_circuits.md"
 PAIRS = {"recall": 64, "induction": 32}

@@ -30,8 +30,8 @@ from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
 from scripts.train import optimiser_for, python_documents, small_gpt2, split_documents, step
 from tensorlens_tl.demo import MODEL_FOLDER
-from tensorlens_tl.evaluate.known import tasks
-from tensorlens_tl.evaluate.paper import few_shot_text, shipped_relations
+from tensorlens_tl.evaluate import tasks
+from tensorlens_tl.evaluate.relations import few_shot_text, shipped_relations
 
 IGNORED = -100
 Batch = tuple[Tensor, Tensor]

@@ -10,7 +10,7 @@ from conftest import close, some_tokens, tolerance
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, generation
 from tensorlens_tl.commands import main
-from tensorlens_tl.evaluate.known import tasks
+from tensorlens_tl.evaluate import tasks
 from tensorlens_tl.generation import freeze_generation, sent_on
 from tensorlens_tl.report import predict
 from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_model

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 import tensorlens_tl as tlens
 from tensorlens_tl import demo, evaluate, generation
-from tensorlens_tl.evaluate.perturbing import rank
+from tensorlens_tl.evaluate.perturbation import rank
 from tensorlens_tl.evaluate.scorers import random_scores
 from tensorlens_tl.testing import model_names
 

@@ -176,7 +176,7 @@ def test_auroc_by_counting_pairs():
 
 def test_precision_and_recall_by_hand():
     """Two of the named nodes are true, one of which is under the threshold; one is found wrongly."""
-    module = importlib.import_module("tensorlens_tl.evaluate.known.components")
+    module = importlib.import_module("tensorlens_tl.evaluate.known")
     scores = {"a": -4.0, "b": 0.1, "c": 1.0, "d": 0.0}
     assert module._ranking_metrics(scores, frozenset("ab"), 0.05) == (3 / 4, 1 / 2, 1 / 2)
     assert module._ranking_metrics(scores, frozenset("ab"), 0.025) == (3 / 4, 2 / 3, 1)

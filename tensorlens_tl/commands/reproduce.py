@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run one experiment, print its tables, and save it where asked."""
     from tensorlens_tl import evaluate
-    from tensorlens_tl.evaluate.paper import experiment_named
+    from tensorlens_tl.evaluate import experiment_named
 
     check_result_output(args.output)
     experiment = experiment_named(args.name)
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
 def _bundled(name: str, model: Any, experiment: "Experiment", options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Held-out text or images of a bundled model, and the options that are left; None where it has none."""
     from tensorlens_tl import demo
-    from tensorlens_tl.evaluate.paper import LENGTH
+    from tensorlens_tl.evaluate import LENGTH
 
     n = options["n"] or DEMO_INPUTS
     if experiment.reads == "images" and name == "digits":

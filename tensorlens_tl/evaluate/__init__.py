@@ -13,49 +13,54 @@ Every evaluation returns an `Evaluation`: a value per metric, method and prompt,
 `plot()`, `to_dataframe()`, `save()` and `load()`.
 """
 
-from tensorlens_tl.evaluate.checks import agreement, agreement_table, completeness, randomisation, spearman, stability
+from tensorlens_tl.evaluate.checks import (
+    agreement,
+    agreement_table,
+    completeness,
+    over_seeds,
+    randomisation,
+    spearman,
+    stability,
+)
 from tensorlens_tl.evaluate.compression import compression, compression_table
-from tensorlens_tl.evaluate.known import (
-    MIB_OPTIONS,
-    PROPORTIONS,
+from tensorlens_tl.evaluate.known import expected_mrr, known_answer, known_attention, known_components
+from tensorlens_tl.evaluate.paper import (
+    EXPERIMENTS,
+    LENGTH as LENGTH,
+    Experiment,
+    PublishedNumber,
+    Reproduction,
+    experiment_named as experiment_named,
+    published,
+    reproduce,
+)
+from tensorlens_tl.evaluate.patching import MIB_OPTIONS, PROPORTIONS, circuit_faithfulness, patching_agreement
+from tensorlens_tl.evaluate.perturbation import perturbation, perturbation_dataset
+from tensorlens_tl.evaluate.relations import (
+    LinearRelation,
+    Relation,
+    RelationDecoder,
+    Sample,
+    by_relation,
+    few_shot_prompts,
+    relation_decoding,
+    shipped_relations,
+)
+from tensorlens_tl.evaluate.scorers import PREDICTED, STANDARD, predictions
+from tensorlens_tl.evaluate.tasks import (
     KnownAnswers,
     KnownAttention,
     KnownChoice,
     KnownComponents,
+    Place as Place,
     PromptPairs,
     brackets,
-    circuit_faithfulness,
-    expected_mrr,
     induction,
-    known_answer,
-    known_attention,
-    known_components,
-    patching_agreement,
     prompt_pairs,
     recall,
     text_answers,
     text_pairs,
 )
-from tensorlens_tl.evaluate.over_rows import perturbation_dataset
-from tensorlens_tl.evaluate.paper import (
-    EXPERIMENTS,
-    Experiment,
-    LinearRelation,
-    PublishedNumber,
-    Relation,
-    RelationDecoder,
-    Reproduction,
-    Sample,
-    by_relation,
-    few_shot_prompts,
-    published,
-    relation_decoding,
-    reproduce,
-    shipped_relations,
-)
-from tensorlens_tl.evaluate.perturbation import perturbation
-from tensorlens_tl.evaluate.scorers import PREDICTED, STANDARD, predictions
-from tensorlens_tl.evaluate.seeds import over_seeds
 from tensorlens_tl.results import Comparison, Evaluation
 from tensorlens_tl.results.statistics import auroc, bootstrap_interval, holm
 

@@ -27,9 +27,8 @@ from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.compress import Plan
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.evaluate.arguments import Share
 from tensorlens_tl.evaluate.known import KnownAnswers
-from tensorlens_tl.evaluate.perturbing import PROMPTS_AT_ONCE
+from tensorlens_tl.evaluate.scorers import PROMPTS_AT_ONCE, Share
 from tensorlens_tl.hooks import model_points, refuse_attached, states_and_logits, unheld_run
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.models.lifecycle import refuse_dropout

@@ -15,32 +15,66 @@ Special tokens and padding are never replaced, and each step but the first repla
 prompts can be measured with the same fractions. (TensorLens 2026, Figures 3 to 7; AOPC: Samek et al. 2017.)
 """
 
-from typing import Any
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
 
-from tensorlens_tl._arguments import checked_names
-from tensorlens_tl.algebra.memory import Memory
-from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.evaluate.arguments import (
+from tensorlens_tl._arguments import checked_names, plain, whole_number
+from tensorlens_tl.algebra.memory import Memory, in_bytes
+from tensorlens_tl.datasets import (
+    UNKNOWN_ID,
+    DatasetResults,
+    Engine,
+    LoadModel,
+    Reading,
+    Rows,
+    RowSource,
+    RunOptions,
+    read_prompts,
+    run_work,
+)
+from tensorlens_tl.datasets.work import Record, Work
+from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
+from tensorlens_tl.evaluate.perturbed_runs import OF_PREDICTION, RESAMPLED, PerturbedRuns, drawn, replacement_of
+from tensorlens_tl.evaluate.scorers import (
+    MEAN_TOLERANCE,
+    PROMPTS_AT_ONCE,
     Fractions,
     Hidden,
+    MethodFunction,
     Methods,
     Metrics,
     Order,
     PerturbationQuery,
     ReplacementName,
+    Scorer,
     WholeNumber,
+    random_scores,
+    scorers_of,
+    usable,
 )
-from tensorlens_tl.evaluate.generated import GeneratedStretch
-from tensorlens_tl.evaluate.perturbing import FRACTIONS, METRICS, PerturbationTest, explained_in_words
-from tensorlens_tl.evaluate.resampling import replacement_of
-from tensorlens_tl.evaluate.scorers import usable
-from tensorlens_tl.generation import Continuation, Count, Span
-from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike
+from tensorlens_tl.generation import Continuation, Count, Span, freeze_generation
+from tensorlens_tl.models import FIRST_CHOICE, NEXT, ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import freeze
-from tensorlens_tl.passes.inputs import InputLike, prepare
-from tensorlens_tl.results import Evaluation, area
+from tensorlens_tl.passes.inputs import InputLike, Prompt, prepare, query_positions
+from tensorlens_tl.passes.operator import logit_label
+from tensorlens_tl.passes.replacement import Replacement, vocabulary_mean
+from tensorlens_tl.results import SEVERAL_TARGETS, Evaluation, area
+
+FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
+METRICS = ("hs_mse", "aopc", "logit")
+"""The metrics that are measured unless others are named."""
+
+KINDS = {"descending": "positive perturbation", "ascending": "negative perturbation"}
+"""What an evaluation is called, by the order of replacement."""
 
 
 @checked_names
@@ -128,20 +162,23 @@ def perturbation(
     view.refuse_encoder_decoder("perturbation")
     facts: dict[str, Any] = {}
     explained: dict[str, Any] = {"target": target, "minus": minus}
-    generated = {"max_new_tokens": max_new_tokens, "continuation": continuation, "span": span}
-    if any(value is not None for value in generated.values()):
+    if any(option is not None for option in (max_new_tokens, continuation, span)):
         if target is not None or attention_mask is not None:
             raise InvalidInputError(
                 "perturbation: a span's tokens are their own targets, and generated text has its own mask; leave "
                 "target= and attention_mask= out."
             )
         test.check_generated(minus)
-        stretch = GeneratedStretch.of(model, prompts, prepend_bos=prepend_bos, **generated)
-        prompt = stretch.prompt
+        written = freeze_generation(
+            model, prompts, max_new_tokens=max_new_tokens, continuation=continuation, prepend_bos=prepend_bos
+        )
+        whole_span: Any = "all" if span is None else span
+        queries = written.queries(whole_span)
+        prompt = written.frozen.prompt
         position = -1
-        explained |= {"target": NEXT, "query": stretch.queries}
-        words = (stretch.in_words(minus), repr("all" if span is None else span))
-        facts["generated"] = stretch.written.texts
+        explained |= {"target": NEXT, "query": queries}
+        words = (written.label(queries, "all", minus), repr(whole_span))
+        facts["generated"] = written.texts
         if max_new_tokens is not None:
             facts["max_new_tokens"] = max_new_tokens
     else:
@@ -166,3 +203,479 @@ def perturbation(
         skipped=skipped,
         **about,
     )
+
+
+@checked_names
+def perturbation_dataset(
+    model: ModelLike,
+    rows: RowSource,
+    out: str | os.PathLike[str],
+    methods: Methods = None,
+    *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    columns: Mapping[str, str] | None = None,
+    query: PerturbationQuery = "last",
+    fractions: Fractions = FRACTIONS,
+    replacement: ReplacementName = None,
+    draws: WholeNumber = 3,
+    metrics: Metrics = METRICS,
+    order: Order = "descending",
+    absolute: bool = False,
+    hidden: Hidden = "unembedded",
+    seed: int = 0,
+    memory: Memory = None,
+    text: str = "text",
+    id: str = UNKNOWN_ID,
+    tokens_per_batch: int = 8192,
+    truncate: bool = False,
+    resume: bool = True,
+    progress: bool = True,
+    prepend_bos: bool | None = None,
+    engine: Engine = None,
+    load_model: LoadModel | None = None,
+    num_actors: int = 1,
+    num_gpus: float | int = 0,
+) -> DatasetResults:
+    """`perturbation` over every row of a data set, each row's curves written to Parquet shards.
+
+    The numbers are those of one call of `perturbation` with all rows; `DatasetResults.evaluation` gives them as one
+    `Evaluation`, with its table and comparisons. A row of which no token may be replaced is written with its
+    error. Called again with the same arguments, an interrupted run is resumed.
+
+    Args:
+        model: a TransformerLens model that reads text.
+        rows, out, text, id, tokens_per_batch, truncate, resume, progress, prepend_bos: see `tlens.attribute_dataset`.
+        methods, query, fractions, metrics, order, absolute, hidden, seed, memory: see `perturbation`. Functions among
+            the methods are known by their names alone when a run is resumed.
+        target, minus: see `perturbation`; the same of every row.
+        columns: the columns that hold each row's own `target` or `minus`: ``{"target": "answer"}``.
+        replacement, draws: see `perturbation`; ``"mean"`` is the token embedding's mean over all rows.
+        engine, load_model, num_actors, num_gpus: see `tlens.attribute_dataset`.
+
+    Raises:
+        InvalidInputError: what `perturbation` and `tlens.attribute_dataset` refuse.
+        UnsupportedModelError: the model cannot be frozen, or a metric needs a prediction and it has none.
+        FileFormatError: the folder's manifest or one of its shards is damaged.
+        OSError: a shard cannot be written; those before it are whole.
+    """
+    test = PerturbationTest(methods, query, fractions, metrics, order, absolute, hidden, seed, draws, memory)
+    explained = {name: value for name, value in (("target", target), ("minus", minus)) if value is not None}
+    _check_columns(columns or {}, explained)
+    named = explained | dict.fromkeys(columns or {}, "")
+    test.check_explained(named.get("target"), named.get("minus"))
+    reading = Reading(text, id, columns, truncate, prepend_bos)
+    run = RunOptions(out, reading, tokens_per_batch, resume, progress, engine, load_model, num_actors, num_gpus)
+    view, prompts = read_prompts(model, rows, run.reading)
+    work = _work(view, prompts, test, replacement, explained, tuple(columns or ()), skip=methods is None)
+    return run_work(view, prompts, work, run)
+
+
+# ------------------------------------------------------------------ the test
+
+
+@dataclass(frozen=True)
+class PerturbationTest:
+    """What is measured of prompts; see `perturbation` for each option. It can be pickled where its scorers can.
+
+    Attributes:
+        scorers: the methods.
+        steps: the shares of tokens that are replaced.
+        names: of the metrics.
+        working_bytes: what perturbed runs may allocate.
+
+    Raises:
+        InvalidInputError: see `perturbation`.
+    """
+
+    methods: InitVar[Methods]
+    query: PerturbationQuery
+    fractions: InitVar[Fractions]
+    metrics: InitVar[Metrics]
+    order: Order
+    absolute: bool
+    hidden: Hidden
+    seed: int
+    draws: WholeNumber
+    memory: InitVar[Memory]
+    scorers: list[Scorer] = field(init=False)
+    steps: list[float] = field(init=False)
+    names: list[str] = field(init=False)
+    working_bytes: int = field(init=False)
+
+    def __post_init__(self, methods: Methods, fractions: Fractions, metrics: Metrics, memory: Memory) -> None:
+        checked = {
+            "scorers": scorers_of(methods, seed=self.seed),
+            "steps": _fractions(fractions),
+            "names": _metrics(metrics, self.query),
+            "working_bytes": in_bytes(memory),
+            "draws": whole_number("draws", self.draws, 1),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.order not in ("descending", "ascending"):
+            raise InvalidInputError(f"order={self.order!r}; use 'descending' (most relevant first) or 'ascending'.")
+        if self.hidden not in ("unembedded", "output"):
+            raise InvalidInputError(
+                f"hidden={self.hidden!r}; use 'unembedded' or 'output' (what blocks and final norm give)."
+            )
+
+    def query_of(self, view: ModelView, prompt: Prompt) -> int | Literal["all"]:
+        """The query of some prompts as methods take it, "all" for the mean; prompts and model are checked.
+
+        Raises:
+            InvalidInputError: prompts of special tokens alone, or too short for the query.
+            UnsupportedModelError: a metric needs a prediction, and the model has none.
+        """
+        query = _query(self.query, prompt)
+        predicts = bool(set(OF_PREDICTION) & set(self.names))
+        if predicts and query != "all":
+            prompt.in_logits(query_positions(prompt, query))
+        if predicts and view.unembedding is None:
+            raise UnsupportedModelError(f"{view.description} predicts no tokens; use metrics=['hs_mse'].")
+        _counts(perturbable(view, prompt), self.steps)
+        return query
+
+    def check_explained(self, target: TokenLike, minus: TokenLike) -> None:
+        """Refuse tokens that this test cannot be about.
+
+        Raises:
+            InvalidInputError: a mean over queries, or a method that holds no token against another.
+        """
+        if self.query == "mean" and (target is not None or minus is not None):
+            raise InvalidInputError("query='mean' has no single prediction; leave target= and minus= out.")
+        if minus is not None:
+            for scorer in self.scorers:
+                scorer.check_minus()
+
+    def check_generated(self, minus: TokenLike) -> None:
+        """Refuse what cannot be measured of a stretch of generated text.
+
+        Raises:
+            InvalidInputError: another query, or a method that explains no such stretch; names it.
+        """
+        if self.query != "last":
+            raise InvalidInputError(
+                f"query={self.query!r}: span= chooses among the generated tokens; leave query= out."
+            )
+        for scorer in self.scorers:
+            scorer.check_stretch()
+            if minus is not None:
+                scorer.check_minus()
+
+    def runs(
+        self,
+        view: ModelView,
+        prompt: Prompt,
+        replacement: Replacement,
+        target: TokenLike = None,
+        minus: TokenLike = None,
+        query: Int[Tensor, "prompt query"] | None = None,
+    ) -> PerturbedRuns:
+        """The live model on some prompts, checked by `query_of`; or at the queries of a stretch of generated text."""
+        replacements = drawn(view, prompt, replacement, int(self.draws), self.seed)
+        at = _query(self.query, prompt) if query is None else query
+        of_output = self.hidden == "output"
+        return PerturbedRuns(view, prompt, at, replacements, self.names, of_output, self.working_bytes, target, minus)
+
+    def curves(
+        self, runs: PerturbedRuns, scorers: Sequence[Scorer], progress: bool = True
+    ) -> Float[Tensor, "metric method prompt step"]:
+        """The damage done to each prompt after each step."""
+        prompt = runs.prompt
+        allowed = replaceable(runs)
+        counts = _counts(allowed, self.steps)
+        curves = torch.zeros(len(self.names), len(scorers), len(prompt.tokens), len(self.steps), dtype=torch.float64)
+        ties_of = random_scores(self.seed)
+        at_once = 1 if runs.alone else PROMPTS_AT_ONCE
+        starts = range(0, len(prompt.tokens), at_once)
+        for start in tqdm(starts, desc="perturbation", leave=False, delay=2.0, disable=not progress):
+            part = slice(start, start + at_once)
+            frozen = freeze(runs.model, **prompt.again(part))
+            ties = ties_of(frozen).cpu()  # those of a prompt do not depend on its batch
+            for number, scorer in enumerate(scorers):
+                scores = scorer(frozen, runs.query, runs.explained(part)).cpu()
+                if self.absolute:
+                    scores = scores.abs()
+                ranks = rank(scores, allowed[part], self.order, ties)
+                # nothing is replaced at the first step, and no damage done
+                curves[:, number, part, 1:] = runs.damage(part, ranks[:, None] < counts[part, 1:, None])
+        return curves
+
+    def described(
+        self,
+        view: ModelView,
+        replacement: Replacement,
+        scorers: Sequence[Scorer],
+        prompts: int,
+        target: str = "",
+        span: str = "",
+    ) -> dict[str, Any]:
+        """What an Evaluation says besides the numbers.
+
+        Args:
+            view: the model.
+            replacement: what tokens were replaced by.
+            scorers: the methods.
+            prompts: their number.
+            target: what is explained, where that is named.
+            span: which generated tokens that is about.
+        """
+        settings = {
+            **view.provenance(),
+            "prompts": prompts,
+            "query": self.query,
+            "replacement": replacement.name,
+            "order": self.order,
+            "absolute": self.absolute,
+            "hidden": self.hidden,
+            "seed": self.seed,
+            "biases": "methods without 'biases' in their label leave the model's biases out of the scores, as the "
+            "paper",
+        }
+        if replacement.name == RESAMPLED:
+            settings["draws"] = self.draws
+        if target:
+            settings["target"] = target
+        if span:
+            settings["query"] = f"span {span}"
+        if self.query == "mean" and any(scorer.estimates_norms for scorer in scorers):
+            settings["norms"] = f"estimated by random rows to a relative standard error of {MEAN_TOLERANCE:g}"
+        return {
+            "kind": KINDS[self.order],
+            "metrics": dict.fromkeys(self.names, self.order == "descending"),
+            "methods": [scorer.label for scorer in scorers],
+            "axis_name": "share of tokens replaced",
+            "settings": settings,
+        }
+
+
+def explained_in_words(view: ModelView, target: TokenLike, minus: TokenLike) -> str:
+    """What methods explain and metrics measure, where a token is named."""
+    if target is None and minus is None:
+        return ""
+    if target is None:
+        target = FIRST_CHOICE
+    return logit_label(view, target, minus, capped=True)
+
+
+def replaceable(runs: PerturbedRuns) -> Bool[Tensor, "prompt pos"]:
+    """True at the tokens of these runs that may be replaced; of generated text, those before the stretch."""
+    allowed = perturbable(ModelView(runs.model), runs.prompt)
+    if not runs.is_stretch or runs.positions is None:
+        return allowed
+    first = runs.positions[:, :1].cpu()
+    return allowed & (torch.arange(allowed.shape[1]) <= first)
+
+
+def rank(
+    scores: Float[Tensor, "batch pos"],
+    allowed: Bool[Tensor, "batch pos"],
+    order: str = "descending",
+    ties: Float[Tensor, "batch pos"] | None = None,
+) -> Int[Tensor, "batch pos"]:
+    """Each token's rank in the order of replacement, from 0; tokens that are not allowed come after all others.
+
+    Equal scores are ordered by `ties`, by position without them. Reversing the order reverses the ranks.
+    """
+    if ties is None:
+        ties = torch.arange(scores.shape[1]).expand_as(scores)
+    by_ties = ties.argsort(dim=1)
+    key = scores.gather(1, by_ties)
+    ordered = by_ties.gather(1, key.argsort(dim=1, stable=True))  # ascending
+    if order == "descending":
+        ordered = ordered.flip(1)
+    forbidden = ~allowed.gather(1, ordered)
+    ordered = ordered.gather(1, forbidden.long().argsort(dim=1, stable=True))
+    return ordered.argsort(dim=1)
+
+
+def perturbable(view: ModelView, prompt: Prompt) -> Bool[Tensor, "prompt pos"]:
+    """True at tokens that may be replaced: neither padding nor special tokens (of an image, all but its patches)."""
+    tokenizer = view.tokenizer
+    if view.reads != "tokens":
+        return (prompt.mask & (prompt.tokens >= prompt.special)).cpu()
+    special = torch.tensor(sorted(getattr(tokenizer, "all_special_ids", None) or []), dtype=torch.long)
+    return (prompt.mask.cpu() & ~torch.isin(prompt.tokens.cpu(), special)).clone()
+
+
+# ------------------------------------------------------------------ its arguments
+
+
+def _fractions(fractions: Fractions) -> list[float]:
+    try:
+        steps = [float(f) for f in fractions]
+    except (TypeError, ValueError):
+        raise InvalidInputError(f"fractions={fractions!r}: pass shares such as (0, 0.1, 0.2).") from None
+    if len(steps) < 2 or steps[0] != 0 or any(b <= a for a, b in pairwise(steps)) or steps[-1] > 1:
+        raise InvalidInputError(f"fractions={steps}: pass at least two shares in [0, 1], ascending, the first 0.")
+    return steps
+
+
+def _metrics(metrics: Metrics, query: PerturbationQuery) -> list[str]:
+    if isinstance(metrics, str):
+        metrics = [metrics]
+    names = list[str](metrics)
+    known = ("hs_mse", *OF_PREDICTION)
+    unknown = [metric for metric in names if metric not in known]
+    if unknown or not names:
+        raise InvalidInputError(f"metrics={names!r}; use some of {', '.join(map(repr, known))}.")
+    if query != "mean":
+        return names
+    if tuple(names) not in (METRICS, ("hs_mse",)):
+        raise InvalidInputError("query='mean' has no single prediction; use metrics=['hs_mse'], or one query.")
+    return ["hs_mse"]
+
+
+def _query(query: PerturbationQuery, prompt: Prompt) -> int | Literal["all"]:
+    """The query as the methods take it: an integer, or "all" for the mean."""
+    if isinstance(query, str):
+        known: dict[str, int | Literal["all"]] = {"last": -1, "cls": 0, "mean": "all"}
+        if query not in known:
+            raise InvalidInputError(f"query={query!r}; use 'last', 'cls', 'mean' or a position.")
+        return known[query]
+    position = whole_number("query", query, why="or 'last', 'cls', 'mean'")
+    query_positions(prompt, position)
+    return position
+
+
+def _counts(allowed: Bool[Tensor, "prompt pos"], steps: Sequence[float]) -> Int[Tensor, "prompt step"]:
+    """How many tokens each step replaces: its share rounded, and at least one, so that short prompts need no others.
+
+    Raises:
+        InvalidInputError: a prompt of which no token may be replaced.
+    """
+    tokens = allowed.sum(1)
+    counts = (tokens[:, None] * torch.tensor(steps, dtype=torch.float64) + 0.5).long()
+    counts[:, 1:].clamp_(min=1)
+    empty = (tokens == 0).nonzero()
+    if len(empty):
+        raise InvalidInputError(
+            PromptNumber(int(empty[0])), " has no token that may be replaced: all are special tokens or padding."
+        )
+    return counts
+
+
+# ------------------------------------------------------------------ over the rows of a data set
+
+
+@dataclass(frozen=True, eq=False)
+class _Perturbing(Work):
+    """A perturbation test of each row.
+
+    Attributes:
+        test: what is measured, by which methods.
+        replacement: what tokens are replaced by, the same in all rows unless it is drawn.
+        skipped: methods that do not fit the model.
+        explained: the tokens that all rows are asked about, if any are named.
+        described: what an Evaluation says besides its numbers.
+        options: all of this, as a manifest holds it.
+    """
+
+    test: PerturbationTest
+    replacement: Replacement
+    scorers: list[Scorer]
+    skipped: dict[str, str]
+    explained: dict[str, Any]
+    described: dict[str, Any]
+    options: Mapping[str, Any]
+
+    name = "perturbation"
+    double = True
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same when a run of it is resumed."""
+        return {"method": self.name, "options": dict(self.options), "keep": "scores"}
+
+    def together(
+        self, model: ModelLike, tokens: Sequence[list[int]], per_row: Mapping[str, Sequence[Any]]
+    ) -> tuple[Prompt, Float[Tensor, "metric method prompt step"]]:
+        """The result of some rows."""
+        view = ModelView(model)
+        prompt = prepare(view, list(tokens))
+        self.test.query_of(view, prompt)
+        explained = self.explained | dict(per_row)
+        runs = self.test.runs(view, prompt, self.replacement, explained.get("target"), explained.get("minus"))
+        return prompt, self.test.curves(runs, self.scorers, progress=False)
+
+    def packed(self, result: tuple[Prompt, Tensor]) -> list[Record]:
+        """Such a result as one record for each row."""
+        prompt, curves = result
+        return [
+            {
+                "tokens": [token for token, is_real in zip(prompt.str_tokens[row], real, strict=True) if is_real],
+                "shape": list(curves[:, :, row].shape),
+                "scores": curves[:, :, row].flatten().numpy(),
+            }
+            for row, real in enumerate(prompt.mask.tolist())
+        ]
+
+    def facts(self, result: Any) -> dict[str, Any]:
+        """What the rows of such a result have in common."""
+        about = {"result": "Evaluation", "dtype": "float64", "axis": self.test.steps, "skipped": self.skipped}
+        return about | self.described
+
+
+def _check_columns(columns: Mapping[str, str], explained: Mapping[str, Any]) -> None:
+    """Refuse tokens of rows that cannot be distinguished from those of all rows.
+
+    Raises:
+        InvalidInputError: an unknown column, one that is also an option, or a list of tokens.
+    """
+    unknown = sorted(set(columns) - {"target", "minus"})
+    if unknown:
+        raise InvalidInputError(f"columns: {unknown[0]!r} is not one of target, minus.")
+    both = sorted(set(columns) & set(explained))
+    if both:
+        raise InvalidInputError(f"columns: {both[0]!r} is in a column and an option as well; leave one out.")
+    for name, value in explained.items():
+        if not isinstance(plain(value), str | int):
+            raise InvalidInputError(f"{name}={value!r}: pass one token for every row; columns= names a column of them.")
+
+
+def _work(
+    view: ModelView,
+    rows: Rows,
+    test: PerturbationTest,
+    replacement: ReplacementName,
+    explained: dict[str, Any],
+    columns: Sequence[str],
+    *,
+    skip: bool,
+) -> Work:
+    """The test of these rows: methods that fit the model, and what tokens are replaced by."""
+    prompts = [rows.tokens[row] for row in rows.prompts()]
+    # a token's embedding is the same at every position: the mean over all rows needs their counts alone
+    counts = torch.from_numpy(sum(np.bincount(ids, minlength=view.d_vocab) for ids in prompts))
+    longest = max(prompts, key=len).tolist()
+    prompt = prepare(view, [longest])
+    try:
+        query = test.query_of(view, prompt)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"perturbation: the longest row cannot be tested. {error}") from error
+    by = replacement_of(view, prompt, replacement, vocabulary_mean(view, counts))
+    scorers, skipped = usable(test.scorers, freeze(view.model, [longest]), query, skip)
+    options = {
+        "methods": {scorer.label: [_name(scorer.method), repr(dict(scorer.options))] for scorer in scorers},
+        "skipped": sorted(skipped),
+        "fractions": test.steps,
+        "replacement": by.name,
+        "query": test.query,
+        "metrics": test.names,
+        **{name: getattr(test, name) for name in ("order", "absolute", "hidden", "seed")},
+    }
+    if by.name == RESAMPLED:
+        options["draws"] = test.draws
+    options |= explained
+    words = explained_in_words(view, explained.get("target"), explained.get("minus"))
+    if columns:
+        words = SEVERAL_TARGETS
+    described = test.described(view, by, scorers, len(prompts), words)
+    return _Perturbing(test, by, scorers, skipped, explained, described, options)
+
+
+def _name(method: str | MethodFunction) -> str:
+    """A method in a manifest: a function is known by its name alone."""
+    if isinstance(method, str):
+        return method
+    return f"{method.__module__}.{getattr(method, '__qualname__', '?')}"

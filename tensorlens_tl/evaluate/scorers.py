@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex
 
 import torch
 from jaxtyping import Float, Int
@@ -23,13 +23,58 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.errors import InvalidInputError, MethodError, RegistryError, TensorLensError, UnsupportedModelError
-from tensorlens_tl.evaluate.arguments import MethodFunction, Methods, MethodSpec
 from tensorlens_tl.generation import scored_by
 from tensorlens_tl.models import FIRST_CHOICE
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.registry import attribute, get_method, list_methods, unknown_method
 from tensorlens_tl.results import Attribution
+
+# The aliases tell a type checker and whoever reads a signature what may be passed; at run time they are `Any`, because
+# our own errors say what is wrong with an argument and what to do.
+if TYPE_CHECKING:
+    MethodFunction = Callable[[FrozenPass], Attribution | Tensor]
+    """A method as a function of a pass: it gives an Attribution, or scores `[batch, key]`."""
+
+    MethodSpec = str | tuple[str, Mapping[str, Any]] | MethodFunction
+    """A method: a label of `STANDARD` or a registered name, a name with options, or a function."""
+
+    Methods = str | Sequence[str] | Mapping[str, MethodSpec] | None
+    """Names, or a mapping from labels to methods; None is an evaluation's default."""
+
+    Names = str | Sequence[str] | None
+    """Names of methods out of a fixed list; None is an evaluation's default."""
+
+    WholeNumber = SupportsIndex
+    """An integer of any kind: Python's, numpy's or torch's."""
+
+    Share = float
+    """A share, or a size as a share of another."""
+
+    TokenIds = Tensor | Sequence[int] | Sequence[Sequence[int]]
+    Mask = Tensor | Sequence[Sequence[bool]]
+
+    PromptLength = WholeNumber | Literal["most common"] | None
+    """The token length of prompts: a number, the most common, or None where all must agree."""
+
+    PerturbationQuery = Literal["last", "cls", "mean"] | WholeNumber
+    """The last or the first token, a position, or a mean over all positions."""
+
+    Fractions = Sequence[float] | Tensor
+    Metric = Literal["hs_mse", "aopc", "aopc_abs", "logit"]
+    Metrics = Metric | Sequence[Metric]
+    Order = Literal["descending", "ascending"]
+    Hidden = Literal["unembedded", "output"]
+
+    ReplacementName = Literal["resampled", "mask", "pad", "mean", "zero"] | str | int | None
+    """What stands for a replaced token: see `tensorlens_tl.evaluate.perturbation`."""
+else:
+    MethodFunction = MethodSpec = Methods = Names = WholeNumber = PerturbationQuery = Any
+    Share = TokenIds = Mask = PromptLength = Any
+    Fractions = Metric = Metrics = Order = Hidden = ReplacementName = Any
+
+PROMPTS_AT_ONCE = 16
+"""So many prompts of an evaluation are frozen together."""
 
 PREDICTED = FIRST_CHOICE
 """As a method's target: the token that the model itself predicts at the query."""

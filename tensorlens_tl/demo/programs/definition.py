@@ -12,7 +12,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import plain, whole_number
 from tensorlens_tl.demo.programs.building import Design
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.evaluate.known import KnownAnswers, KnownAttention, KnownChoice, KnownComponents, Place, PromptPairs
+from tensorlens_tl.evaluate import KnownAnswers, KnownAttention, KnownChoice, KnownComponents, Place, PromptPairs
 from tensorlens_tl.results import ARROW, TARGET
 
 

@@ -7,12 +7,26 @@
   mean Jacobian of the final state and b the mean of ``o − W·s`` over the prompts. The live model, differentiated.
 
 What counts for both is whether their highest-ranked token is the one that the model itself predicts.
+
+A relation has a subject, an object, and templates that ask for it; in the published JSON format.
+
+``{"name": ..., "prompt_templates": ["The capital of {} is"], "samples": [{"subject": ..., "object": ...}]}``, the
+format of Hernandez et al. 2024; of its other fields ``properties.relation_type`` is read, as the category.
+
+    >>> relation = shipped_relations()["country capital"]
+    >>> few_shot_text(relation.prompt_templates[0], relation.samples[:1], relation.samples[1].subject)
+    'The capital of France is Paris\\nThe capital of Italy is'
 """
 
+import json
+import os
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -22,30 +36,257 @@ from transformer_lens.hook_points import HookPoint
 from tensorlens_tl._arguments import check_choice, checked_names, plain, whole_number
 from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.algebra.numerics import relative_error
-from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.evaluate.arguments import PromptLength, WholeNumber
-from tensorlens_tl.evaluate.paper.few_shot import (
-    Prompts,
-    few_shot_prompts,
-    leave_one_out,
-    object_tokens,
-    of_common_length,
-    of_one_length,
-    require_enough,
-    token_rows,
-)
-from tensorlens_tl.evaluate.paper.relations import Relation, Sample, shipped_relations
-from tensorlens_tl.evaluate.scorers import RANDOM, predictions
+from tensorlens_tl.errors import FileFormatError, InvalidInputError, UnsupportedModelError
+from tensorlens_tl.evaluate.scorers import RANDOM, PromptLength, WholeNumber, predictions
 from tensorlens_tl.hooks import in_this_thread, run
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.models.parameters import saved_by_name
 from tensorlens_tl.passes import FrozenPass, freeze
-from tensorlens_tl.passes.inputs import InputLike
+from tensorlens_tl.passes.inputs import InputLike, prepare
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.results import Evaluation
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+SHIPPED = Path(__file__).parent / "data" / "relations"
+
+BETA = 2.25
+"""The scale that Hernandez et al. use for GPT-J; 1 is the first-order approximation itself."""
+
+PROTOCOLS: Mapping[str, Mapping[str, Any]] = {
+    "paper": {"m": 3, "shots": None, "splits": 6, "top_k": 20, "layers": (0,), "betas": (2.5,)},
+}
+"""Settings by name: those of TensorLens (Section 4.2 and Appendix D), LRE from the input embeddings."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One pair of a relation."""
+
+    subject: str
+    object: str
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A named relation: templates with ``{}`` for the subject, its pairs, and its category where the file has one."""
+
+    name: str
+    prompt_templates: tuple[str, ...]
+    samples: tuple[Sample, ...]
+    category: str = ""
+
+    def __repr__(self) -> str:
+        return f"Relation({self.name!r}, {len(self.samples)} samples, {self.prompt_templates[0]!r})"
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Relation":
+        """Read one JSON file.
+
+        Raises:
+            FileFormatError: not JSON, or without the fields of the format.
+        """
+        try:
+            facts: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+            samples = tuple(Sample(str(s["subject"]), str(s["object"])) for s in facts["samples"])
+            category = str(facts.get("properties", {}).get("relation_type", ""))
+            relation = cls(str(facts["name"]), tuple(map(str, facts["prompt_templates"])), samples, category)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FileFormatError(
+                f"{path}: not a relation ({type(error).__name__}: {error}). It is JSON with name, prompt_templates and "
+                "samples of subject and object."
+            ) from error
+        if not relation.prompt_templates or any(t.count("{}") != 1 for t in relation.prompt_templates):
+            raise FileFormatError(f"{path}: every prompt template needs one {{}} for the subject.")
+        if not relation.samples:
+            raise FileFormatError(f"{path}: no samples.")
+        return relation
+
+
+@lru_cache
+def shipped_relations() -> dict[str, Relation]:
+    """The relations that come with the library, by name; the bundled relations model was trained on them.
+
+    >>> from tensorlens_tl import evaluate
+    >>> sorted(evaluate.shipped_relations())[:2]
+    ['adjective opposite', 'animal young']
+    """
+    relations = [Relation.load(path) for path in sorted(SHIPPED.glob("*.json"))]
+    return {relation.name: relation for relation in relations}
+
+
+def few_shot_text(template: str, examples: Sequence[Sample], subject: str, separator: str = "\n") -> str:
+    """A prompt: examples filled in with their objects, then the template with the subject alone.
+
+    Raises:
+        InvalidInputError: the template has no ``{}``.
+    """
+    if template.count("{}") != 1:
+        raise InvalidInputError(f"template={template!r}: it needs one {{}} for the subject.")
+    statements = [f"{template.replace('{}', example.subject)} {example.object}" for example in examples]
+    return separator.join([*statements, template.replace("{}", subject)])
+
+
+# ------------------------------------------------------------------ few-shot prompts
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Few-shot prompts about several subjects: token ids of one length, and the last token of each subject."""
+
+    tokens: Int[Tensor, "prompt pos"]
+    subject_ends: Int[Tensor, "prompt"]
+    samples: tuple[Sample, ...]
+
+
+@checked_names
+def few_shot_prompts(
+    model: ModelLike,
+    template: str,
+    subjects: Sequence[Sample],
+    examples: Sequence[Sample] | Sequence[Sequence[Sample]] = (),
+    *,
+    length: PromptLength = None,
+    separator: str = "\n",
+) -> Prompts:
+    """Prompts that ask for the objects of some subjects, after examples.
+
+    Args:
+        model: a TransformerLens model with a tokenizer.
+        template: with ``{}`` for the subject.
+        subjects: whose objects the prompts ask for.
+        examples: shown before each subject, the same for all, or a list of them for each.
+        length: ``"most common"`` selects the prompts of the most common token length (Appendix D), an integer those of
+            that length; None insists that all have the same.
+        separator: between examples.
+
+    Raises:
+        InvalidInputError: no subject, or prompts of unequal length (says which, and what the most common length is).
+
+    >>> from tensorlens_tl import evaluate
+    >>> pairs = evaluate.shipped_relations()["animal young"].samples[:1]
+    >>> evaluate.few_shot_prompts(model, "{} is", pairs).samples == tuple(pairs)
+    True
+    """
+    if not subjects:
+        raise InvalidInputError("few_shot_prompts: no subject to ask for.")
+    shown: Sequence[Any] = examples
+    if not examples or isinstance(examples[0], Sample):
+        shown = [examples] * len(subjects)  # the same before each subject
+    texts = [
+        few_shot_text(template, sample_examples, sample.subject, separator)
+        for sample_examples, sample in zip(shown[: len(subjects)], subjects, strict=True)
+    ]
+    rows = token_rows(model, texts)
+    selected = of_one_length(rows, [sample.subject for sample in subjects], length)
+    view = ModelView(model)
+    ends = [_subject_end(view, template, rows[number], subjects[number], texts[number]) for number in selected]
+    return Prompts(
+        torch.tensor([rows[number] for number in selected]),
+        torch.tensor(ends),
+        tuple(subjects[number] for number in selected),
+    )
+
+
+def token_rows(model: ModelLike, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text."""
+    view = ModelView(model)
+    return [prepare(view, text).tokens[0].tolist() for text in texts]
+
+
+def of_one_length(rows: Sequence[Sequence[int]], names: Sequence[str], length: PromptLength) -> list[int]:
+    """Which rows are of one token length: all of them, the most common, or a number.
+
+    Raises:
+        InvalidInputError: unequal lengths where all must agree, or no row of that length.
+    """
+    lengths = Counter(map(len, rows))
+    common = lengths.most_common(1)[0][0]
+    target_length = common
+    if length not in (None, "most common"):
+        target_length = whole_number("length", length, least=1)
+    selected = [number for number, row in enumerate(rows) if len(row) == target_length]
+    if length is None and len(selected) < len(rows):
+        odd = [f"{name!r} ({len(row)})" for name, row in zip(names, rows, strict=True) if len(row) != common]
+        raise InvalidInputError(
+            f"examples of unequal length: {', '.join(odd[:5])} differ from the most common length, {common} tokens. "
+            "Leave them out, or pass length='most common'."
+        )
+    if not selected:
+        raise InvalidInputError(
+            f"length={target_length}: no prompt has it; there are {dict(lengths)} (length: prompts)."
+        )
+    return selected
+
+
+def _subject_end(view: ModelView, template: str, tokens: Sequence[int], sample: Sample, text: str) -> int:
+    """The subject's last token: what comes after it is as long as the template's rest is by itself."""
+    before = text.removesuffix(template.split("{}")[1])
+    before_tokens = prepare(view, before).tokens[0].tolist()
+    same = 0
+    for token, other in zip(before_tokens, tokens, strict=False):
+        if token != other:
+            break
+        same += 1
+    if same == 0:
+        raise InvalidInputError(f"cannot find the subject {sample.subject!r} among the tokens of its prompt.")
+    return same - 1
+
+
+def of_common_length(model: ModelLike, template: str, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples whose prompts, alone and with their objects, have the most common token lengths (Appendix D).
+
+    Few-shot prompts of any of them then have the same length.
+    """
+    view = ModelView(model)
+
+    def lengths(sample: Sample) -> tuple[int, int]:
+        question = few_shot_text(template, [], sample.subject)
+        whole = f"{question} {sample.object}"
+        return prepare(view, question).tokens.shape[1], prepare(view, whole).tokens.shape[1]
+
+    token_lengths = [lengths(sample) for sample in samples]
+    common = Counter(token_lengths).most_common(1)[0][0]
+    return [sample for sample, length in zip(samples, token_lengths, strict=True) if length == common]
+
+
+def require_enough(have: int, m: int) -> None:
+    """Raise `InvalidInputError` for fewer than m examples."""
+    if have < m:
+        raise InvalidInputError(f"RelationDecoder.fit: {have} examples, m={m} are needed.")
+
+
+def leave_one_out(
+    model: ModelLike,
+    template: str,
+    samples: Sequence[Sample],
+    m: int,
+    shots: WholeNumber | None = None,
+    length: PromptLength = None,
+) -> Prompts:
+    """m prompts, each asking for one sample after showing `shots` of the others."""
+    shots = m - 1 if shots is None else whole_number("shots", shots, 0, len(samples) - 1)
+    shown = [[s for s in samples if s is not sample][:shots] for sample in samples]
+    prompts = few_shot_prompts(model, template, samples, shown, length=length)
+    require_enough(len(prompts.tokens), m)
+    return Prompts(prompts.tokens[:m], prompts.subject_ends[:m], prompts.samples[:m])
+
+
+def object_tokens(model: ModelLike, template: str, samples: Sequence[Sample]) -> dict[Sample, int]:
+    """The first token of each object after its prompt."""
+    view = ModelView(model)
+    tokens = {}
+    for sample in samples:
+        question = few_shot_text(template, [], sample.subject)
+        position = prepare(view, question).tokens.shape[1]
+        tokens[sample] = int(prepare(view, f"{question} {sample.object}").tokens[0, position])
+    return tokens
+
+
+# ------------------------------------------------------------------ decoders
+
 
 if TYPE_CHECKING:
     Examples = Relation | Sequence[Sample] | Sequence[tuple[str, str]] | Sequence[str] | Prompts | Tensor
@@ -55,14 +296,6 @@ if TYPE_CHECKING:
     """Texts or token ids of the examples' length, or a pass of them."""
 else:
     Examples = DecoderPrompts = Any  # our own errors say what is wrong
-
-BETA = 2.25
-"""The scale that Hernandez et al. use for GPT-J; 1 is the first-order approximation itself."""
-
-PROTOCOLS: Mapping[str, Mapping[str, Any]] = {
-    "paper": {"m": 3, "shots": None, "splits": 6, "top_k": 20, "layers": (0,), "betas": (2.5,)},
-}
-"""Settings by name: those of TensorLens (Section 4.2 and Appendix D), LRE from the input embeddings."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -172,7 +405,7 @@ def _example_tokens(
         if not examples:
             raise InvalidInputError("RelationDecoder.fit: no examples.")
         if template is not None:
-            samples = [_sample(example) for example in examples]
+            samples = [each if isinstance(each, Sample) else Sample(*map(str, each)) for each in examples]
             require_enough(len(samples), m)
             if length is None:
                 samples = samples[:m]
@@ -186,13 +419,6 @@ def _example_tokens(
         examples = torch.tensor([rows[number] for number in of_one_length(rows, examples, length)])
     require_enough(len(examples), m)
     return examples[:m]
-
-
-def _sample(pair: Sample | Sequence[str]) -> Sample:
-    """A pair of subject and object as a Sample."""
-    if isinstance(pair, Sample):
-        return pair
-    return Sample(*map(str, pair))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -287,7 +513,7 @@ def unembed(frozen: FrozenPass, states: Float[Tensor, "prompt d_model"]) -> Floa
     return frozen.view.logits(states)
 
 
-# ------------------------------------------------------------------------------------- the evaluation
+# ------------------------------------------------------------------ the evaluation
 
 
 @checked_names
@@ -346,6 +572,7 @@ def relation_decoding(
     if layers is None:
         layers = range(view.n_layers)
     lres = {f"LRE layer {layer}, β={beta:g}": (layer, beta) for layer in layers for beta in betas}
+    fitting = _Fitting(m, shots, top_k, list(lres.values()), activation)
     labels = ["tensorlens mean operator", *lres, RANDOM]
     rng = random.Random(seed)
     values = []
@@ -357,7 +584,7 @@ def relation_decoding(
         if len(samples) <= m:
             skipped[relation.name] = f"fewer than {m} samples to fit on and one to ask about ({len(samples)})"
             continue
-        shares = [_one_split(model, template, samples, (m, shots, top_k), lres, activation, rng) for _ in range(splits)]
+        shares = [_one_split(model, template, samples, fitting, rng) for _ in range(splits)]
         if all(bool(split.isnan().all()) for split in shares):
             skipped[relation.name] = f"no held-out subject whose object is among the model's {top_k} highest tokens"
             continue
@@ -400,17 +627,21 @@ def by_relation(result: Evaluation, metric: str = "faithful") -> "pd.DataFrame":
     return frame.groupby(level=0).agg(["mean", "std"])
 
 
+class _Fitting(NamedTuple):
+    """How decoders are fitted, and which subjects they are asked about; see `relation_decoding`."""
+
+    m: int
+    shots: int
+    top_k: int | None
+    lres: list[tuple[int, float]]
+    activation: str
+
+
 def _one_split(
-    model: ModelLike,
-    template: str,
-    samples: Sequence[Sample],
-    options: tuple[int, int, int | None],
-    lres: dict[str, tuple[int, float]],
-    activation: str,
-    rng: random.Random,
+    model: ModelLike, template: str, samples: Sequence[Sample], fitting: _Fitting, rng: random.Random
 ) -> Float[Tensor, "2 method"]:
     """Shares of held-out subjects answered as the model does, and truly, by each method; NaN where it knows none."""
-    m, shots, top_k = options
+    m, shots, top_k, lres, activation = fitting
     shuffled = rng.sample(list(samples), len(samples))
     fitted = shuffled[:m]
     rest = shuffled[m:]
@@ -431,8 +662,8 @@ def _one_split(
         objects = objects[known]
     prompts = leave_one_out(model, template, fitted, m, shots)
     answers = [RelationDecoder.fit(model, prompts, m, activation=activation).decode(questions)]
-    fits = {layer: LinearRelation.fit(model, prompts, layer=layer) for layer in {layer for layer, _ in lres.values()}}
-    answers += [replace(fits[layer], beta=beta).decode(questions) for layer, beta in lres.values()]
+    fits = {layer: LinearRelation.fit(model, prompts, layer=layer) for layer in {layer for layer, _ in lres}}
+    answers += [replace(fits[layer], beta=beta).decode(questions) for layer, beta in lres]
     answers.append(torch.tensor([rng.choice(list(true.values())) for _ in questions.samples]))
     shares = [
         torch.stack([(answer.cpu() == expected.cpu()).double().mean() for answer in answers])

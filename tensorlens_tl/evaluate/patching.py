@@ -29,14 +29,12 @@ from tensorlens_tl._arguments import check_choice, checked_names, nearest
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.circuits.compare import METHODS, SYNONYMS, edge_scores, patch_scores, run_circuits
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.evaluate.arguments import Names
 from tensorlens_tl.evaluate.checks import spearman
-from tensorlens_tl.evaluate.known.pairs import Pairs, PromptPairs
-from tensorlens_tl.evaluate.perturbing import PROMPTS_AT_ONCE
-from tensorlens_tl.evaluate.scorers import RANDOM, predictions
+from tensorlens_tl.evaluate.scorers import PROMPTS_AT_ONCE, RANDOM, Names, predictions
+from tensorlens_tl.evaluate.tasks import Pairs, PromptPairs
 from tensorlens_tl.models import ModelLike
 from tensorlens_tl.passes import FrozenPass, freeze
-from tensorlens_tl.results import CHOICES, EdgeScores, Evaluation
+from tensorlens_tl.results import CHOICES, EdgeScores, Evaluation, Terms
 
 VARIANTS = {"integrated, left": {"method": "integrated", "points": "left"}}
 """Rows that are a method with another option: EAP-IG at the left ends of its steps, as its published code has it."""
@@ -114,9 +112,8 @@ def patching_agreement(
         chosen, skipped = work.usable(chosen, by)
     correlations: list[Tensor] = []
     for part in work.parts():
-        options: dict[str, Any] = {"target": part.answers, "minus": part.others, "steps": steps, "memory": memory}
-        scores = torch.stack([_scores(part, by, name, options) for name in chosen]).double().cpu()
-        truth = _scores(part, by, "patching", options).double().cpu()
+        scores = torch.stack([part.scores(by, name, steps=steps, memory=memory) for name in chosen]).double().cpu()
+        truth = part.scores(by, "patching", steps=steps, memory=memory).double().cpu()
         every_part = torch.ones_like(truth, dtype=torch.bool)
         ranks_agree = spearman(scores, truth.expand_as(scores), every_part)
         correlations.append(torch.stack([_pearson(scores, truth), ranks_agree]))
@@ -256,13 +253,30 @@ def _faithfulness(
 
 
 class FrozenPairs:
-    """Some pairs, frozen."""
+    """Some pairs, frozen; and their scores by one of `ROWS`, with options of the functions of `circuits`."""
 
     def __init__(self, model: ModelLike, pairs: PromptPairs, verify: bool) -> None:
         self.clean: FrozenPass = freeze(model, pairs.clean, verify=verify)
         self.corrupted: FrozenPass = freeze(model, pairs.corrupted, verify=verify)
         self.answers = pairs.answers.tolist()
         self.others = pairs.others.tolist()
+
+    def nodes(self, row: str, **options: Any) -> Terms:
+        """See `circuits.patch_scores`."""
+        method = VARIANTS.get(row, {"method": row})
+        return patch_scores(self.clean, self.corrupted, self.answers, self.others, **method, **options)
+
+    def edges(self, row: str, **options: Any) -> EdgeScores:
+        """See `circuits.edge_scores`."""
+        method = VARIANTS.get(row, {"method": row})
+        return edge_scores(self.clean, self.corrupted, self.answers, self.others, **method, **options)
+
+    def scores(self, by: str, row: str, **options: Any) -> Float[Tensor, "batch part"]:
+        """Scores of every node or edge; the first block's input is no node."""
+        if by == "edge":
+            edges = self.edges(row, **options)
+            return edges.scores[:, edges.exists]
+        return self.nodes(row, by=by, **options).scores[:, 0, 1:]
 
 
 class PairWork:
@@ -313,7 +327,7 @@ class PairWork:
         refused = {}
         for name in methods:
             try:
-                _scores(part, by, name, {"target": part.answers, "minus": part.others, "steps": 1})
+                part.scores(by, name, steps=1)
                 names.append(name)
             except UnsupportedModelError as error:
                 refused[name] = str(error)
@@ -346,11 +360,6 @@ def checked_methods(methods: Names, known: Sequence[str], default: Sequence[str]
     return chosen
 
 
-def method_options(row: str) -> dict[str, str]:
-    """The options of `circuits.patch_scores` and `circuits.edge_scores` that a row of a table stands for."""
-    return VARIANTS.get(row, {"method": row})
-
-
 def _axis(proportions: Sequence[int | float]) -> Float[Tensor, "step"]:
     axis = torch.as_tensor(list(proportions), dtype=torch.float64)
     if len(axis) < 2 or not bool((axis.diff() > 0).all()) or float(axis[0]) < 0 or float(axis[-1]) != 1:
@@ -358,20 +367,10 @@ def _axis(proportions: Sequence[int | float]) -> Float[Tensor, "step"]:
     return axis
 
 
-def _scores(part: FrozenPairs, by: str, method: str, options: dict[str, Any]) -> Float[Tensor, "batch part"]:
-    """One method's scores of every node or edge."""
-    if by == "edge":
-        edges = edge_scores(part.clean, part.corrupted, **method_options(method), **options)
-        return edges.scores[:, edges.exists]
-    return patch_scores(part.clean, part.corrupted, by=by, **method_options(method), **options).scores[:, 0, 1:]
-
-
 def _mean_scores(parts: Sequence[FrozenPairs], method: str, steps: int, seed: int, memory: Memory) -> EdgeScores:
     """One method's edge scores of all prompts."""
-    options: dict[str, Any] = {**method_options(method), "steps": steps, "memory": memory}
-    if method == RANDOM:
-        options["method"] = "frozen"  # for the edges; their scores are drawn below
-    results = [edge_scores(p.clean, p.corrupted, p.answers, p.others, **options) for p in parts]
+    row = "frozen" if method == RANDOM else method  # for the edges, whose random scores are drawn below
+    results = [part.edges(row, steps=steps, memory=memory) for part in parts]
     first = results[0]
     scores = torch.cat([result.scores for result in results])
     if method == RANDOM:

@@ -5,40 +5,36 @@ images, of which 0 to 30 % are replaced, the most relevant first; the area under
 mean squared change, and in Table 1 of the absolute change of the predicted token's probability. Figure 5 is relation
 decoding (Section 4.2, Appendix D). The page "Reproduce the paper's tables" of the documentation lists what the paper
 leaves open, and what was chosen here.
+
+The published numbers are the paper's two tables whole, and of its figures the areas that the text of Section 4.1
+states, some of them as bounds ("below 0.6"). They lie in ``evaluate/data/published.json``, each row as it is printed
+there; None is "N.A".
+
+    >>> [number.value for number in published("table-1") if number.method == "Tensor, Norm"]
+    [3.708, 0.147, 0.222, 0.129, 0.892, 0.141]
 """
 
+import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.drawing import page, terminal
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
-from tensorlens_tl.evaluate.arguments import ReplacementName, WholeNumber
 from tensorlens_tl.evaluate.checks import spearman
-from tensorlens_tl.evaluate.paper.published_numbers import (
-    CATEGORIES,
-    EXPERIMENTS,
-    LENGTH,
-    PAPER_METHODS,
-    Experiment,
-    PublishedNumber,
-    experiment_named,
-    published,
-)
-from tensorlens_tl.evaluate.paper.relation_decoders import by_relation, relation_decoding
-from tensorlens_tl.evaluate.paper.relations import Relation, shipped_relations
-from tensorlens_tl.evaluate.perturbation import perturbation
-from tensorlens_tl.evaluate.scorers import STANDARD, scorers_of, usable
+from tensorlens_tl.evaluate.perturbation import FRACTIONS, perturbation
+from tensorlens_tl.evaluate.relations import Relation, by_relation, relation_decoding, shipped_relations
+from tensorlens_tl.evaluate.scorers import STANDARD, ReplacementName, WholeNumber, scorers_of, usable
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import freeze
 from tensorlens_tl.passes.inputs import InputLike, token_rows
@@ -48,11 +44,29 @@ from tensorlens_tl.results import Evaluation, Result
 if TYPE_CHECKING:
     import pandas as pd
 
-if TYPE_CHECKING:
-    Data = InputLike | Sequence[Relation] | None
-    """Texts, token ids or images; relations, or None for those that come with the library."""
-else:
-    Data = Any  # our own errors say what is wrong
+
+FILE = Path(__file__).parent / "data" / "published.json"
+LENGTH = 128
+"""Tokens of a text, special ones included (Section 4.1)."""
+
+PAPER_METHODS: Mapping[str, str] = {
+    "Tensor, Norm": "tensorlens norm",
+    "Tensor, In+Out": "tensorlens in_out",
+    "Tensor, In+Class": "tensorlens target",
+    "Rollout, Attn": "rollout attention",
+    "Rollout, W-Attn": "rollout norm:attn",
+    "Rollout, W-AttnResLN": "rollout norm:attn_res_ln",
+    "Rollout, GlbEnc": "rollout globenc",
+    "Mean, Attn": "mean attention",
+    "Mean, W-Attn": "mean norm:attn",
+    "Mean, W-AttnResLN": "mean norm:attn_res_ln",
+    "Mean, GlbEnc": "mean globenc",
+}
+"""The paper's collapses and its eight baselines by the names of its tables, and their labels in `STANDARD`. All leave
+the biases out of the scores, as Appendix B says of the perturbation tests."""
+
+CATEGORIES = ("bias", "commonsense", "factual")
+"""The categories of relations in Appendix D; LRE's data set has others too."""
 
 ENDS = ("mean", "low", "high")
 KINDS = {
@@ -63,6 +77,142 @@ KINDS = {
 
 RANKED = 3
 """From so many published numbers on, two orders of methods are compared."""
+
+if TYPE_CHECKING:
+    Data = InputLike | Sequence[Relation] | None
+    """Texts, token ids or images; relations, or None for those that come with the library."""
+else:
+    Data = Any  # our own errors say what is wrong
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table or a figure of the paper, as far as the paper's text describes it.
+
+    Attributes:
+        name: such as ``"table-1"``.
+        what: in a line.
+        data: the paper's data set.
+        reads: ``"tokens"``, ``"images"`` or ``"relations"``.
+        metrics: of `perturbation`.
+        methods: the paper's names.
+        query: whose final hidden state is compared: ``"last"`` token or ``"cls"``, the first.
+        demo: the bundled model that it runs on without any other.
+    """
+
+    name: str
+    what: str
+    data: str
+    reads: Literal["tokens", "images", "relations"] = "tokens"
+    metrics: tuple[str, ...] = ("hs_mse",)
+    methods: tuple[str, ...] = tuple(name for name in PAPER_METHODS if name != "Tensor, In+Class")
+    query: Literal["last", "cls"] = "cls"
+    demo: str = "encoder"
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """Arguments of `perturbation` that the paper fixes; of `relation_decoding` for Figure 5."""
+        if self.reads == "relations":
+            return {"protocol": "paper"}
+        return {"query": self.query, "metrics": list(self.metrics), "fractions": FRACTIONS, "hidden": "output"}
+
+
+EXPERIMENTS: Mapping[str, Experiment] = {
+    experiment.name: experiment
+    for experiment in (
+        Experiment(
+            "table-1", "next-token prediction: Pythia-1B, Pico-570M, Phi-1.5", "WikiText-103",
+            metrics=("hs_mse", "aopc_abs"), methods=tuple(PAPER_METHODS), query="last", demo="language",
+        ),
+        Experiment("table-2", "sentiment models: ModernBert-Base, Gemma3-270M", "IMDB", query="last"),
+        Experiment("figure-3", "vision: DeiT-Base", "ImageNet-1K", reads="images", demo="digits"),
+        Experiment("figure-4", "encoder: BERT-Base", "IMDB"),
+        Experiment("figure-5", "relation decoding: Pythia-1B", "LRE relations", reads="relations", demo="relations"),
+        Experiment("figure-6", "encoder: RoBERTa-Base", "IMDB"),
+        Experiment("figure-7", "vision: DeiT-Small", "ImageNet-1K", reads="images", demo="digits"),
+    )
+}  # fmt: skip
+"""What `reproduce` can run, by name."""
+
+
+def experiment_named(name: str) -> Experiment:
+    """An experiment by its name.
+
+    Raises:
+        InvalidInputError: there is none.
+    """
+    if name not in EXPERIMENTS:
+        raise InvalidInputError(f"reproduce: no {name!r}; use one of {', '.join(map(repr, EXPERIMENTS))}.")
+    return EXPERIMENTS[name]
+
+
+@dataclass(frozen=True)
+class PublishedNumber:
+    """One number of the paper.
+
+    Attributes:
+        name: the experiment, such as ``"table-1"``.
+        source: where it is printed.
+        model: the paper's name of the model.
+        hub: how the model's name begins on the Hugging Face hub.
+        data: the data set.
+        metric: as `perturbation` calls it; the number is an area under its curve.
+        method: one of `PAPER_METHODS`.
+        value: None where the paper has "N.A".
+        bound: ``"="``, or ``">"`` and ``"<"`` where the text says no more.
+    """
+
+    name: str
+    source: str
+    model: str
+    hub: str
+    data: str
+    metric: str
+    method: str
+    value: float | None
+    bound: str = "="
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return "N.A"
+        return f"{self.bound.strip('=')}{self.value:g}"
+
+
+@lru_cache
+def _all() -> tuple[PublishedNumber, ...]:
+    numbers: list[PublishedNumber] = []
+    for name, table in json.loads(FILE.read_text(encoding="utf-8")).items():
+        for row in table["rows"]:
+            bounds = row.get("bounds", ["="] * len(table["methods"]))
+            where = (name, table["source"], row["model"], row["hub"], table["data"], row["metric"])
+            cells = zip(table["methods"], row["values"], bounds, strict=True)
+            numbers += [PublishedNumber(*where, *cell) for cell in cells]
+    return tuple(numbers)
+
+
+@checked_names
+def published(name: str | None = None, model: str | None = None) -> list[PublishedNumber]:
+    """The published numbers, all or those of one experiment.
+
+    Args:
+        name: one of `EXPERIMENTS`; Figures 5 to 7 are only drawn in the paper, and have none.
+        model: a Hugging Face name or a TransformerLens name. Where numbers of it were published, those alone.
+
+    Raises:
+        InvalidInputError: no such experiment.
+
+    >>> from tensorlens_tl import evaluate
+    >>> len(evaluate.published()) > 100
+    True
+    """
+    numbers = [number for number in _all() if name is None or number.name == experiment_named(name).name]
+    if model is None:
+        return numbers
+    short = model.rpartition("/")[2].casefold()
+    return [number for number in numbers if short.startswith(number.hub)] or numbers
+
+
+# ------------------------------------------------------------------ what was measured beside it
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -321,7 +471,7 @@ def _perturbed(model: ModelLike, inputs: Tensor, experiment: Experiment, options
     return replace(perturbation(model, inputs, methods, **experiment.protocol, **options), skipped=skipped)
 
 
-# ------------------------------------------------------------------------------------------- data
+# ------------------------------------------------------------------ data
 
 
 def _inputs(
@@ -357,25 +507,12 @@ def _inputs(
 def _texts(
     view: ModelView, texts: Sequence[str], name: str, length: WholeNumber | None, n: int | None
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Texts as token ids of one length, and what is said about them."""
+    """The first tokens of the first n texts that have as many, and what is said about them."""
     pos = LENGTH if length is None else whole_number("length", length, least=2)
     if pos > view.n_ctx:
         raise InvalidInputError(f"length={pos}: the context of this model is {view.n_ctx} tokens; pass a smaller one.")
-    tokens, short = _cut(view, texts, pos, n)
-    if not len(tokens):
-        raise InvalidInputError(
-            f"{name}: none of the {len(texts)} texts has {pos} tokens; pass longer ones, or a smaller length."
-        )
-    return tokens, {"data": f"{len(tokens)} texts of {pos} tokens, {short} too short", "length": pos}
-
-
-def _cut(view: ModelView, texts: Sequence[str], pos: int, n: int | None) -> tuple[Int[Tensor, "text pos"], int]:
-    """The first `pos` tokens of the first n texts that have as many, and how many texts before were too short.
-
-    A special token that ends a text, as an encoder's separator, ends what is left of it too.
-    """
     special = set(getattr(view.tokenizer, "all_special_ids", None) or [])
-    rows = []
+    rows = list[Tensor]()
     short = 0
     for text in texts:
         if n is not None and len(rows) == n:
@@ -387,12 +524,14 @@ def _cut(view: ModelView, texts: Sequence[str], pos: int, n: int | None) -> tupl
             short += 1
             continue
         cut = row[:pos].clone()
-        if int(row[-1]) in special:
+        if int(row[-1]) in special:  # an encoder's separator ends what is left of a text too
             cut[-1] = row[-1]
         rows.append(cut.cpu())
     if not rows:
-        return torch.empty(0, pos, dtype=torch.long), short
-    return torch.stack(rows), short
+        raise InvalidInputError(
+            f"{name}: none of the {len(texts)} texts has {pos} tokens; pass longer ones, or a smaller length."
+        )
+    return torch.stack(rows), {"data": f"{len(rows)} texts of {pos} tokens, {short} too short", "length": pos}
 
 
 def _relations(model: ModelLike, data: Any, experiment: Experiment, seed: int) -> Evaluation:
