@@ -1,25 +1,20 @@
 """Results: what every method, circuit and evaluation returns, how it is read, shown and kept."""
 
 from tensorlens_tl.results.attribution import AXES as AXES, Attribution
-from tensorlens_tl.results.changes import ModelChange
 from tensorlens_tl.results.edges import ARROW as ARROW, CHOICES as CHOICES, TARGET as TARGET, Circuit, EdgeScores
 from tensorlens_tl.results.entry import (
     Entry,
     check_batch as check_batch,
     largest as largest,
+    panel as panel,
     provenance_note as provenance_note,
-    with_style as with_style,
 )
 from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
-from tensorlens_tl.results.feature_edges import FeatureEdges
 from tensorlens_tl.results.feature_examples import FeatureExamples
 from tensorlens_tl.results.frames import COLUMNS
 from tensorlens_tl.results.graph import ContributionGraph
-from tensorlens_tl.results.heads import HeadScores, joined_heads as joined_heads
-from tensorlens_tl.results.joining import (
-    joined as joined,
-    joined_changes as joined_changes,
-)
+from tensorlens_tl.results.heads import HeadScores
+from tensorlens_tl.results.joining import joined as joined
 from tensorlens_tl.results.pairs import ScoreAttribution, ScoreChange
 from tensorlens_tl.results.queries import one_query as one_query
 from tensorlens_tl.results.result import RESULT_ENDINGS as RESULT_ENDINGS, Result, check_file as check_file
@@ -34,7 +29,7 @@ from tensorlens_tl.results.targets import (
     number_of as number_of,
     span_text as span_text,
 )
-from tensorlens_tl.results.terms import Paths, Terms
+from tensorlens_tl.results.terms import FeatureEdges, ModelChange, Paths, Terms
 from tensorlens_tl.results.views import array as array
 
 __all__ = [

@@ -21,9 +21,9 @@ from tensorlens_tl.passes.inputs import (
     word_ids,
     word_starts,
 )
-from tensorlens_tl.results.entry import Entry, both_provenances, largest, shown_target
+from tensorlens_tl.results.entry import Entry, largest, shown_target
 from tensorlens_tl.results.frames import long_frame
-from tensorlens_tl.results.means import refuse_ranked
+from tensorlens_tl.results.means import both_provenances, refuse_ranked
 from tensorlens_tl.results.targets import OF_GENERATED, TOKENS_OF_QUERIES, with_next_tokens
 from tensorlens_tl.results.views import AXES, Shown
 
@@ -407,7 +407,7 @@ class Attribution(Shown):
                 f"difference: the two differ in weight processing ({left!r} and {right!r}); compare like with like."
             )
         additive = self.additive and other.additive
-        differences = {name: self._difference(other, name) for name in ("scores", "layers", "bias", "total")}
+        differences = self._less(other, ("scores", "layers", "bias", "total"))
         if not additive:
             differences["total"] = None
         method = self.method
@@ -431,14 +431,6 @@ class Attribution(Shown):
             provenance=both_provenances(self.provenance, other.provenance),
             options={"left": self.options, "right": other.options},
         )
-
-    def _difference(self, other: "Attribution", name: str) -> Tensor | None:
-        """One field minus another's; None where one of the two lacks it."""
-        left = getattr(self, name)
-        right = getattr(other, name)
-        if left is None or right is None:
-            return None
-        return left - right
 
 
 def _word_texts(tokens: list[str], words: list[int], count: int) -> list[str]:

@@ -198,20 +198,7 @@ def provenance_note(provenance: Mapping[str, str]) -> str:
     return " · ".join(f"{name.replace('_', ' ')}: {fact}" for name, fact in provenance.items())
 
 
-def both_provenances(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str]:
-    """What a result less another depends on: the facts of the first, and those of the second that are others.
-
-    These are called ``"second …"``; where a result is itself of two models, ``"subtracted …"``.
-    """
-    which = "second"
-    if any(name.startswith("second ") for name in (*first, *second)):
-        which = "subtracted"
-    differing = {f"{which} {name}": value for name, value in second.items() if first.get(name) != value}
-    return {**first, **differing}
-
-
-def with_style(panel: str, style: bool) -> str:
-    """A picture, with the style and the script that a page needs once."""
-    if not style:
-        return panel
-    return page.head(panel) + panel
+def panel(title: str, *parts: str, notes: Sequence[str] = (), style: bool) -> str:
+    """Pictures below a title, with notes in one line; if `style`, with the style and script that a page needs once."""
+    block = page.panel(title, *parts, notes=" · ".join(filter(None, notes)))
+    return page.head(block) + block if style else block

@@ -12,7 +12,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.drawing import feature_examples, figure, page, terminal
 from tensorlens_tl.drawing.marks import number, visible
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.entry import Entry, provenance_note, with_style
+from tensorlens_tl.results.entry import Entry, panel, provenance_note
 from tensorlens_tl.results.result import Result
 
 if TYPE_CHECKING:
@@ -182,19 +182,22 @@ class FeatureExamples(Result):
         left = len(self) - len(panels)
         if left:
             panels.append(f'<div class="tlens n">{left} more features: only("F12", …) chooses some.</div>')
-        return with_style("".join(panels), style)
+        if style:
+            panels.insert(0, page.head("".join(panels)))
+        return "".join(panels)
 
     def _panel(self, place: int, k: int) -> str:
         counts: list[int] = self.counts[place].tolist()
         tokens = [self.texts[number] for number in self.promoted[place].tolist()]
         facts = f"active at {float(self.density[place]):.2%} of {self.n_tokens} tokens in {self.n_rows} rows"
-        return page.panel(
+        return panel(
             self._name(place),
             f'<div class="n">{escape(facts)}. Activations, on a logarithmic scale:</div>',
             feature_examples.histogram(self.edges, counts),
             feature_examples.promoted(tokens, self.promotion[place].tolist()),
             feature_examples.examples(self._examples(place, k)),
-            notes=" · ".join(filter(None, [f"{self.dictionary} at {self.hook}", provenance_note(self.provenance)])),
+            notes=[f"{self.dictionary} at {self.hook}", provenance_note(self.provenance)],
+            style=False,
         )
 
     def show(self, k: int = 5) -> None:
@@ -246,8 +249,8 @@ class FeatureExamples(Result):
             panels = [figure.axes(ax, PANEL)]
         else:
             panels = figure.panels(len(shown), PANEL)
-        for place, panel in zip(shown, panels, strict=True):
-            self._plot_one(place, panel)
+        for place, axes in zip(shown, panels, strict=True):
+            self._plot_one(place, axes)
         if len(shown) < len(self):
             title = panels[0].get_title(loc="left")
             figure.set_title(panels[0], f"{title} · {len(shown)} of {len(self)} features shown")

@@ -17,7 +17,7 @@ from tensorlens_tl.drawing import graphs, page, printed_graph, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
-from tensorlens_tl.results.entry import Entry, largest, provenance_note, with_style
+from tensorlens_tl.results.entry import Entry, largest, panel, provenance_note
 from tensorlens_tl.results.result import Result
 
 if TYPE_CHECKING:
@@ -291,10 +291,9 @@ class ContributionGraph(Result):
         small = self._small(exchange.checked_most(most))._connected()
         caption = f"{len(small.edges)} of {len(self.edges)} edges between {len(small.nodes)} of {len(self.nodes)} nodes"
         caption += f", which carry {small.completeness:.0%} of what enters the nodes shown"
-        notes = f"{caption} · the graph with every edge sums to the logit to {self.gap:.1e}"
-        notes = " · ".join(filter(None, [notes, provenance_note(self.provenance)]))
-        panel = page.panel(title or self.heading, graphs.graph(small._picture()), notes=notes)
-        return with_style(panel, style)
+        sums = f"the graph with every edge sums to the logit to {self.gap:.1e}"
+        notes = [caption, sums, provenance_note(self.provenance)]
+        return panel(title or self.heading, graphs.graph(small._picture()), notes=notes, style=style)
 
     @property
     def heading(self) -> str:

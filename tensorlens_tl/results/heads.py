@@ -3,16 +3,14 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.drawing import figure, matrix, page, terminal
-from tensorlens_tl.drawing.marks import number
+from tensorlens_tl.drawing import figure, matrix, page
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.entry import Entry, check_batch, largest, provenance_note, with_style
+from tensorlens_tl.results.entry import Entry, check_batch, largest, panel, provenance_note
 from tensorlens_tl.results.means import prompts_in_words
-from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.result import Bars, Result, long_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,12 +69,8 @@ class HeadScores(Result):
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per prompt and head: batch, layer, head, target, score."""
-        import pandas as pd
-
-        batch, layer, head = self.scores.isfinite().cpu().nonzero(as_tuple=True)
-        scores = self.scores.double().cpu()[batch, layer, head]
-        frame = pd.DataFrame({"batch": batch.numpy(), "layer": layer.numpy(), "head": head.numpy()})
-        return frame.assign(target=self.target, score=scores.numpy())
+        axes = dict.fromkeys(self.axes_of("scores"))
+        return long_table(self, self.scores, axes, real=self.scores.isfinite().cpu(), target=self.target)
 
     @property
     def heading(self) -> str:
@@ -104,7 +98,7 @@ class HeadScores(Result):
     def to_html(self, batch: int | None = None, *, style: bool = True) -> str:
         """A row for each layer and a column for each head, of one prompt or (None) of the mean."""
         picture = matrix.head_grid(self._cells(batch), self.heading)
-        return with_style(page.panel(self._title(batch), picture, notes=provenance_note(self.provenance)), style)
+        return panel(self._title(batch), picture, notes=[provenance_note(self.provenance)], style=style)
 
     def plot(self, batch: int | None = None, *, ax: Any = None) -> Any:
         """The same as `plot_heads`: heads are all that there is."""
@@ -132,23 +126,6 @@ class HeadScores(Result):
         Args:
             k, batch: as in `top`.
         """
-        if page.display_in_notebook(lambda: self.to_html(batch)):
-            return
-        rows = [(entry.name, number(entry.score)) for entry in self.top(k, batch)]
-        terminal.show_table(self._title(batch), ("head", "score"), rows, [], left=("head",))
-
-
-def joined_heads(parts: list[HeadScores], order: list[int]) -> HeadScores:
-    """The scores of batches of prompts as one result.
-
-    Args:
-        parts: of each batch, of one model.
-        order: the number of every prompt in the whole, batch by batch.
-    """
-    places = torch.tensor(order).argsort()
-    return HeadScores(
-        torch.cat([part.scores for part in parts])[places],
-        torch.cat([part.counts for part in parts])[places],
-        parts[0].target,
-        parts[0].provenance,
-    )
+        if not page.display_in_notebook(lambda: self.to_html(batch)):
+            lines = [(entry.name, entry.score) for entry in self.top(k, batch)]
+            Bars(self._title(batch), lines, columns=("head", "score")).print()

@@ -1,94 +1,105 @@
 """Results of several batches of prompts as one: the batches padded to the longest, prompts in their own order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 from torch.nn.functional import pad
 
 from tensorlens_tl.results.attribution import Attribution
-from tensorlens_tl.results.changes import NUMBERS, ModelChange
 from tensorlens_tl.results.entry import MINUS, shown_target
+from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.targets import SEVERAL_TARGETS, TOKENS_OF_QUERIES, number_of
+from tensorlens_tl.results.terms import ModelChange
 
-BATCH_AXES = {"layers": 1}
-"""The number of the batch axis, where it is not the first."""
+Joined = TypeVar("Joined", bound=Result)
+
+FILLS: dict[str, list[Any]] = {"tokens": [""], "word_starts": [False], "special": []}
+"""What is known of every prompt in lists, and what a list has at padding."""
 
 
-def joined(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], options: dict[str, Any]) -> Attribution:
-    """One Attribution out of those of batches of prompts.
+def joined(
+    results: Sequence[Joined], batches: Sequence[Sequence[int]], options: dict[str, Any] | None = None
+) -> Joined:
+    """One `Attribution`, `ModelChange` or `HeadScores` out of those of batches of prompts.
+
+    A term that a batch lacks is zero there.
 
     Args:
-        parts: one for each batch, made by the same method with the same options.
+        results: one for each batch, computed in the same way.
         batches: the prompts of each, by their number in the whole.
-        options: of the method, for all prompts.
+        options: of the method of an `Attribution`, for all prompts.
     """
+    parts: Sequence[Any] = results
     order = torch.tensor([number for batch in batches for number in batch]).argsort()
-    length = max(part.mask.shape[1] for part in parts)
-    queries = max(part.queries.shape[1] for part in parts)
-    uneven = any(part.queries.shape[1] != queries for part in parts)
-    every_query = uneven and all(map(_counts_up, parts))
+    if isinstance(parts[0], ModelChange):
+        names = list(dict.fromkeys(name for part in parts for name in part.names))
+        parts = [part.with_names(names) for part in parts]
+    sizes: dict[str, int] = {}
+    for part in parts:
+        for name, axes in _axes(part).items():
+            for axis, size in zip(axes, getattr(part, name).shape, strict=True):
+                sizes[axis] = max(size, sizes.get(axis, 0))
+    uneven = "query" in sizes and any(part.queries.shape[1] != sizes["query"] for part in parts)
+    every_query = uneven and isinstance(parts[0], Attribution) and all(map(_counts_up, parts))
     if uneven and not every_query:
-        length += 1  # every prompt ends in padding, where its missing queries are placed
-    layer_queries = max((part.layers.shape[-2] for part in parts if part.layers is not None), default=0)
-    padded = [padded_to(part, length, queries, layer_queries) for part in parts]
-    tensors = {name: _concatenated(padded, name, order) for name in Attribution.TENSORS}
+        sizes["key"] += 1  # every prompt ends in padding, where its missing queries are placed
+    fields: dict[str, Any] = {name: _tensor(parts, name, sizes, order) for name in parts[0].TENSORS}
     if every_query:
-        tensors["queries"] = torch.arange(queries, device=order.device).expand(len(order), -1)
-    first = padded[0]
-    return replace(
-        first,
-        **tensors,
-        tokens=_rows(padded, "tokens", order),
-        word_starts=_rows(padded, "word_starts", order),
-        special=_rows(padded, "special", order),
-        target=_target([part.target for part in parts]),
-        options=first.options | options | _tokens_of_queries(parts, order),
-    )
+        fields["queries"] = torch.arange(sizes["query"], device=order.device).expand(len(order), -1)
+    for name, fill in FILLS.items():
+        if hasattr(parts[0], name):
+            fields[name] = _lists(parts, name, fill, sizes["key"], order)
+    if isinstance(parts[0], Attribution):
+        fields["options"] = parts[0].options | (options or {})
+        texts = [row for part in parts for row in part.options.get(TOKENS_OF_QUERIES, [])]
+        if len(texts) == len(order):  # tokens of each prompt and query, where they have some of their own
+            fields["options"][TOKENS_OF_QUERIES] = [texts[number] for number in order.tolist()]
+    return replace(parts[0], **fields, target=_target([part.target for part in parts]))
 
 
-def _tokens_of_queries(parts: Sequence[Attribution], order: Int[Tensor, "prompt"]) -> dict[str, Any]:
-    """The tokens of each prompt and query, where they have some of their own."""
-    rows = [row for part in parts for row in part.options.get(TOKENS_OF_QUERIES, [])]
-    if len(rows) < len(order):
-        return {}
-    return {TOKENS_OF_QUERIES: [rows[number] for number in order.tolist()]}
+def _axes(part: Any) -> dict[str, list[str]]:
+    """The axes of every tensor that a result has; its positions are those of keys."""
+    axes: dict[str, Sequence[str]] = {name: part.axes_of(name) for name in part.TENSORS}
+    if isinstance(part, Attribution):
+        axes |= {"scores": part.axes, "stderr": part.axes}
+        inner = range(0 if part.layers is None else part.layers.ndim - 4)
+        axes["layers"] = ["layer", "batch", *(f"axis {number}" for number in inner), "layer query", "key"]
+    present = {name: names for name, names in axes.items() if getattr(part, name) is not None}
+    return {name: ["key" if axis == "pos" else axis for axis in names] for name, names in present.items()}
 
 
-def joined_changes(parts: Sequence[ModelChange], batches: Sequence[Sequence[int]]) -> ModelChange:
-    """One ModelChange out of those of batches of prompts; a term that a batch lacks is zero there.
+def _tensor(parts: Sequence[Any], name: str, sizes: dict[str, int], order: torch.Tensor) -> torch.Tensor | None:
+    """One tensor of every part, padded at the end of its axes, in the order of the prompts; None where one lacks it."""
+    padded: list[torch.Tensor] = []
+    batch = 0
+    for part in parts:
+        tensor = getattr(part, name)
+        if tensor is None:
+            return None
+        axes = _axes(part)[name]
+        batch = axes.index("batch")
+        missing = [0 if axis == "batch" else sizes[axis] - size for axis, size in zip(axes, tensor.shape, strict=True)]
+        widths = [width for count in reversed(missing) for width in (0, count)]
+        padded.append(pad(tensor, widths, value=sizes["key"] - 1 if name == "queries" else 0))
+    return torch.cat(padded, batch).index_select(batch, order.to(padded[0].device))
 
-    Args:
-        parts: one for each batch, of the same models by the same terms.
-        batches: the prompts of each, by their number in the whole.
-    """
-    order = torch.tensor([number for batch in batches for number in batch]).argsort()
-    names = list(dict.fromkeys(name for part in parts for name in part.names))
-    queries = max(part.queries.shape[1] for part in parts)
-    length = max(part.mask.shape[1] for part in parts)
-    if any(part.queries.shape[1] != queries for part in parts):
-        length += 1  # every prompt ends in padding, where its missing queries are placed
-    sizes = {"query": queries, "pos": length}
-    axes = dict.fromkeys(NUMBERS, ("batch", "query"))
-    axes |= {
-        "scores": ("batch", "query", "term"),
-        "keys": ("batch", "query", "term", "pos"),
-        "mask": ("batch", "pos"),
-        "queries": ("batch", "query"),
-    }
-    tensors: dict[str, Tensor | None] = {}
-    aligned = [part.with_names(names) for part in parts]
-    for name, of_field in axes.items():
-        value = length - 1 if name == "queries" else 0
-        padded = [_padded(getattr(part, name), of_field, sizes, value) for part in aligned]
-        tensors[name] = _in_order(padded, 0, order)
-    first = parts[0]
-    tokens = [_filled(row, "", length) for part in parts for row in part.tokens]
-    tokens = [tokens[number] for number in order.tolist()]
-    return replace(first, **tensors, names=names, tokens=tokens, target=_target([part.target for part in parts]))
+
+def _lists(
+    parts: Sequence[Any], name: str, fill: list[Any], length: int, order: torch.Tensor
+) -> list[list[Any]] | None:
+    """One list for each prompt, filled up at its end, in the order of the prompts; None where a part has none."""
+    lists = [getattr(part, name) for part in parts]
+    if any(rows is None for rows in lists):
+        return None
+    rows = [row + fill * (length - len(row)) for rows in lists for row in rows]
+    return [rows[number] for number in order.tolist()]
+
+
+def _counts_up(part: Attribution) -> bool:
+    """Whether the queries of every prompt are 0, 1, 2, …"""
+    return bool((part.queries == torch.arange(part.queries.shape[1]).to(part.queries)).all())
 
 
 def _target(targets: Sequence[str]) -> str:
@@ -108,69 +119,3 @@ def _target(targets: Sequence[str]) -> str:
     if len(others) == 1:
         return answer + signs.pop() + others.pop()
     return f"{answer}{MINUS}other"
-
-
-def padded_to(part: Attribution, length: int, queries: int, layer_queries: int) -> Attribution:
-    """An Attribution with padding at the end of its axes.
-
-    Args:
-        part: of some prompts.
-        length: how many source tokens each prompt then has.
-        queries: how many queries; the added ones are those of the last position.
-        layer_queries: how many queries the maps of its layers have.
-    """
-    sizes = {"key": length, "query": queries, "layer query": layer_queries}
-    axes: dict[str, Sequence[str]] = dict.fromkeys(("queries", "bias", "total", "gap"), ("batch", "query"))
-    axes |= {"scores": part.axes, "stderr": part.axes, "mask": ("batch", "key")}
-    if part.layers is not None:
-        inner = [f"axis {number}" for number in range(part.layers.ndim - 4)]
-        axes["layers"] = ("layer", "batch", *inner, "layer query", "key")
-    tensors = {name: _padded(getattr(part, name), axes[name], sizes) for name in axes}
-    tensors["queries"] = _padded(part.queries, axes["queries"], sizes, value=length - 1)
-    return replace(
-        part,
-        **tensors,
-        tokens=[_filled(row, "", length) for row in part.tokens],
-        word_starts=part.word_starts and [_filled(row, False, length) for row in part.word_starts],
-    )
-
-
-def _padded(tensor: Tensor | None, axes: Sequence[str], sizes: Mapping[str, int], value: int = 0) -> Tensor | None:
-    """A tensor with a value added at the end of its axes, up to their sizes."""
-    if tensor is None:
-        return None
-    missing = [sizes.get(axis, size) - size for axis, size in zip(axes, tensor.shape, strict=True)]
-    widths = [width for count in reversed(missing) for width in (0, count)]
-    return pad(tensor, widths, value=value)
-
-
-def _concatenated(parts: Sequence[Attribution], name: str, order: Int[Tensor, "prompt"]) -> Tensor | None:
-    """One field of every part, in the order of the prompts; None where a part does not have it."""
-    return _in_order([getattr(part, name) for part in parts], BATCH_AXES.get(name, 0), order)
-
-
-def _in_order(parts: Sequence[Tensor | None], batch: int, order: Int[Tensor, "prompt"]) -> Tensor | None:
-    """Tensors of several batches side by side, in the order of the prompts; None where one is missing."""
-    tensors = [tensor for tensor in parts if tensor is not None]
-    if len(tensors) < len(parts):
-        return None
-    return torch.cat(tensors, batch).index_select(batch, order.to(tensors[0].device))
-
-
-def _rows(parts: Sequence[Attribution], name: str, order: Int[Tensor, "prompt"]) -> list[list[Any]] | None:
-    """One list for each prompt, in the order of the prompts; None where a part has none."""
-    lists = [getattr(part, name) for part in parts]
-    if any(rows is None for rows in lists):
-        return None
-    rows = [row for part in lists for row in part]
-    return [rows[number] for number in order.tolist()]
-
-
-def _counts_up(part: Attribution) -> bool:
-    """Whether the queries of every prompt are 0, 1, 2, …"""
-    return bool((part.queries == torch.arange(part.queries.shape[1]).to(part.queries)).all())
-
-
-def _filled(row: list[Any], value: Any, length: int) -> list[Any]:
-    """A row with a value added at its end, up to so many entries."""
-    return row + [value] * (length - len(row))

@@ -1,98 +1,26 @@
-"""Terms of two results one less the other, and the mean of terms over prompts."""
+"""Means of results over prompts, and what two results less one another need besides numbers."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.operator import RANKED
-from tensorlens_tl.results.entry import both_provenances
-from tensorlens_tl.results.statistics import bootstrap_interval
 
 
-@runtime_checkable
-class _Parts(Protocol):
-    """What is read of terms; see `Terms` for each of them."""
+def both_provenances(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str]:
+    """What a result less another depends on: the facts of the first, and those of the second that are others.
 
-    @property
-    def names(self) -> list[str]: ...
-
-    @property
-    def scores(self) -> Float[Tensor, "batch query term"]: ...
-
-    @property
-    def total(self) -> Float[Tensor, "batch query"]: ...
-
-    @property
-    def remainder(self) -> Float[Tensor, "batch query"] | None: ...
-
-    @property
-    def keys(self) -> Float[Tensor, "batch query term key"] | None: ...
-
-    @property
-    def queries(self) -> Int[Tensor, "batch query"]: ...
-
-    @property
-    def mask(self) -> Bool[Tensor, "batch pos"]: ...
-
-    @property
-    def tokens(self) -> list[list[str]]: ...
-
-    @property
-    def target(self) -> str: ...
-
-    @property
-    def soft_cap(self) -> float | None: ...
-
-    @property
-    def provenance(self) -> dict[str, str]: ...
-
-
-def less(first: _Parts, second: _Parts) -> dict[str, Any]:
-    """The fields of a result's terms less those of another; a part that one of them lacks is zero there.
-
-    Raises:
-        InvalidInputError: other prompts or queries, or parts of different kinds.
+    These are called ``"second …"``; where a result is itself of two models, ``"subtracted …"``.
     """
-    for name, left, right in (
-        ("number of prompts", len(first.queries), len(second.queries)),
-        ("number of tokens", _lengths(first), _lengths(second)),
-        ("queries", first.queries.tolist(), second.queries.tolist()),
-    ):
-        if left != right:
-            raise InvalidInputError(f"difference: the two differ in {name}; subtract terms of the same positions.")
-    if not set(first.names) & set(second.names):
-        raise InvalidInputError(
-            f"difference: no part has the same name ({first.names[0]!r} …, {second.names[0]!r} …); ask for both by= "
-            "the same kind of part."
-        )
-    refuse_ranked(first.target, second.target)
-    names = list(dict.fromkeys([*first.names, *second.names]))
-    remainder = None
-    if first.remainder is not None and second.remainder is not None:
-        remainder = first.remainder - second.remainder
-    keys = None
-    if first.keys is not None and second.keys is not None and first.names == second.names:
-        keys = first.keys - second.keys
-    soft_cap = first.soft_cap
-    if first.soft_cap != second.soft_cap:
-        soft_cap = None
-    return {
-        "names": names,
-        "scores": _aligned(first, names) - _aligned(second, names),
-        "total": first.total - second.total,
-        "remainder": remainder,
-        "keys": keys,
-        "queries": first.queries,
-        "mask": first.mask,
-        "tokens": first.tokens,
-        "target": f"{first.target} − {second.target}",
-        "soft_cap": soft_cap,
-        "provenance": both_provenances(first.provenance, second.provenance),
-    }
+    which = "second"
+    if any(name.startswith("second ") for name in (*first, *second)):
+        which = "subtracted"
+    differing = {f"{which} {name}": value for name, value in second.items() if first.get(name) != value}
+    return {**first, **differing}
 
 
 def refuse_ranked(first: str, second: str, *tokens: Any) -> None:
@@ -113,29 +41,6 @@ def refuse_ranked(first: str, second: str, *tokens: Any) -> None:
                 "the two numbers are not of the same tokens. Name the token, such as ' Rome', on both sides; or ask "
                 "about tlens.difference(a, b)."
             )
-
-
-def mean_over_prompts(terms: _Parts, level: int | float) -> dict[str, Any]:
-    """The fields of the mean over prompts, as of one prompt, with an interval for each part.
-
-    Raises:
-        InvalidInputError: a level outside (0, 1).
-    """
-    real = torch.take_along_dim(terms.mask, terms.queries, dim=1)
-    low, high = intervals(terms.scores, real, level)
-    return {
-        "names": terms.names,
-        "scores": mean_of(terms.scores, real),
-        "low": low,
-        "high": high,
-        "total": mean_of(terms.total, real),
-        "remainder": None if terms.remainder is None else mean_of(terms.remainder, real),
-        "counts": real.sum(0)[None],
-        "target": f"{terms.target}, {mean_words(real)}",
-        "soft_cap": terms.soft_cap,
-        "provenance": terms.provenance,
-        **mean_queries(real),
-    }
 
 
 def mean_queries(real: Bool[Tensor, "batch query"]) -> dict[str, Any]:
@@ -169,31 +74,3 @@ def mean_of(values: Float[Tensor, "batch query *term"], real: Bool[Tensor, "batc
     further = (1,) * (values.ndim - 2)
     counts = real.sum(0).clamp_min(1).reshape(-1, *further)
     return ((values * real.reshape(*real.shape, *further)).sum(0) / counts)[None]
-
-
-def intervals(
-    scores: Float[Tensor, "batch query term"], real: Bool[Tensor, "batch query"], level: int | float
-) -> tuple[Float[Tensor, "1 query term"], Float[Tensor, "1 query term"]]:
-    """The ends of a bootstrap interval over prompts for the mean of each part; NaN of fewer than two prompts.
-
-    Raises:
-        InvalidInputError: a level outside (0, 1).
-    """
-    if not isinstance(level, int | float) or not 0 < level < 1:
-        raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
-    known = torch.where(real[..., None], scores.detach().double(), torch.nan).cpu()
-    low, high = bootstrap_interval(known.movedim(0, -1), level)
-    return low[None], high[None]
-
-
-def _aligned(terms: _Parts, names: Sequence[str]) -> Float[Tensor, "batch query term"]:
-    """Scores of these names, zero of those that the terms lack."""
-    columns = {name: column for column, name in enumerate(names)}
-    scores = terms.scores.new_zeros(*terms.scores.shape[:2], len(names))
-    scores[..., [columns[name] for name in terms.names]] = terms.scores
-    return scores
-
-
-def _lengths(terms: _Parts) -> list[int]:
-    """How many tokens each prompt has."""
-    return terms.mask.sum(1).tolist()

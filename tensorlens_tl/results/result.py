@@ -12,14 +12,20 @@ import io
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
-from tensorlens_tl.drawing import fonts, page
+import numpy as np
+from torch import Tensor
+
+from tensorlens_tl.drawing import figure, fonts, graphs, page, terminal
+from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.entry import Entry, panel
 from tensorlens_tl.results.storage import LOADABLE, Stored, replacing
 
 if TYPE_CHECKING:
@@ -81,6 +87,19 @@ class Result(Stored, ABC):
     def _repr_html_(self) -> str:
         return self.to_html()
 
+    @classmethod
+    def axes_of(cls, name: str) -> tuple[str, ...]:
+        """The names of the axes of one of its tensors, as its annotation has them."""
+        (annotation,) = (field.type for field in fields(cls) if field.name == name)  # pyright: ignore
+        kinds: list[Any] = [annotation, *get_args(annotation)]
+        (shaped,) = (kind for kind in kinds if hasattr(kind, "dim_str"))
+        return tuple(shaped.dim_str.split())
+
+    def _less(self, other: Any, names: Sequence[str]) -> dict[str, Tensor | None]:
+        """Tensors of these names less another result's; None where one of the two lacks it."""
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
+        return {name: None if a is None or b is None else a - b for name, (a, b) in pairs.items()}
+
     def save(self, path: str | os.PathLike[str], *, batch: int | None = None) -> Path:
         """Write one file; what its name ends in says which kind. An older file is replaced in one step.
 
@@ -126,6 +145,133 @@ class Result(Stored, ABC):
     def _writers(cls) -> Mapping[str, Callable[[Any], bytes]]:
         """What each suffix writes, besides the file that `load` reads back."""
         return WRITERS
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Named numbers and what they sum to: bars around zero in a notebook and in print, a table in a terminal.
+
+    Attributes:
+        title: above a table and a figure.
+        lines: names and numbers, the largest first.
+        sums: what stands below a rule, such as a total.
+        heading, notes: above and below the bars in a notebook; the title by default.
+        columns: what a table calls names and numbers.
+        left: whether a table aligns names to the left.
+        intervals: of every line and sum, in a figure.
+    """
+
+    title: str
+    lines: Sequence[tuple[str, float]]
+    sums: Sequence[tuple[str, float]] = ()
+    heading: str = ""
+    notes: Sequence[str] = ()
+    columns: tuple[str, str] = ("part", "score")
+    left: bool = True
+    intervals: Sequence[tuple[float, float]] = ()
+
+    def html(self, *, title: str = "", style: bool) -> str:
+        """For a notebook or a page."""
+        picture = graphs.bars(self.lines, self.sums)
+        return panel(title or self.heading or self.title, picture, notes=self.notes, style=style)
+
+    def draw(self, ax: Any) -> Any:
+        """For print, on matplotlib's axes, which are returned."""
+        return figure.signed_bars(self.lines, self.title, ax, sums=self.sums, intervals=self.intervals)
+
+    def print(self) -> None:
+        """For a terminal."""
+        rows, below = ([(name, number(score)) for name, score in part] for part in (self.lines, self.sums))
+        terminal.show_table(self.title, self.columns, rows, below, left=self.columns[: int(self.left)])
+
+
+class PromptScores(Result):
+    """Scores of named parts for each prompt, drawn as bars, the largest first."""
+
+    @abstractmethod
+    def top(self, k: int = 10, batch: int | None = None) -> list[Entry]:
+        """The k parts of largest absolute score.
+
+        Args:
+            k: how many.
+            batch: one prompt; None for the only one, or for the mean over several (of an attention score, whose parts
+                are those of one prompt, the first).
+
+        Raises:
+            InvalidInputError: k below 1, or no such prompt.
+        """
+
+    @abstractmethod
+    def _bars(self, k: int, batch: int | None) -> Bars:
+        """What is drawn of the k largest parts."""
+
+    def to_html(self, k: int = 15, batch: int | None = None, *, style: bool = True) -> str:
+        """The k parts of largest absolute score as bars around zero; all others, and the total, below where they sum.
+
+        Args:
+            k, batch: as in `top`.
+            style: with the style and the script that a page needs once.
+        """
+        return self._bars(k, batch).html(style=style)
+
+    def plot(self, k: int = 15, batch: int | None = None, *, ax: Any = None) -> Any:
+        """The same bars as a matplotlib figure (extra ``plot``); returns the axes.
+
+        Args:
+            k, batch: as in `top`; the mean over prompts has 95 % bootstrap intervals.
+            ax: draw here; None makes a figure of fitting size.
+
+        Raises:
+            InvalidInputError: k below 1, or no such prompt.
+            ImportError: matplotlib is not installed.
+        """
+        return self._bars(k, batch).draw(ax)
+
+    def show(self, k: int = 10, batch: int | None = None) -> None:
+        """Display the picture in a notebook; elsewhere print the k parts of largest absolute score.
+
+        Args:
+            k, batch: as in `top`.
+        """
+        if not page.display_in_notebook(lambda: self.to_html(k, batch)):
+            self._bars(k, batch).print()
+
+
+def long_table(
+    result: Any, values: Tensor, axes: Mapping[str, Sequence[str] | None], *, real: Any = True, **columns: Any
+) -> "pd.DataFrame":
+    """One line per score: its place on every axis, further columns, and the score.
+
+    Positions, their tokens and a line for real tokens only come from the result, where it has them.
+
+    Args:
+        result: with `queries`, `mask` and `tokens`, where there is an axis ``"query"`` or ``"key"``.
+        values: the scores.
+        axes: what the places on each axis of `values` are called; None where their number says it.
+        real: which scores have a line.
+        columns: a text, or values for the first axes of `values`.
+    """
+    import pandas as pd
+
+    places = dict(zip(axes, np.indices(tuple(values.shape)).reshape(values.ndim, -1), strict=True))
+    lines = np.broadcast_to(real, tuple(values.shape)).ravel()
+    table: dict[str, Any] = {}
+    for axis, names in axes.items():
+        if axis == "query":
+            places[axis] = result.queries.cpu().numpy()[places["batch"], places[axis]]
+        table[axis] = places[axis] if names is None else [names[place] for place in places[axis]]
+        if axis in ("query", "key"):
+            at = places["batch"], places[axis]
+            table[f"{axis}_token"] = [result.tokens[batch][position] for batch, position in zip(*at, strict=True)]
+            lines = lines & result.mask.cpu().numpy()[at]
+    for name, column in columns.items():
+        if not isinstance(column, str):
+            column = np.array(column)
+            column = column.reshape(*column.shape, *(1,) * (values.ndim - column.ndim))
+            column = np.broadcast_to(column, tuple(values.shape)).ravel()
+        table[name] = column
+    table["score"] = values.detach().double().cpu().reshape(-1).numpy()
+    return pd.DataFrame(table).loc[lines].reset_index(drop=True)
 
 
 def ending(path: Path) -> str:

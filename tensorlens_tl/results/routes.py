@@ -15,17 +15,15 @@ from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import (
     Entry,
-    both_provenances,
-    check_batch,
+    panel,
     provenance_note,
     query_row,
     shown_query,
     shown_target,
     some_numbers,
-    with_style,
 )
-from tensorlens_tl.results.means import mean_of, mean_queries, mean_words, refuse_ranked
-from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.means import both_provenances, mean_of, mean_queries, mean_words, refuse_ranked
+from tensorlens_tl.results.result import Result, long_table
 from tensorlens_tl.results.terms import Terms
 
 if TYPE_CHECKING:
@@ -82,6 +80,8 @@ class ChangeRoutes(Result):
     TENSORS: ClassVar = ("scores", "heads", "total", "queries", "mask")
     FACTS: ClassVar = ("layers", "tokens", "target", "soft_cap")
     LATER_FACTS: ClassVar = ("provenance",)
+    NUMBERS: ClassVar = ("scores", "heads", "total")
+    """What is averaged over prompts, and subtracted of two results."""
 
     layers: list[str]
     scores: Float[Tensor, "batch query layer route"]
@@ -156,24 +156,15 @@ class ChangeRoutes(Result):
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per score: batch, query, query_token, layer, route, score."""
-        import pandas as pd
-
-        index = np.indices(self.scores.shape).reshape(4, -1)
-        batch = index[0]
-        positions = self.queries.cpu().numpy()[batch, index[1]]
-        frame = pd.DataFrame({"batch": batch, "query": positions})
-        frame["query_token"] = [self.tokens[b][q] for b, q in zip(batch, positions, strict=True)]
-        frame["layer"] = [self.layers[i] for i in index[2]]
-        frame["route"] = [ROUTES[i] for i in index[3]]
-        frame["score"] = self.scores.detach().double().cpu().reshape(-1).numpy()
-        return frame.loc[self.mask.cpu().numpy()[batch, positions]].reset_index(drop=True)
+        axes = dict.fromkeys(self.axes_of("scores")) | {"layer": self.layers, "route": ROUTES}
+        return long_table(self, self.scores, axes)
 
     def mean(self) -> "ChangeRoutes":
         """The mean over prompts, as of one prompt, query by query; every layer still sums to the change."""
         real = torch.take_along_dim(self.mask, self.queries, dim=1)
         return replace(
             self,
-            **{name: mean_of(getattr(self, name), real) for name in ("scores", "heads", "total")},
+            **{name: mean_of(getattr(self, name), real) for name in self.NUMBERS},
             **mean_queries(real),
             target=f"{self.target}, {mean_words(real)}",
         )
@@ -190,24 +181,20 @@ class ChangeRoutes(Result):
         if shapes[0] != shapes[1]:
             raise InvalidInputError("a − b: routes of other prompts, queries, layers or heads; subtract their means.")
         refuse_ranked(self.target, other.target)
-        parts = {name: getattr(self, name) - getattr(other, name) for name in ("scores", "heads", "total")}
+        differences = self._less(other, self.NUMBERS)
         provenance = both_provenances(self.provenance, other.provenance)
-        return replace(self, **parts, target=f"{self.target} − {other.target}", provenance=provenance)
+        return replace(self, **differences, target=f"{self.target} − {other.target}", provenance=provenance)
 
     # ------------------------------------------------------------------ showing
 
     def _table(self, query: int | str, batch: int | None) -> tuple[str, list[str], np.ndarray, float]:
         """What is shown, in words; the routes that give anything; their scores `[layer, route]`, and their sum."""
-        if batch is None and len(self.tokens) > 1:
-            rows = [
-                query_row(self.queries, self.mask, self.tokens, query, prompt) for prompt in range(len(self.tokens))
-            ]
-            prompts = list(range(len(rows)))
-            which = f"mean of {len(rows)} prompts"
-        else:
-            prompts = [batch or 0]
-            check_batch(prompts[0], self.tokens)
-            rows = [query_row(self.queries, self.mask, self.tokens, query, prompts[0])]
+        prompts = [batch or 0]
+        if batch is None:
+            prompts = list(range(len(self.tokens)))
+        rows = [query_row(self.queries, self.mask, self.tokens, query, prompt) for prompt in prompts]
+        which = f"mean of {len(rows)} prompts"
+        if len(rows) == 1:
             which = shown_query(self.queries, self.mask, self.tokens, rows[0], prompts[0])
         scores = self.scores[prompts, rows].detach().double().mean(0)
         used = [column for column in range(len(ROUTES)) if bool(scores[:, column].any())]
@@ -226,10 +213,8 @@ class ChangeRoutes(Result):
         which, routes, values, _ = self._table(query, batch)
         heading = title or self.heading
         picture = matrix.matrix(self.layers, routes, values, label=heading, corner="layer ↓ route →")
-        gap = float(self.gap.max())
-        facts = [which, f"every row sums to the change to {gap:.1e}", provenance_note(self.provenance)]
-        notes = " · ".join(filter(None, facts))
-        return with_style(page.panel(heading, picture, notes=notes), style)
+        sums = f"every row sums to the change to {float(self.gap.max()):.1e}"
+        return panel(heading, picture, notes=[which, sums, provenance_note(self.provenance)], style=style)
 
     @property
     def heading(self) -> str:

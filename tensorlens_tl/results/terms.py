@@ -1,11 +1,11 @@
-"""Named parts of one number of the model: what each component, head, path or feature adds to it."""
+"""Named parts of one number of the model: what each component, head, path, feature or changed weight adds to it."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import nearest
 from tensorlens_tl.algebra.numerics import maybe, relative_gap
-from tensorlens_tl.drawing import figure, graphs, matrix, page, terminal
+from tensorlens_tl.drawing import figure, matrix, page
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import (
@@ -22,21 +22,23 @@ from tensorlens_tl.results.entry import (
     check_batch,
     largest,
     mean_title,
+    panel,
     provenance_note,
     query_row,
     shown_prompt,
     shown_query,
     shown_target,
     some_numbers,
-    with_style,
 )
-from tensorlens_tl.results.means import less, mean_over_prompts
-from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.means import both_provenances, mean_of, mean_queries, mean_words, refuse_ranked
+from tensorlens_tl.results.result import Bars, Result, long_table
 from tensorlens_tl.results.statistics import bootstrap_interval
 from tensorlens_tl.results.targets import targets_of_queries
 
 if TYPE_CHECKING:
     import pandas as pd
+
+Kind = TypeVar("Kind", bound="Terms")
 
 BESIDE = 6
 """How many terms stand below a grid of heads that has no place for them."""
@@ -44,6 +46,12 @@ BESIDE = 6
 
 NOISE = 1e-6
 """What share of the largest total is rounding."""
+
+BY_TOKEN = "each token's share: to_dataframe()"
+"""Where each part's shares by token are, which no list of parts shows."""
+
+LONGEST = 80
+"""Letters of a target in the title of a mean: one that names each prompt's own token is longer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +83,8 @@ class Terms(Result):
     TENSORS: ClassVar = ("scores", "total", "remainder", "queries", "mask", "keys", "low", "high", "counts")
     FACTS: ClassVar = ("names", "tokens", "target", "soft_cap")
     LATER_FACTS: ClassVar = ("labels", "provenance")
+    NUMBERS: ClassVar = ("scores", "total", "remainder")
+    """What is averaged over prompts, and subtracted of two results, beside `keys`."""
 
     names: list[str]
     scores: Float[Tensor, "batch query term"]
@@ -150,7 +160,51 @@ class Terms(Result):
         """
         if not isinstance(other, Terms):
             return NotImplemented
-        return Terms(**less(self, other), labels={**other.labels, **self.labels})
+        for what, first, second in (
+            ("number of prompts", len(self.queries), len(other.queries)),
+            ("number of tokens", self.mask.sum(1).tolist(), other.mask.sum(1).tolist()),
+            ("queries", self.queries.tolist(), other.queries.tolist()),
+        ):
+            if first != second:
+                raise InvalidInputError(f"difference: the two differ in {what}; subtract terms of the same positions.")
+        if not set(self.names) & set(other.names):
+            raise InvalidInputError(
+                f"difference: no part has the same name ({self.names[0]!r} …, {other.names[0]!r} …); ask for both by= "
+                "the same kind of part."
+            )
+        refuse_ranked(self.target, other.target)
+        first, second = (result._terms(low=None, high=None, counts=None) for result in (self, other))
+        if first.names != second.names:
+            names = list(dict.fromkeys([*first.names, *second.names]))
+            first, second = (result._terms(keys=None).with_names(names) for result in (first, second))
+        return replace(
+            first,
+            **first._less(second, (*Terms.NUMBERS, "keys")),
+            target=f"{self.target} − {other.target}",
+            soft_cap=self.soft_cap if self.soft_cap == other.soft_cap else None,
+            labels={**other.labels, **self.labels},
+            provenance=both_provenances(self.provenance, other.provenance),
+        )
+
+    def with_names(self: Kind, names: Sequence[str]) -> Kind:
+        """With these parts in this order, of which those that it lacks are zero.
+
+        Raises:
+            InvalidInputError: one of its own parts is left out, so that the others would no longer sum to the total.
+        """
+        missing = [name for name in self.names if name not in names]
+        if missing:
+            raise InvalidInputError(f"names: {missing[0]!r} is a term of this change, and its sum needs it.")
+        columns = [names.index(name) for name in self.names]
+
+        def spread(values: Tensor) -> Tensor:
+            return values.new_zeros(*values.shape[:2], len(names), *values.shape[3:]).index_copy(
+                2, torch.tensor(columns, device=values.device), values
+            )
+
+        return replace(
+            self, names=list(names), scores=spread(self.scores), keys=maybe(spread, self.keys), low=None, high=None
+        )
 
     def mean(self, *, level: int | float = 0.95) -> "Terms":
         """The mean over prompts, as of one prompt, query by query, with an interval for every part; sums still hold.
@@ -170,7 +224,28 @@ class Terms(Result):
         >>> tlens.circuits.logit_attribution(several, " the", by="head").mean().scores.shape[:2]
         torch.Size([1, 1])
         """
-        return Terms(**mean_over_prompts(self, level), labels=self.labels)
+        return self._terms(**self._mean(level, self.target))
+
+    def _mean(self, level: int | float, target: str) -> dict[str, Any]:
+        """The fields in which the mean over prompts differs from the whole."""
+        if not isinstance(level, int | float) or not 0 < level < 1:
+            raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
+        real = torch.take_along_dim(self.mask, self.queries, dim=1)
+        known = torch.where(real[..., None], self.scores.detach().double(), torch.nan).cpu()
+        low, high = bootstrap_interval(known.movedim(0, -1), level)
+        return {
+            **{name: maybe(partial(mean_of, real=real), getattr(self, name)) for name in self.NUMBERS},
+            "low": low[None],
+            "high": high[None],
+            "counts": real.sum(0)[None],
+            "keys": None,
+            "target": f"{target}, {mean_words(real)}",
+            **mean_queries(real),
+        }
+
+    def _terms(self, **changes: Any) -> "Terms":
+        """The same as terms of no further kind, some fields aside."""
+        return Terms(**{field.name: getattr(self, field.name) for field in fields(Terms)} | changes)
 
     def query_row(self, query: int | str = -1, batch: int = 0) -> int:
         """Where a query lies on the query axis: counted over the prompt's real queries, or named by its text.
@@ -233,27 +308,15 @@ class Terms(Result):
                 "keys: no source tokens' shares here; logit_attribution(by='head_token') has them, and compare_models "
                 "and patch_scores with positions=True."
             )
-        index = np.indices(values.shape).reshape(values.ndim, -1)
-        batch = index[0]
-        positions = self.queries.cpu().numpy()[index[0], index[1]]
-        frame = pd.DataFrame({"batch": batch, "query": positions})
-        frame["query_token"] = [self.tokens[b][q] for b, q in zip(batch, positions, strict=True)]
-        frame["term"] = [self.names[i] for i in index[2]]
-        real = self.mask.cpu().numpy()[batch, positions]
-        if keys:
-            frame["key"] = index[3]
-            frame["key_token"] = [self.tokens[b][k] for b, k in zip(batch, index[3], strict=True)]
-            real = real & self.mask.cpu().numpy()[batch, index[3]]
-        targets = np.array(targets_of_queries(self.target, self.queries), dtype=object)
-        frame["target"] = targets[index[0], index[1]]
+        columns: dict[str, Any] = {"target": np.array(targets_of_queries(self.target, self.queries), dtype=object)}
         if self.counts is not None:
-            frame["n"] = self.counts.cpu().numpy()[index[0], index[1]]
+            columns["n"] = self.counts.cpu()
         for name in ("low", "high"):
             bound = getattr(self, name)
             if bound is not None and not keys:
-                frame[name] = bound.double().cpu().reshape(-1).numpy()
-        frame["score"] = values.detach().double().cpu().reshape(-1).numpy()
-        frame = frame.loc[real]
+                columns[name] = bound.double().cpu()
+        axes = dict.fromkeys(self.axes_of("keys" if keys else "scores")) | {"term": self.names}
+        frame = long_table(self, values, axes, **columns)
         if keys:  # parts that belong to no source token: a line of their own, so that the lines still sum
             whole = self.to_dataframe(keys=False)
             keyless = frame.loc[frame["score"].isna(), "term"].unique()
@@ -262,10 +325,8 @@ class Terms(Result):
 
     # ------------------------------------------------------------------ showing
 
-    def _lines(
-        self, k: int, query: int | str, batch: int
-    ) -> tuple[str, list[tuple[str, float]], list[tuple[str, float]]]:
-        """Which query is shown, the k largest parts and all others, and what they sum to."""
+    def _bars(self, k: int, query: int | str, batch: int) -> Bars:
+        """The k largest parts of one query and all others, and what they sum to."""
         check_batch(batch, self.tokens)
         row = self.query_row(query, batch)
         entries = self.top(k, query, batch)
@@ -276,15 +337,20 @@ class Terms(Result):
             lines += [(name, float(scores[indices].sum())) for name, indices in rest.items()]
         if self.remainder is not None and bool(self.remainder[batch, row]):
             lines.append(("everything not listed", float(self.remainder[batch, row])))
-        which = shown_query(self.queries, self.mask, self.tokens, row, batch)
+        notes = [shown_query(self.queries, self.mask, self.tokens, row, batch)]
         total = float(self.total[batch, row])
+        sums = [("total", total)]
         if not self.additive:  # a rule with a total below would look like a sum
+            sums = []
             left = len(self) - len(entries)
-            note = f"effects on {number(total)}, which do not add up"
-            if left:
-                note += f"; {left} more"
-            return " · ".join(filter(None, (which, note))), lines, []
-        return which, lines, [("total", total)]
+            notes.append(f"effects on {number(total)}, which do not add up{f'; {left} more' if left else ''}")
+        title = " · ".join(filter(None, [shown_target(self.target), *notes]))
+        if self.keys is not None:
+            notes.append(BY_TOKEN)
+        if self.additive:
+            notes.append(f"sums to the model's own number to {float(self.gap[batch, row]):.1e}")
+        notes.append(provenance_note(self.provenance))
+        return Bars(title, lines, sums, heading=self.heading, notes=notes)
 
     def _rest(self, scores: Float[Tensor, "term"], shown: Sequence[int]) -> dict[str, list[int]]:
         """The parts that are not shown, by the name of their row.
@@ -306,23 +372,14 @@ class Terms(Result):
                 return {_counted(len(indices), kind): indices for kind, indices in by_kind.items()}
         return together
 
-    @property
-    def _by_token(self) -> str:
-        """Where each part's shares by token are, which no list of parts shows."""
-        if self.keys is None:
-            return ""
-        return "each token's share: to_dataframe()"
-
     def _of_query(self, query: int | str) -> "Terms":
         """One query of each prompt."""
         if self.queries.shape[1] == 1:
             return self
         rows = torch.tensor([self.query_row(query, prompt) for prompt in range(len(self.tokens))])[:, None]
         one = partial(_at_rows, rows=rows.to(self.queries.device))
-        return Terms(
-            self.names, one(self.scores), one(self.total), one(self.queries), self.mask, self.tokens, self.target,
-            remainder=maybe(one, self.remainder), labels=self.labels, provenance=self.provenance,
-        )  # fmt: skip
+        values = {name: maybe(one, getattr(self, name)) for name in (*Terms.NUMBERS, "queries")}
+        return self._terms(**values, keys=None)
 
     def to_html(
         self, k: int = 15, query: int | str = -1, batch: int | None = None, *, title: str = "", style: bool = True
@@ -337,15 +394,7 @@ class Terms(Result):
         """
         if batch is None and len(self.tokens) > 1:
             return self._of_query(query).mean().to_html(k, title=title, style=style)
-        batch = batch or 0
-        which, lines, sums = self._lines(k, query, batch)
-        notes = [which, self._by_token]
-        if self.additive:
-            gap = float(self.gap[batch, self.query_row(query, batch)])
-            notes.append(f"sums to the model's own number to {gap:.1e}")
-        notes.append(provenance_note(self.provenance))
-        picture = graphs.bars(lines, sums)
-        return with_style(page.panel(title or self.heading, picture, notes=" · ".join(filter(None, notes))), style)
+        return self._bars(k, query, batch or 0).html(title=title, style=style)
 
     def heads_to_html(self, query: int | str = -1, batch: int = 0, *, title: str = "", style: bool = True) -> str:
         """Terms of heads as a grid, a row per layer and a column per head, MLPs beside them; empty without any.
@@ -361,8 +410,8 @@ class Terms(Result):
         others = [(name, score) for name, score in by_name if _cell(name) is None and score]
         others.sort(key=lambda term: -abs(term[1]))
         beside = ", ".join(f"{name} {number(score)}" for name, score in others[:BESIDE])
-        notes = f"beside them: {beside}" if beside else ""
-        return with_style(page.panel(heading, matrix.head_grid(cells, heading), notes=notes), style)
+        notes = [f"beside them: {beside}"] if beside else []
+        return panel(heading, matrix.head_grid(cells, heading), notes=notes, style=style)
 
     @property
     def heading(self) -> str:
@@ -382,12 +431,10 @@ class Terms(Result):
             ImportError: matplotlib is not installed.
         """
         if batch is None and len(self.tokens) > 1:
-            return self._plot_mean(k, query, ax)
-        which, lines, sums = self._lines(k, query, batch or 0)
-        title = " · ".join(filter(None, [shown_target(self.target), which]))
-        return figure.signed_bars(lines, title, ax, sums=sums)
+            return self._mean_bars(k, query).draw(ax)
+        return self._bars(k, query, batch or 0).draw(ax)
 
-    def _plot_mean(self, k: int, query: int | str, ax: Any) -> Any:
+    def _mean_bars(self, k: int, query: int | str) -> Bars:
         """The k parts of largest mean, all others in one line, and the total, each with its interval."""
         chosen_query = self._of_query(query)
         scores, total = (values[:, 0].detach().double().cpu() for values in (chosen_query.scores, chosen_query.total))
@@ -409,9 +456,8 @@ class Terms(Result):
         low, high = bootstrap_interval(values.mT)
         sums = [("total", mean) for mean in means[len(names) :]]
         intervals = list(zip(low.tolist(), high.tolist(), strict=True))
-        title = mean_title(self.target, len(values))
         lines = list(zip(names, means[: len(names)], strict=True))
-        return figure.signed_bars(lines, title, ax, sums=sums, intervals=intervals)
+        return Bars(mean_title(self.target, len(values)), lines, sums, intervals=intervals)
 
     def plot_heads(self, query: int | str = -1, batch: int | None = None, *, ax: Any = None) -> Any:
         """Heads and MLPs as a matplotlib heat map, a row per layer (extra ``plot``); returns the axes.
@@ -456,10 +502,10 @@ class Terms(Result):
         if batch is None and len(self.tokens) > 1:
             self._of_query(query).mean().show(k)
             return
-        which, lines, sums = self._lines(k, query, batch or 0)
-        title = " · ".join(filter(None, [shown_target(self.target), which, self._by_token]))
-        rows, below = ([(name, number(score)) for name, score in part] for part in (lines, sums))
-        terminal.show_table(title, ("part", "score"), rows, below, left=("part",))
+        bars = self._bars(k, query, batch or 0)
+        if self.keys is not None:
+            bars = replace(bars, title=f"{bars.title} · {BY_TOKEN}")
+        bars.print()
 
 
 def _at_rows(values: Shaped[Tensor, "batch query *term"], rows: Int[Tensor, "batch 1"]) -> Tensor:
@@ -525,3 +571,157 @@ class Paths(Terms):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "nodes", tuple(map(tuple, self.nodes)))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FeatureEdges(Terms):
+    """Edges from an early dictionary's parts into a late one's features, a row of `scores` for each of these.
+
+    Attributes:
+        features: which late feature each row is about; where it is asked about is in `queries`.
+    """
+
+    FACTS: ClassVar = (*Terms.FACTS, "features")
+
+    features: Sequence[int] = ()
+
+    def into(self, feature: int) -> Terms:
+        """The edges into one feature, at every position that was asked about.
+
+        Raises:
+            InvalidInputError: it is not among the late features.
+        """
+        rows = [row for row, number in enumerate(self.features) if number == feature]
+        if not rows:
+            raise InvalidInputError(f"no edges into feature {feature}; there are {list(dict.fromkeys(self.features))}.")
+        chosen = {name: getattr(self, name)[:, rows] for name in (*Terms.NUMBERS, "queries")}
+        target = self.target.replace("pre-activations", f"pre-activation of F{feature}", 1)
+        return self._terms(**chosen, target=target, keys=None)
+
+    def to_dataframe(self, *, keys: bool | None = None) -> "pd.DataFrame":
+        """One line per edge: batch, query, query_token, feature (the late one), term, target, score."""
+        import pandas as pd
+
+        frames = []
+        for feature in dict.fromkeys(self.features):
+            frame = self.into(feature).to_dataframe(keys=keys)
+            frame.insert(list(frame.columns).index("term"), "feature", feature)
+            frames.append(frame)
+        return pd.concat(frames, ignore_index=True)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ModelChange(Terms):
+    """What every changed weight of a model adds to the change of a logit; `compare_models` returns one.
+
+    Attributes:
+        base, tuned: the two models' own numbers, `[batch, query]`; `total` is the second less the first.
+        by: what a term is.
+    """
+
+    TENSORS: ClassVar = (*Terms.TENSORS, "base", "tuned")
+    FACTS: ClassVar = (*Terms.FACTS, "by")
+    NUMBERS: ClassVar = (*Terms.NUMBERS, "base", "tuned")
+
+    base: Float[Tensor, "batch query"] | None = None
+    tuned: Float[Tensor, "batch query"] | None = None
+    by: str = "matrix"
+
+    @property
+    def gap(self) -> Float[Tensor, "batch query"]:
+        """abs(Σ scores + remainder − total), relative to the size of the terms and of the two models' numbers.
+
+        The total is a difference of two numbers, each of which is rounded: of a change that has no effect, such as that
+        of a bias of keys, their rounding is all there is.
+        """
+        assert self.remainder is not None
+        miss = (self.scores.sum(-1) + self.remainder - self.total).abs()
+        size = self.scores.abs().sum(-1) + self.remainder.abs()
+        if self.base is not None and self.tuned is not None:
+            size = size + self.base.abs() + self.tuned.abs()
+        return miss / size.clamp_min(torch.finfo(size.dtype).tiny)
+
+    def mean(self, *, level: float = 0.95) -> "ModelChange":
+        """The mean over prompts, as of one prompt; a term that a prompt lacks counts as zero there.
+
+        Args:
+            level: the confidence of the intervals in `low` and `high`, as in `Terms.mean`.
+
+        Raises:
+            InvalidInputError: a level outside (0, 1).
+
+        >>> change = tlens.compare_models(model, model, text, " value")
+        >>> change.mean().scores.shape == (1, 1, len(change))
+        True
+        """
+        target = self.target
+        if len(target) > LONGEST:
+            target = "change of each prompt's number"
+        return replace(self, **self._mean(level, target))
+
+    def summary(
+        self, level: int | float = 0.95, *, query: int | str = -1, names: str = "*", seed: int = 0
+    ) -> "pd.DataFrame":
+        """The mean of each term over the prompts with its bootstrap interval, the largest first, and of the total.
+
+        Prompts are resampled, whole: a term's interval says how its mean would scatter over other prompts like these.
+
+        Args:
+            level: the confidence of the intervals.
+            query: which of the queries of each prompt, as in `Terms.query_row`.
+            names: of terms of such names only: ``"L*H*"`` are heads, ``"L1.*"`` the weights of one layer.
+            seed: of the resamples.
+
+        Returns:
+            A line for each term, and ``"total"`` last: `mean`, `low`, `high`; NaN ends of a single prompt.
+
+        Raises:
+            InvalidInputError: a level outside (0, 1), no such term, or no such query.
+
+        Source: `tensorlens_tl.evaluate.bootstrap_interval` (percentiles).
+
+        >>> change = tlens.compare_models(model, model, [text, "Set the name"], " value")
+        >>> list(change.summary().index)
+        ['embed', 'total']
+        """
+        import pandas as pd
+
+        if not 0 < level < 1:
+            raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
+        columns = [column for column, name in enumerate(self.names) if fnmatchcase(name, names)]
+        if not columns:
+            raise InvalidInputError(f"names={names!r}: there are {', '.join(self.names[:8])}, …")
+        prompts = range(len(self.queries))
+        rows = torch.tensor([self.query_row(query, prompt) for prompt in prompts], device=self.queries.device)
+        at_query = torch.take_along_dim(self.scores, rows[:, None, None], dim=1)[:, 0, columns]
+        total = torch.take_along_dim(self.total, rows[:, None], dim=1)
+        values = torch.cat([at_query, total], dim=1).detach().double().cpu().mT
+        low, high = bootstrap_interval(values, level, seed=seed)
+        frame = pd.DataFrame(
+            {"mean": values.mean(-1).tolist(), "low": low.tolist(), "high": high.tolist()},
+            index=pd.Index([*(self.names[column] for column in columns), "total"], name="term"),
+        )
+        by_size = frame["mean"].iloc[:-1].abs().sort_values(ascending=False, kind="stable").index
+        return frame.loc[[*by_size, "total"]]
+
+    def __sub__(self, other: Terms) -> "ModelChange":
+        """Term by term; one that only one of the two has is zero in the other.
+
+        Raises:
+            InvalidInputError: other prompts' numbers, other kinds of terms, or no such result.
+        """
+        if not isinstance(other, ModelChange):
+            return NotImplemented
+        if self.by != other.by or self.queries.shape != other.queries.shape:
+            raise InvalidInputError(
+                f"a - b: terms by {self.by!r} of {tuple(self.queries.shape)} prompts and queries, and by {other.by!r} "
+                f"of {tuple(other.queries.shape)}. Compare both by the same terms; for other prompts, their means."
+            )
+        names = list(dict.fromkeys([*self.names, *other.names]))
+        first, second = self.with_names(names), other.with_names(names)
+        target = self.target
+        if other.target != target:
+            target = f"{target} − {other.target}"
+        provenance = both_provenances(self.provenance, other.provenance)
+        differences = first._less(second, (*self.NUMBERS, "keys"))
+        return replace(first, **differences, target=target, provenance=provenance)

@@ -16,13 +16,13 @@ from tensorlens_tl.results.entry import (
     MINUS,
     Entry,
     check_batch,
+    panel,
     provenance_note,
     query_row,
     shown_prompt,
     shown_query,
     shown_target,
     with_others,
-    with_style,
 )
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.targets import OF_GENERATED, explained_positions, target_of_prompt, target_texts
@@ -124,7 +124,7 @@ class Shown(Result):
         parts = [self._prompt_html(prompt) for prompt in prompts]
         if left:
             parts.append(f'<div class="n">{left} more prompts: to_html(batch={MOST_PROMPTS}) …</div>')
-        return with_style(page.panel(self.describe(), *parts, notes=provenance_note(self.provenance)), style)
+        return panel(self.describe(), *parts, notes=[provenance_note(self.provenance)], style=style)
 
     def show(self, k: int = 10, query: int | str = -1, batch: int | None = None) -> None:
         """Display the heat maps in a notebook, or a table of one query's top tokens in a terminal.

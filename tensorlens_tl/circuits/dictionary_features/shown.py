@@ -15,7 +15,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import DictionaryWeights
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import one_query
-from tensorlens_tl.results import Entry, Result, check_batch, largest, provenance_note, with_style
+from tensorlens_tl.results import Entry, Result, check_batch, largest, panel, provenance_note
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -98,9 +98,9 @@ class ShownFeatures(Result):
         parts = ["<p>No feature is active at this token.</p>"]
         if rows:
             parts = [matrix.matrix(rows, tokens, plane, label=self.heading, corner="feature ↓ token →")]
-        notes = f"{self._which(query, batch)} · {self.explained:.1%} of the variance is explained"
-        notes += f" · {provenance_note(self.frozen.provenance())}"
-        return with_style(page.panel(self.heading, *parts, notes=notes), style)
+        notes = [self._which(query, batch), f"{self.explained:.1%} of the variance is explained"]
+        notes.append(provenance_note(self.frozen.provenance()))
+        return panel(self.heading, *parts, notes=notes, style=style)
 
     def plot(self, k: int = 15, query: int | str = -1, batch: int = 0, *, ax: Any = None) -> Any:
         """The same matrix as a matplotlib heat map (extra ``plot``); returns the axes.

@@ -21,7 +21,7 @@ from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import FrozenPass, freeze
 from tensorlens_tl.passes.inputs import prompt_batches
-from tensorlens_tl.results import HeadScores, joined_heads
+from tensorlens_tl.results import HeadScores, joined
 
 Places = Callable[[FrozenPass], Bool[Tensor, "batch query key"]]
 """Where each query of a pass is to attend."""
@@ -124,7 +124,7 @@ def _of_every_prompt(
         return _of_pass(freeze(model, prompts, **freezing), places, target)
     freezing = {name: value for name, value in freezing.items() if name != "prepend_bos"}  # rows are token ids now
     parts = [_of_pass(freeze(model, [rows[i] for i in batch], **freezing), places, target) for batch in batches]
-    return joined_heads(parts, [number for batch in batches for number in batch])
+    return joined(parts, batches)
 
 
 def _of_pass(frozen: FrozenPass, places: Places, target: str) -> HeadScores:

@@ -32,7 +32,7 @@ from tensorlens_tl.models import BlockView, ModelLike, ModelView, Query, TokenLi
 from tensorlens_tl.passes import Difference, check_one_architecture, difference as difference_of, freeze
 from tensorlens_tl.passes.inputs import InputLike, check_slice, one_per_prompt, prompt_batches, taken, tokenized
 from tensorlens_tl.passes.operator import target_ids
-from tensorlens_tl.results import ModelChange, joined_changes
+from tensorlens_tl.results import ModelChange, joined
 
 ATTENTION = "attention"
 """Where a vector is noted at what self-attention writes."""
@@ -129,7 +129,7 @@ def compare_models(
             parts.append(comparison.of([rows[number] for number in batch], **explained | of_batch))
         except InvalidInputError as error:
             raise error.with_prompts(dict(enumerate(map(PromptNumber, batch)))) from error
-    return joined_changes(parts, batches)
+    return joined(parts, batches)
 
 
 RUNS = 2

@@ -19,7 +19,7 @@ from tensorlens_tl.results import exchange
 from tensorlens_tl.results.edges import sharing
 from tensorlens_tl.results.edges.benchmark import benchmark_fields, benchmark_json
 from tensorlens_tl.results.edges.names import ARROW, check_shape
-from tensorlens_tl.results.entry import provenance_note, shown_target, with_style
+from tensorlens_tl.results.entry import panel, provenance_note, shown_target
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.storage import replacing
 from tensorlens_tl.results.views import array
@@ -134,9 +134,9 @@ class Circuit(Result):
             rows, columns, scores = self._matrix()
             grid = matrix.matrix(rows, columns, scores, label=self.heading, corner="from ↓ to →")
             parts = [graphs.graph(drawn), f"<details><summary>All edges as a matrix</summary>{grid}</details>"]
-        notes = f"{len(drawn.strengths)} of the circuit's {len(self)} edges; the model has {int(self.exists.sum())}"
-        notes = " · ".join(filter(None, [notes, provenance_note(self.provenance)]))
-        return with_style(page.panel(self.heading, *parts, notes=notes), style)
+        count = f"{len(drawn.strengths)} of the circuit's {len(self)} edges; the model has {int(self.exists.sum())}"
+        notes = [count, provenance_note(self.provenance)]
+        return panel(self.heading, *parts, notes=notes, style=style)
 
     def plot(self, kind: str = "graph", *, most: int = SHOWN_EDGES, ax: Any = None) -> Any:
         """The graph, or the matrix, as a matplotlib figure (extra ``plot``); returns the axes.

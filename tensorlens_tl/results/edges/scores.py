@@ -1,22 +1,21 @@
 """A score for every edge between the parts of a model."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import nearest, whole_number
-from tensorlens_tl.drawing import figure, graphs, page, terminal
-from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.edges.choosing import edge_order, pruned
 from tensorlens_tl.results.edges.circuit import Circuit
 from tensorlens_tl.results.edges.names import ARROW, check_shape
-from tensorlens_tl.results.entry import Entry, check_batch, mean_title, provenance_note, shown_target, with_style
+from tensorlens_tl.results.entry import Entry, check_batch, mean_title, provenance_note, shown_target
 from tensorlens_tl.results.means import prompts_in_words
-from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.result import Bars, PromptScores, long_table
 from tensorlens_tl.results.statistics import bootstrap_interval
 from tensorlens_tl.results.targets import targets_of_queries
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class EdgeScores(Result):
+class EdgeScores(PromptScores):
     """A score for every edge and prompt: what the target loses when the edge carries its corrupted value.
 
     Attributes:
@@ -143,73 +142,38 @@ class EdgeScores(Result):
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per prompt and edge: batch, source, destination, method, target, score."""
-        import pandas as pd
-
-        source, destination = (numbers.tolist() for numbers in self.exists.nonzero(as_tuple=True))
-        rows = self.scores[:, source, destination].double().cpu()
-        targets = targets_of_queries(self.target, torch.zeros(len(rows), 1, dtype=torch.long))
-        return pd.DataFrame(
-            {
-                "batch": [batch for batch in range(len(rows)) for _ in source],
-                "source": [self.sources[number] for number in source] * len(rows),
-                "destination": [self.destinations[number] for number in destination] * len(rows),
-                "method": self.method,
-                "target": [target for (target,) in targets for _ in source],
-                "score": rows.flatten().tolist(),
-            }
-        )
+        axes = {"batch": None, "source": self.sources, "destination": self.destinations}
+        targets = targets_of_queries(self.target, torch.zeros(len(self.scores), 1, dtype=torch.long))
+        columns = {"method": self.method, "target": np.array(targets, dtype=object)[:, 0]}
+        return long_table(self, self.scores, axes, real=self.exists.cpu(), **columns)
 
     @property
     def heading(self) -> str:
         """The title of its page."""
         return f"Edges that act on {shown_target(self.target)}"
 
-    def _lines(self, k: int, batch: int | None) -> tuple[str, list[tuple[str, float]]]:
-        """What is shown, in words, and the k largest edges."""
-        notes = [shown_target(self.target), self.method]
+    def _bars(self, k: int, batch: int | None) -> Bars:
+        lines = [(entry.name, entry.score) for entry in self.top(k, batch)]
+        facts = [shown_target(self.target), self.method]
         if batch is not None:
-            notes.append(f"prompt {batch}")
+            facts.append(f"prompt {batch}")
         elif len(self.scores) > 1:
-            notes.append(f"mean of {len(self.scores)} prompts")
-        return " · ".join(notes), [(entry.name, entry.score) for entry in self.top(k, batch)]
+            facts.append(f"mean of {len(self.scores)} prompts")
+        notes = [*facts, provenance_note(self.provenance)]
+        return Bars(" · ".join(facts), lines, heading=self.heading, notes=notes, columns=("edge", "score"))
 
     def to_html(self, k: int = 20, batch: int | None = None, *, style: bool = True) -> str:
         """The k edges of largest absolute score as bars around zero, of one prompt or (None) of the mean."""
-        title, lines = self._lines(k, batch)
-        notes = " · ".join(filter(None, [title, provenance_note(self.provenance)]))
-        return with_style(page.panel(self.heading, graphs.bars(lines, []), notes=notes), style)
+        return super().to_html(k, batch, style=style)
 
     def plot(self, k: int = 20, batch: int | None = None, *, ax: Any = None) -> Any:
-        """The k edges of largest absolute score as matplotlib bars (extra ``plot``); returns the axes.
-
-        Args:
-            k: how many.
-            batch: one prompt, or (None) the mean over prompts, with 95 % bootstrap intervals where there are several.
-            ax: draw here; None makes a figure of fitting size.
-
-        Raises:
-            InvalidInputError: k below 1, or no such prompt.
-            ImportError: matplotlib is not installed.
-        """
-        title, lines = self._lines(k, batch)
-        intervals: list[tuple[float, float]] = []
+        """The same bars as a matplotlib figure, those of the mean over prompts with 95 % bootstrap intervals."""
+        bars = self._bars(k, batch)
         if batch is None and len(self.scores) > 1:
-            low, high = bootstrap_interval(torch.stack([self[name] for name, _ in lines]).double().cpu())
-            intervals = list(zip(low.tolist(), high.tolist(), strict=True))
+            low, high = bootstrap_interval(torch.stack([self[name] for name, _ in bars.lines]).double().cpu())
             title = f"{mean_title(self.target, len(self.scores))} · {self.method}"
-        return figure.signed_bars(lines, title, ax, intervals=intervals)
-
-    def show(self, k: int = 10, batch: int | None = None) -> None:
-        """Display the k edges of largest absolute score as bars in a notebook; print them elsewhere.
-
-        Args:
-            k, batch: as in `top`.
-        """
-        if page.display_in_notebook(lambda: self.to_html(k, batch)):
-            return
-        title, lines = self._lines(k, batch)
-        rows = [(name, number(score)) for name, score in lines]
-        terminal.show_table(title, ("edge", "score"), rows, [], left=("edge",))
+            bars = replace(bars, title=title, intervals=list(zip(low.tolist(), high.tolist(), strict=True)))
+        return bars.draw(ax)
 
     def _row(self, batch: int | None) -> Float[Tensor, "source destination"]:
         if batch is None:
