@@ -15,7 +15,7 @@ from test_circuits import token_logit
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.models.dictionaries import read_dictionary
-from tensorlens_tl.results.feature_edges import FeatureEdges
+from tensorlens_tl.results import FeatureEdges
 from tensorlens_tl.testing import tiny_input
 
 CASES = [

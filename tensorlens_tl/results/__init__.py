@@ -1,6 +1,6 @@
 """Results: what every method, circuit and evaluation returns, how it is read, shown and kept."""
 
-from tensorlens_tl.results.attribution import AXES as AXES, Attribution
+from tensorlens_tl.results.attribution import AXES as AXES, Attribution, one_query as one_query
 from tensorlens_tl.results.edges import ARROW as ARROW, CHOICES as CHOICES, TARGET as TARGET, Circuit, EdgeScores
 from tensorlens_tl.results.entry import (
     Entry,
@@ -11,13 +11,17 @@ from tensorlens_tl.results.entry import (
 )
 from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
 from tensorlens_tl.results.feature_examples import FeatureExamples
-from tensorlens_tl.results.frames import COLUMNS
 from tensorlens_tl.results.graph import ContributionGraph
 from tensorlens_tl.results.heads import HeadScores
 from tensorlens_tl.results.joining import joined as joined
 from tensorlens_tl.results.pairs import ScoreAttribution, ScoreChange
-from tensorlens_tl.results.queries import one_query as one_query
-from tensorlens_tl.results.result import RESULT_ENDINGS as RESULT_ENDINGS, Result, check_file as check_file
+from tensorlens_tl.results.result import (
+    COLUMNS,
+    RESULT_ENDINGS as RESULT_ENDINGS,
+    Result,
+    array as array,
+    check_file as check_file,
+)
 from tensorlens_tl.results.routes import HEAD_ROUTES as HEAD_ROUTES, ROUTES as ROUTES, ChangeRoutes
 from tensorlens_tl.results.targets import (
     EACH_GENERATED as EACH_GENERATED,
@@ -30,7 +34,6 @@ from tensorlens_tl.results.targets import (
     span_text as span_text,
 )
 from tensorlens_tl.results.terms import FeatureEdges, ModelChange, Paths, Terms
-from tensorlens_tl.results.views import array as array
 
 __all__ = [
     "COLUMNS",

@@ -36,27 +36,29 @@ def joined(
     if isinstance(parts[0], ModelChange):
         names = list(dict.fromkeys(name for part in parts for name in part.names))
         parts = [part.with_names(names) for part in parts]
+    first = parts[0]
     sizes: dict[str, int] = {}
     for part in parts:
         for name, axes in _axes(part).items():
             for axis, size in zip(axes, getattr(part, name).shape, strict=True):
                 sizes[axis] = max(size, sizes.get(axis, 0))
     uneven = "query" in sizes and any(part.queries.shape[1] != sizes["query"] for part in parts)
-    every_query = uneven and isinstance(parts[0], Attribution) and all(map(_counts_up, parts))
+    every_query = uneven and isinstance(first, Attribution) and all(map(_counts_up, parts))
     if uneven and not every_query:
         sizes["key"] += 1  # every prompt ends in padding, where its missing queries are placed
-    fields: dict[str, Any] = {name: _tensor(parts, name, sizes, order) for name in parts[0].TENSORS}
+    fields: dict[str, Any] = {name: _tensor(parts, name, sizes, order) for name in first.TENSORS}
     if every_query:
         fields["queries"] = torch.arange(sizes["query"], device=order.device).expand(len(order), -1)
     for name, fill in FILLS.items():
-        if hasattr(parts[0], name):
+        if hasattr(first, name):
             fields[name] = _lists(parts, name, fill, sizes["key"], order)
-    if isinstance(parts[0], Attribution):
-        fields["options"] = parts[0].options | (options or {})
+    if isinstance(first, Attribution):
+        fields["options"] = first.options | (options or {})
         texts = [row for part in parts for row in part.options.get(TOKENS_OF_QUERIES, [])]
         if len(texts) == len(order):  # tokens of each prompt and query, where they have some of their own
             fields["options"][TOKENS_OF_QUERIES] = [texts[number] for number in order.tolist()]
-    return replace(parts[0], **fields, target=_target([part.target for part in parts]))
+    fields["target"] = _target([part.target for part in parts])
+    return replace(first, **fields)
 
 
 def _axes(part: Any) -> dict[str, list[str]]:

@@ -22,8 +22,7 @@ from tensorlens_tl.results.entry import (
     some_numbers,
     with_others,
 )
-from tensorlens_tl.results.result import Bars, PromptScores, Result
-from tensorlens_tl.results.views import array
+from tensorlens_tl.results.result import Bars, PromptScores, Result, array
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -237,6 +237,54 @@ class PromptScores(Result):
             self._bars(k, batch).print()
 
 
+COLUMNS: Mapping[str, str] = {
+    "id": "of a data set: the name of the row",
+    "row": "of a data set: its number",
+    "batch": "the prompt, counted from 0",
+    "query": "the position that is explained, padding counted",
+    "query_token": "its token; of generated text, the token or the stretch that is explained",
+    "query_side": "of an encoder–decoder: the side of the query",
+    "key": "the position of the source token, padding counted; empty where a row is about no token",
+    "key_token": "its token",
+    "key_side": "of an encoder–decoder: its side",
+    "head": "the number of a head, where an attribution has an axis of heads",
+    "kind": "`token`, `bias`, `total`, `left out` (tokens that `without` leaves out, together), or `rest`: all tokens "
+    'that a data set did not store (`keep="top:N"`)',
+    "generated": "whether the model wrote the source token",
+    "target": "what is explained, in words; for head scores, what is attended to",
+    "term": "the name of a part: a head, an MLP, a path, a feature",
+    "feature": "a feature of a dictionary",
+    "label": "of a feature: what it is called",
+    "rank": "of an example: its place among the feature's largest, counted from 0",
+    "position": "of an active feature: the position of the token in its prompt or row, padding counted",
+    "token": "that token",
+    "activation": "how active the feature is there",
+    "is_peak": "whether the example was chosen for this token",
+    "layer": "a layer",
+    "route": "by which route a change passes the layer",
+    "source": "where an edge begins, or the part that is read",
+    "destination": "where an edge ends",
+    "side": "`query` or `key`, whose part it is",
+    "query_source": "of an attention score: the part of the query",
+    "key_source": "the part of the key",
+    "n": "of a mean: over how many prompts it is",
+    "low": "of a mean: the lower end of its interval",
+    "high": "the upper end",
+    "score": "the number",
+    "weight": "the weight of an edge of a graph",
+    "source_pos": "of a graph: the position of the node where an edge begins",
+    "source_token": "its token",
+    "destination_pos": "the position of the node where the edge ends",
+    "destination_token": "its token",
+    "reads": "what the edge is read by",
+    "metric": "of an evaluation: what is measured",
+    "method": "the method that the numbers are of; of an evaluation, the one that is measured",
+    "unit": "the prompt that it is measured on",
+    "value": "the measured number",
+}
+"""The columns of every result's `to_dataframe`; an evaluation's axis and a program's own numbers come besides."""
+
+
 def long_table(
     result: Any, values: Tensor, axes: Mapping[str, Sequence[str] | None], *, real: Any = True, **columns: Any
 ) -> "pd.DataFrame":
@@ -372,3 +420,8 @@ WRITERS: Mapping[str, Callable[[Any], bytes]] = {
 }
 RESULT_ENDINGS = (*Result.LOADABLE, *WRITERS)
 """What the name of any result's file may end in."""
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    """A tensor as drawing takes it."""
+    return tensor.detach().double().cpu().numpy()

@@ -3,9 +3,9 @@
 import re
 from ast import literal_eval
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import plain
@@ -37,15 +37,8 @@ TOKENS_OF_QUERIES = "explained"
 """Option of an attribution whose queries or prompts have tokens of their own: the texts of target and foil of each."""
 
 
-@runtime_checkable
-class Explained(Protocol):
-    """What is read of an Attribution here; see it for each of them."""
-
-    tokens: list[list[str]]
-    queries: Int[Tensor, "batch query"]
-    mask: Bool[Tensor, "batch pos"]
-    target: str
-    options: dict[str, Any]
+Explained = Any
+"""An `Attribution`, whose module imports this one."""
 
 
 def explained_positions(result: Explained, batch: int) -> list[list[int]]:

@@ -20,9 +20,8 @@ from tensorlens_tl.results.edges import sharing
 from tensorlens_tl.results.edges.benchmark import benchmark_fields, benchmark_json
 from tensorlens_tl.results.edges.names import ARROW, check_shape
 from tensorlens_tl.results.entry import panel, provenance_note, shown_target
-from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.result import Result, array
 from tensorlens_tl.results.storage import replacing
-from tensorlens_tl.results.views import array
 
 if TYPE_CHECKING:
     import networkx
