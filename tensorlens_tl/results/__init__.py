@@ -1,7 +1,9 @@
 """Results: what every method, circuit and evaluation returns, how it is read, shown and kept."""
 
 from tensorlens_tl.results.attribution import AXES as AXES, Attribution, one_query as one_query
-from tensorlens_tl.results.edges import ARROW as ARROW, CHOICES as CHOICES, TARGET as TARGET, Circuit, EdgeScores
+from tensorlens_tl.results.circuit import Circuit
+from tensorlens_tl.results.edge_names import ARROW as ARROW, TARGET as TARGET
+from tensorlens_tl.results.edges import CHOICES as CHOICES, EdgeScores
 from tensorlens_tl.results.entry import (
     Entry,
     check_batch as check_batch,

@@ -21,22 +21,26 @@ import ast
 import io
 import json
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from math import isnan
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.drawing.marks import visible
+from tensorlens_tl.drawing.page import page
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.inputs import joined
+from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.targets import number_of
 
 Graph = Any
-"""A `ContributionGraph` or a `Circuit`, whose modules import this one."""
+"""A `ContributionGraph`, whose module imports this one."""
 
 FORMATS = ("html", "json", "circuit-tracer", "graphml", "csv")
 """What a graph is written as; ``json`` is networkx' node-link form."""
@@ -76,24 +80,79 @@ def format_of(path: Path, name: str | None) -> str:
     return name or SUFFIXES[suffix]
 
 
-def write(graph: Graph, path: str | os.PathLike[str], format: str | None, options: Mapping[str, Any]) -> Path:
-    """Write a graph for others to read; see `ContributionGraph.export`.
+class SharedGraph(Result):
+    """A graph that networkx, Gephi, circuit-tracer and Neuronpedia read."""
 
-    Raises:
-        InvalidInputError: no such format or folder, or a file that cannot be written.
-    """
-    path = Path(path)
-    chosen = format_of(path, format)
-    if path.is_dir():
-        raise InvalidInputError(f"export: cannot write {path}, that is a folder.")
-    if not path.parent.is_dir():
-        raise InvalidInputError(f"export: cannot write {path}, there is no folder {path.parent}.")
-    content = WRITERS[chosen](graph, options)  # before an older file is emptied
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise InvalidInputError(f"export: cannot write {path}: {error.strerror}.") from error
-    return path
+    PAGE_EDGES: ClassVar = 600
+    """Edges that a page shows, where none are hidden by a script."""
+
+    @abstractmethod
+    def to_networkx(self) -> Any:
+        """The graph as networkx has graphs, which come with torch."""
+
+    @abstractmethod
+    def _circuit_tracer(self, slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
+        """See `to_circuit_tracer`."""
+
+    def to_circuit_tracer(
+        self, slug: str = "tensorlens", *, scan: str | None = None, node_threshold: Any = 1.0
+    ) -> dict[str, Any]:
+        """The graph as circuit-tracer writes it and Neuronpedia shows it.
+
+        `tensorlens_tl.results.exchange` says what stands for what. Of a circuit, the weight of a link is the score of
+        the edge, and what a head reads is a node before it (``"L1H0.k"``), with a link into the head; see
+        `tensorlens_tl.results.circuit`.
+
+        Args:
+            slug: the graph's name there: ``{slug}.json``.
+            scan: the model's name there, by default the model's own.
+            node_threshold: the share of Σ abs(weight) whose largest nodes are shown at first.
+
+        Raises:
+            InvalidInputError: no slug, a threshold outside [0, 1], or a score that is no finite number.
+        """
+        if not slug:
+            raise InvalidInputError("slug: empty; it names the graph and its file.")
+        number = not isinstance(node_threshold, bool) and isinstance(node_threshold, (int, float))
+        if not number or not 0 <= node_threshold <= 1:
+            raise InvalidInputError(f"node_threshold={node_threshold!r}: a share of all nodes' size, from 0 to 1.")
+        return self._circuit_tracer(slug, scan, float(node_threshold))
+
+    def export(self, path: str | os.PathLike[str], format: str | None = None, **options: Any) -> Path:
+        """Write the graph for others to read; `save` and `load` keep it for this library, and circuits for a benchmark.
+
+        Args:
+            path: where to.
+            format: ``"html"`` (an interactive page that needs no network), ``"circuit-tracer"``, ``"graphml"``,
+                ``"json"`` (networkx' node-link form) or ``"csv"`` (edges); by default what the name ends in says.
+            options: of `to_html` or `to_circuit_tracer`.
+
+        Raises:
+            InvalidInputError: no such format or folder.
+
+        >>> import pathlib, tempfile
+        >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
+        >>> graph.export(pathlib.Path(tempfile.mkdtemp()) / "graph.graphml").name
+        'graph.graphml'
+        """
+        path = Path(path)
+        chosen = format_of(path, format)
+        if path.is_dir():
+            raise InvalidInputError(f"export: cannot write {path}, that is a folder.")
+        if not path.parent.is_dir():
+            raise InvalidInputError(f"export: cannot write {path}, there is no folder {path.parent}.")
+        content = WRITERS[chosen](self, options)  # before an older file is emptied
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise InvalidInputError(f"export: cannot write {path}: {error.strerror}.") from error
+        return path
+
+    @classmethod
+    def _writers(cls) -> Mapping[str, Callable[[Any], bytes]]:
+        exchanged = {suffix: partial(_exchanged, format) for suffix, format in SUFFIXES.items()}
+        written = {**super()._writers(), **exchanged}
+        return {suffix: writer for suffix, writer in written.items() if suffix not in cls.LOADABLE}
 
 
 def checked_most(most: int) -> int:
@@ -105,19 +164,6 @@ def checked_most(most: int) -> int:
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise InvalidInputError(f"most={most!r}: the number of edges to show, at least 1.")
     return most
-
-
-def check_names(slug: str, node_threshold: Any) -> None:
-    """Refuse what circuit-tracer's files cannot be called, or cannot show.
-
-    Raises:
-        InvalidInputError: no slug, or a threshold outside [0, 1].
-    """
-    if not slug:
-        raise InvalidInputError("slug: empty; it names the graph and its file.")
-    number = not isinstance(node_threshold, bool) and isinstance(node_threshold, (int, float))
-    if not number or not 0 <= node_threshold <= 1:
-        raise InvalidInputError(f"node_threshold={node_threshold!r}: a share of all nodes' size, from 0 to 1.")
 
 
 def metadata(
@@ -299,13 +345,11 @@ def _note_influence(nodes: list[dict[str, Any]]) -> None:
         inner[number]["influence"] = min(share, 1.0)
 
 
-def _as_html(graph: Graph, options: Mapping[str, Any]) -> bytes:
-    from tensorlens_tl.drawing.page import page
-
+def _as_html(graph: SharedGraph, options: Mapping[str, Any]) -> bytes:
     return page(graph.heading, graph.to_html(**{"most": graph.PAGE_EDGES, **options}, style=False)).encode()
 
 
-def _as_json(graph: Graph, options: Mapping[str, Any]) -> bytes:
+def _as_json(graph: SharedGraph, options: Mapping[str, Any]) -> bytes:
     digraph = graph.to_networkx(**options)
     linked = {
         "directed": True,
@@ -327,7 +371,7 @@ def null_for_nan(value: Any) -> Any:
     return value
 
 
-def _as_graphml(graph: Graph, options: Mapping[str, Any]) -> bytes:
+def _as_graphml(graph: SharedGraph, options: Mapping[str, Any]) -> bytes:
     import networkx
 
     digraph = graph.to_networkx(**options)
@@ -342,11 +386,11 @@ def _as_graphml(graph: Graph, options: Mapping[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def _as_circuit_tracer(graph: Graph, options: Mapping[str, Any]) -> bytes:
+def _as_circuit_tracer(graph: SharedGraph, options: Mapping[str, Any]) -> bytes:
     return _json_bytes(graph.to_circuit_tracer(**options))
 
 
-def _as_csv(graph: Graph, options: Mapping[str, Any]) -> bytes:
+def _as_csv(graph: SharedGraph, options: Mapping[str, Any]) -> bytes:
     return graph.to_dataframe(**options).to_csv(index=False).encode()
 
 
@@ -355,7 +399,11 @@ def _json_bytes(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, default=lambda number: number.item()).encode()
 
 
-WRITERS: Mapping[str, Callable[[Graph, Mapping[str, Any]], bytes]] = {
+def _exchanged(format: str, graph: SharedGraph) -> bytes:
+    return WRITERS[format](graph, {})
+
+
+WRITERS: Mapping[str, Callable[[SharedGraph, Mapping[str, Any]], bytes]] = {
     "html": _as_html,
     "json": _as_json,
     "circuit-tracer": _as_circuit_tracer,

@@ -1,11 +1,8 @@
 """A logit as a weighted graph of heads, MLPs, neurons, embeddings and biases."""
 
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -18,7 +15,7 @@ from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
 from tensorlens_tl.results.entry import Entry, largest, panel, provenance_note
-from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.exchange import SharedGraph, checked_most
 
 if TYPE_CHECKING:
     import networkx
@@ -38,7 +35,7 @@ KINDS = ("embedding", "whitening", "head", "mixer", "mlp", "neuron", "feature", 
 
 
 @dataclass(frozen=True, eq=False)
-class ContributionGraph(Result):
+class ContributionGraph(SharedGraph):
     """A logit as a weighted graph. Made by `circuits.contribution_graph`.
 
     Attributes:
@@ -61,7 +58,6 @@ class ContributionGraph(Result):
 
     TENSORS: ClassVar = tuple(f"{table}.{column}" for table, columns in NUMBERS.items() for column in columns)
     FACTS: ClassVar = ("target", "total", "constant", "gap", "soft_cap")
-    PAGE_EDGES: ClassVar = 600
     LATER_FACTS: ClassVar = (
         "tokens", "token_ids", "n_layers", "d_vocab", "token_id", "probability", "provenance", "labels",
     )  # fmt: skip
@@ -247,37 +243,8 @@ class ContributionGraph(Result):
             graph.add_edge(source, target, weight=weight, reads=reads)
         return graph
 
-    def to_circuit_tracer(
-        self, slug: str = "tensorlens", *, scan: str | None = None, node_threshold: Any = 1.0
-    ) -> dict[str, Any]:
-        """The graph as circuit-tracer writes it and Neuronpedia shows it.
-
-        `tensorlens_tl.results.exchange` says what stands for what.
-
-        Args:
-            slug: the graph's name there: ``{slug}.json``.
-            scan: the model's name there, by default the model's own.
-            node_threshold: the share of Σ abs(weight) whose largest nodes are shown at first.
-
-        Raises:
-            InvalidInputError: no slug, or a threshold outside [0, 1].
-        """
-        exchange.check_names(slug, node_threshold)
-        return exchange.circuit_tracer(self, slug, scan, float(node_threshold))
-
-    def export(self, path: str | os.PathLike[str], format: str | None = None, **options: Any) -> Path:
-        """Write the graph for others to read; `save` and `load` keep it for this library.
-
-        Args:
-            path: where to.
-            format: ``"html"`` (an interactive page that needs no network), ``"circuit-tracer"``, ``"graphml"``,
-                ``"json"`` (networkx' node-link form) or ``"csv"`` (edges); by default what the name ends in says.
-            options: of `to_html` or `to_circuit_tracer`.
-
-        Raises:
-            InvalidInputError: no such format or folder.
-        """
-        return exchange.write(self, path, format, options)
+    def _circuit_tracer(self, slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
+        return exchange.circuit_tracer(self, slug, scan, threshold)
 
     def to_html(self, most: int = SHOWN_EDGES, *, title: str = "", style: bool = True) -> str:
         """Positions side by side, layers upwards, the target on top; pruned until at most `most` edges are left.
@@ -288,7 +255,7 @@ class ContributionGraph(Result):
         Raises:
             InvalidInputError: most below 1.
         """
-        small = self._small(exchange.checked_most(most))._connected()
+        small = self._small(checked_most(most))._connected()
         caption = f"{len(small.edges)} of {len(self.edges)} edges between {len(small.nodes)} of {len(self.nodes)} nodes"
         caption += f", which carry {small.completeness:.0%} of what enters the nodes shown"
         sums = f"the graph with every edge sums to the logit to {self.gap:.1e}"
@@ -311,7 +278,7 @@ class ContributionGraph(Result):
             InvalidInputError: most below 1.
             ImportError: matplotlib is not installed.
         """
-        return printed_graph.graph(self._small(exchange.checked_most(most))._connected()._picture(), self.heading, ax)
+        return printed_graph.graph(self._small(checked_most(most))._connected()._picture(), self.heading, ax)
 
     def _connected(self) -> "ContributionGraph":
         """The nodes that have edges, and the target."""
@@ -365,11 +332,6 @@ class ContributionGraph(Result):
                 high = keep
         return small
 
-    @classmethod
-    def _writers(cls) -> Mapping[str, Callable[[Any], bytes]]:
-        exchanged = {suffix: partial(_exchanged, format) for suffix, format in exchange.SUFFIXES.items()}
-        return {**super()._writers(), **exchanged}
-
     def _packed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tables = {"nodes": self.nodes, "edges": self.edges}
         tensors = {
@@ -394,10 +356,6 @@ class ContributionGraph(Result):
         values = {name: facts[name] for name in cls.FACTS}
         values |= {name: facts[name] for name in cls.LATER_FACTS if name in facts}
         return cls(pd.DataFrame(nodes, columns=order), pd.DataFrame(edges), **values)
-
-
-def _exchanged(format: str, graph: ContributionGraph) -> bytes:
-    return exchange.WRITERS[format](graph, {})
 
 
 def _read_by(head: str) -> str:

@@ -31,12 +31,12 @@ def joined(
         batches: the prompts of each, by their number in the whole.
         options: of the method of an `Attribution`, for all prompts.
     """
-    parts: Sequence[Any] = results
+    parts: list[Any] = list(results)
     order = torch.tensor([number for batch in batches for number in batch]).argsort()
     if isinstance(parts[0], ModelChange):
         names = list(dict.fromkeys(name for part in parts for name in part.names))
         parts = [part.with_names(names) for part in parts]
-    first = parts[0]
+    first: Any = parts[0]
     sizes: dict[str, int] = {}
     for part in parts:
         for name, axes in _axes(part).items():
@@ -58,7 +58,8 @@ def joined(
         if len(texts) == len(order):  # tokens of each prompt and query, where they have some of their own
             fields["options"][TOKENS_OF_QUERIES] = [texts[number] for number in order.tolist()]
     fields["target"] = _target([part.target for part in parts])
-    return replace(first, **fields)
+    whole: Any = replace(first, **fields)
+    return whole
 
 
 def _axes(part: Any) -> dict[str, list[str]]:

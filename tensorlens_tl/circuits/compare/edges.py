@@ -1,6 +1,6 @@
 """What differs between a clean and a corrupted prompt, edge by edge.
 
-An edge leads from what a node writes to what a later one reads (`tensorlens_tl.results.edges` names them). Its score
+An edge leads from what a node writes to what a later one reads (names: `tensorlens_tl.results.edge_names`). Its score
 is what the target loses when the later node reads the earlier one's corrupted output in place of its clean one, all
 else as it is for the clean prompt:
 

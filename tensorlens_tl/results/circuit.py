@@ -1,10 +1,18 @@
-"""Circuits: some edges of a model."""
+"""Circuits, some edges of a model: as pictures, as networkx' graphs, and as circuit-tracer's JSON.
+
+A head is one node, and its queries, keys and values are told apart by its edges: each has ``reads``. Between the same
+two nodes there can be three of them, so that the graph is a multigraph.
+
+circuit-tracer's files and pages have one link between two nodes. What a head reads is a node of its own there, such as
+``L1H0.k``, and a link leads from it into the head, whose weight is the sum of the edges read that way (``reads`` says
+so too). Circuits are about no position: all nodes stand at the first one.
+"""
 
 import gzip
 import os
-from collections.abc import Callable, Mapping
+import re
 from dataclasses import dataclass, field
-from functools import partial
+from math import isfinite, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,23 +24,27 @@ from tensorlens_tl.drawing import figure, graphs, matrix, page, printed_graph, t
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
-from tensorlens_tl.results.edges import sharing
-from tensorlens_tl.results.edges.benchmark import benchmark_fields, benchmark_json
-from tensorlens_tl.results.edges.names import ARROW, check_shape
+from tensorlens_tl.results.benchmark import benchmark_fields, benchmark_json
+from tensorlens_tl.results.edge_names import ARROW, HEAD, TARGET, check_shape, kind_of, node_read_at, place
 from tensorlens_tl.results.entry import panel, provenance_note, shown_target
-from tensorlens_tl.results.result import Result, array
+from tensorlens_tl.results.exchange import SharedGraph, checked_most
+from tensorlens_tl.results.result import array
 from tensorlens_tl.results.storage import replacing
 
 if TYPE_CHECKING:
     import networkx
     import pandas as pd
 
+LETTERS = {"q": "queries", "k": "keys", "v": "values", "g": "gate"}
+EVERYWHERE = "every position"
+"""The one token of a circuit in circuit-tracer's files."""
+
 SHOWN_EDGES = 200
 """Edges of a circuit that a picture shows."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Circuit(Result):
+class Circuit(SharedGraph):
     """Some edges of a model. Everything else is to carry what it carries for the corrupted prompt.
 
     `show`, `plot` and a notebook draw it as a graph, in which edges that a head reads by its queries, keys and values
@@ -127,7 +139,7 @@ class Circuit(Result):
         Raises:
             InvalidInputError: most below 1.
         """
-        drawn = sharing.picture(self, exchange.checked_most(most))
+        drawn = self._picture(checked_most(most))
         parts = ["<p>No edge.</p>"]
         if len(self):
             rows, columns, scores = self._matrix()
@@ -156,7 +168,7 @@ class Circuit(Result):
         """
         if kind not in ("graph", "matrix"):
             raise InvalidInputError(f"plot: kind={kind!r}; use 'graph' or 'matrix'.")
-        drawn = sharing.picture(self, exchange.checked_most(most))
+        drawn = self._picture(checked_most(most))
         rows, columns, scores = self._matrix()
         if not rows:
             raise InvalidInputError("plot: this circuit has no edges.")
@@ -177,48 +189,16 @@ class Circuit(Result):
         >>> circuit.to_networkx().number_of_edges() == len(circuit)
         True
         """
-        return sharing.networkx_graph(self)
+        import networkx
 
-    def to_circuit_tracer(
-        self, slug: str = "tensorlens", *, scan: str | None = None, node_threshold: Any = 1.0
-    ) -> dict[str, Any]:
-        """The circuit as circuit-tracer writes graphs and Neuronpedia shows them.
-
-        What a head reads is a node before it (``"L1H0.k"``), with a link into the head; see
-        `tensorlens_tl.results.edges.sharing`. The weight of a link is the score of the edge.
-
-        Args:
-            slug: the graph's name there: ``{slug}.json``.
-            scan: the model's name there, by default the model's own.
-            node_threshold: as in `ContributionGraph.to_circuit_tracer`.
-
-        Raises:
-            InvalidInputError: no slug, a threshold outside [0, 1], or a score that is no finite number.
-        """
-        exchange.check_names(slug, node_threshold)
-        return sharing.circuit_tracer(self, slug, scan, float(node_threshold))
-
-    PAGE_EDGES: ClassVar = 600
-
-    def export(self, path: str | os.PathLike[str], format: str | None = None, **options: Any) -> Path:
-        """Write the circuit for others to read; `save` and `load` keep it for this library and the benchmark.
-
-        Args:
-            path: where to.
-            format: ``"html"`` (an interactive page that needs no network), ``"circuit-tracer"``, ``"graphml"``,
-                ``"json"`` (networkx' node-link form) or ``"csv"`` (edges); by default what the name ends in says.
-            options: of `to_html` or `to_circuit_tracer`.
-
-        Raises:
-            InvalidInputError: no such format or folder.
-
-        >>> import pathlib, tempfile
-        >>> corrupted = tlens.freeze(model, "Return the name. Return the")
-        >>> circuit = tlens.circuits.edge_scores(frozen, corrupted, " value", " name").circuit(20)
-        >>> circuit.export(pathlib.Path(tempfile.mkdtemp()) / "circuit.graphml").name
-        'circuit.graphml'
-        """
-        return exchange.write(self, path, format, options)
+        graph = networkx.MultiDiGraph(edges=len(self), edges_of_model=int(self.exists.sum()))
+        graph.graph.update(self._facts)
+        for name in self._ends:
+            graph.add_node(name, name=name, kind=kind_of(name), layer=layer_of(name))
+        for source, destination, score in self._scored:
+            name = source + ARROW + destination
+            graph.add_edge(source, node_read_at(destination), name, name=name, weight=score, reads=reading(destination))
+        return graph
 
     def show(self, k: int = 10) -> None:
         """Display the graph in a notebook; elsewhere print the k edges of largest absolute score.
@@ -263,13 +243,8 @@ class Circuit(Result):
         """
         return super().save(path, batch=batch)
 
-    @classmethod
-    def _writers(cls) -> Mapping[str, Callable[[Any], bytes]]:
-        written = {suffix: writer for suffix, writer in super()._writers().items() if suffix not in cls.LOADABLE}
-        return {**written, ".graphml": partial(_exchanged, "graphml"), ".html": partial(_exchanged, "html")}
-
     def _keep(self, path: Path) -> Path:
-        """Write the JSON of the Mechanistic Interpretability Benchmark (`tensorlens_tl.results.edges.benchmark`)."""
+        """Write the JSON of the Mechanistic Interpretability Benchmark (`tensorlens_tl.results.benchmark`)."""
         content = benchmark_json(self).encode()
         if path.suffix.lower() == ".gz":
             content = gzip.compress(content, mtime=0)  # without a time, the same circuit gives the same file
@@ -292,6 +267,104 @@ class Circuit(Result):
         """
         return cls(**benchmark_fields(path))
 
+    # ------------------------------------------------------------------ for other tools
 
-def _exchanged(format: str, circuit: Circuit) -> bytes:
-    return exchange.WRITERS[format](circuit, {})
+    @property
+    def _scored(self) -> list[tuple[str, str, float]]:
+        """Source, destination and score of every edge, in the order of the forward pass."""
+        return [
+            (self.sources[source], self.destinations[destination], float(self.scores[source, destination]))
+            for source, destination in self.selection.nonzero().tolist()
+        ]
+
+    @property
+    def _ends(self) -> list[str]:
+        """The nodes that edges lead from or to, in the order of the forward pass; the target is the last, always."""
+        ends = {node_read_at(destination) for _, destination, _ in self._scored}
+        return sorted({*self.nodes, *ends, TARGET}, key=place)
+
+    @property
+    def _facts(self) -> dict[str, str]:
+        """What files say of the whole circuit."""
+        return {**self.provenance, "target": self.target, "method": self.method}
+
+    def _picture(self, most: int) -> graphs.GraphPicture:
+        """A circuit's nodes by layer, with the edges of largest absolute score, of which there are at most so many."""
+        every = sorted(self._scored, key=lambda edge: -abs(edge[2]) if not isnan(edge[2]) else 0.0)
+        edges = every[:most]
+        used = {TARGET}.union(*({source, node_read_at(destination)} for source, destination, _ in edges))
+        names = [name for name in self._ends if name in used]
+        number = {name: row for row, name in enumerate(names)}
+        return graphs.GraphPicture(
+            names=names,
+            kinds=[kind_of(name) for name in names],
+            tokens=[""] * len(names),
+            layers=[layer_of(name) for name in names],
+            positions=[0] * len(names),
+            weights=[],
+            biases=[],
+            sources=[number[source] for source, _, _ in edges],
+            targets=[number[node_read_at(destination)] for _, destination, _ in edges],
+            strengths=[score for _, _, score in edges],
+            reads=[reading(destination) for _, destination, _ in edges],
+            placed=False,
+        )
+
+    def _circuit_tracer(self, slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
+        edges = self._scored
+        for source, destination, score in edges:
+            if not isfinite(score):
+                edge = source + ARROW + destination
+                raise InvalidInputError(
+                    f"export: {edge} has the score {score}, and circuit-tracer's links need numbers."
+                )
+        last = self.config.get("n_layers", 1 + max(map(layer_of, self._ends)))
+        readers = {destination for _, destination, _ in edges if reading(destination)}
+        names = sorted({*self._ends, *readers}, key=place)
+        nodes = [_node(name, number, last) for number, name in enumerate(names, start=2)]
+        ids = {name: node["node_id"] for name, node in zip(names, nodes, strict=True)}
+        links = [
+            {"source": ids[source], "target": ids[end], "weight": score, "reads": reading(end)}
+            for source, end, score in edges
+        ]
+        for reader in names:
+            if reading(reader):
+                into = sum(score for _, end, score in edges if end == reader)
+                head = ids[node_read_at(reader)]
+                links.append({"source": ids[reader], "target": head, "weight": into, "reads": reading(reader)})
+        model = scan
+        if model is None:
+            model = self.provenance.get("model", "custom")
+        description = f"{self.heading}; the model has {int(self.exists.sum())}, and weights are the scores of edges"
+        settings = {**self._facts, **self.config}
+        facts = exchange.metadata(slug, model, [EVERYWHERE], threshold, description, settings)
+        return {"metadata": facts, "qParams": exchange.page_state(ids[TARGET]), "nodes": nodes, "links": links}
+
+
+def reading(destination: str) -> str:
+    """What a head reads an edge by: ``"keys"`` at ``"L1H3.k"``; an empty text of anything else."""
+    match = re.fullmatch(HEAD + r"\.([qkvg])", destination)
+    if match is None:
+        return ""
+    return LETTERS[match[1]]
+
+
+def layer_of(name: str) -> int:
+    """A node's layer; −1 of the embedding and the target."""
+    if name in ("embed", TARGET):
+        return -1
+    return place(name)[0]
+
+
+def _node(name: str, number: int, n_layers: int) -> dict[str, Any]:
+    kind = kind_of(name)
+    type_ = {"embedding": "other embedding", "target": "logit"}.get(kind, exchange.FEATURE_TYPES[kind])
+    layer = {"embedding": "E", "target": str(n_layers + 1)}.get(kind, str(layer_of(name)))
+    node = exchange.node_of(name, type_, layer, 0, -number, 0.0, EVERYWHERE)
+    node |= {"clerp": name, "activation": None}
+    if reading(name):
+        node["clerp"] = f"{reading(name)} of {node_read_at(name)}"
+    if kind == "target":
+        node |= {"node_id": f"{layer}_0_0", "jsNodeId": "L_0-0", "feature": 0, "is_target_logit": True}
+        node["clerp"] = 'Output "target" (p=0.000)'
+    return node

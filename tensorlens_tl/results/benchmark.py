@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
-from tensorlens_tl.results.edges.names import ARROW, TARGET, place
+from tensorlens_tl.results.edge_names import ARROW, TARGET, place
 from tensorlens_tl.results.storage import GZIP_FILE, JSON_FILE, other_kind
 
 Circuit = Any
