@@ -7,7 +7,8 @@ is the identity; so the product of all maps follows the encoder's tokens through
 does (Ferrando et al. 2022, "Towards opening the black box of neural machine translation").
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -18,6 +19,7 @@ from tensorlens_tl.layerwise.local import LocalLayer
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import is_all, query_positions
+from tensorlens_tl.results import AXES, Attribution
 
 Maps = Float[Tensor, "layer batch query key"]
 """One map of token pairs per layer; padding is zero."""
@@ -169,3 +171,33 @@ def select_query(frozen: FrozenPass, scores: Tensor, query: Query) -> Tensor:
     index = query_positions(frozen.prompt, query)
     index = index.view(len(index), *(1 for _ in scores.shape[1:-2]), index.shape[1], 1)
     return torch.take_along_dim(scores, index, dim=-2)
+
+
+def of_layers(
+    frozen: FrozenPass,
+    scores: Tensor,
+    layers: Float[Tensor, "layer batch *head query key"],
+    *,
+    method: str,
+    query: Query,
+    axes: Sequence[str] = AXES,
+    **options: Any,
+) -> Attribution:
+    """A method's result, beside the maps of layers that it aggregates.
+
+    Args:
+        frozen: the pass.
+        scores: of every query, `[batch, query, key]`, or with the further axes that `axes` names.
+        layers: one map for each layer.
+        method, options: how they came to be.
+        query: the queries that the result has.
+    """
+    return Attribution.of(
+        frozen,
+        select_query(frozen, scores, query),
+        method=method,
+        query=query,
+        axes=axes,
+        layers=layers,
+        options={**options, "query": query},
+    )

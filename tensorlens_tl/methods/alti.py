@@ -26,8 +26,8 @@ from tensorlens_tl.layerwise import (
     MapsOfAttentions,
     by_attention,
     normalize_rows,
+    of_layers,
     product,
-    select_query,
     through,
 )
 from tensorlens_tl.models import Query
@@ -90,11 +90,4 @@ def alti(frozen: FrozenPass, *, distance: Distance = "l1", query: Query = "all")
     tensor([[1.]])
     """
     maps = alti_map(frozen, distance)
-    return Attribution.of(
-        frozen,
-        select_query(frozen, product(maps), query),
-        method="alti",
-        query=query,
-        layers=maps,
-        options={"distance": distance, "query": query},
-    )
+    return of_layers(frozen, product(maps), maps, method="alti", query=query, distance=distance)

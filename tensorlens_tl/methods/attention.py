@@ -5,7 +5,7 @@ from typing import Literal
 from torch import Tensor
 
 from tensorlens_tl._arguments import checked_arguments
-from tensorlens_tl.layerwise import LocalLayer, Maps, mean_of_layers, only_acting, select_query, side_by_side
+from tensorlens_tl.layerwise import LocalLayer, Maps, mean_of_layers, of_layers, only_acting, side_by_side
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
@@ -52,12 +52,6 @@ def attention(
         return pattern
 
     layers = only_acting(frozen, side_by_side(frozen, part))
-    return Attribution.of(
-        frozen,
-        select_query(frozen, mean_of_layers(frozen, layers), query),
-        method="attention",
-        query=query,
-        axes=AXES if head_reduction else ("batch", "head", "query", "key"),
-        layers=layers,
-        options={"head_reduction": head_reduction, "query": query},
-    )
+    axes = AXES if head_reduction else ("batch", "head", "query", "key")
+    scores = mean_of_layers(frozen, layers)
+    return of_layers(frozen, scores, layers, method="attention", query=query, axes=axes, head_reduction=head_reduction)

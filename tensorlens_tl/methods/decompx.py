@@ -208,7 +208,9 @@ def source_to_output(
         stages += _stages(frozen.maps.block_map(layer, activation=activation))
     stages += [end for end in ends if end is not None]
     vectors = walk(Chain(tuple(stages)), vectors, spread, causal=frozen.causal, width=width)
-    pairs = frozen.mask[None, :, :] & _real_keys(frozen, len(vectors))
+    # the source that stands for all biases, after those of the tokens, is real everywhere
+    keys = torch.nn.functional.pad(frozen.mask.T, (0, 0, 0, len(vectors) - frozen.mask.shape[1]), value=True)
+    pairs = frozen.mask[None, :, :] & keys[:, :, None]
     if bool(pairs.all()):
         return vectors
     return vectors.mul_(pairs[..., None])
@@ -258,11 +260,6 @@ def _budget(frozen: FrozenPass, rule: BiasRule, width: int, memory: Memory) -> i
 
 def _stages(block: AffineMap) -> list[AffineMap]:
     return list(block.stages) if isinstance(block, Chain) else [block]
-
-
-def _real_keys(frozen: FrozenPass, keys: int) -> Tensor:
-    real = frozen.mask.T
-    return torch.nn.functional.pad(real, (0, 0, 0, keys - len(real)), value=True)[:, :, None]
 
 
 def _reach(frozen: FrozenPass) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra import Norm
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.layerwise import LocalLayer, Maps, mean_of_layers, select_query, side_by_side, through
+from tensorlens_tl.layerwise import LocalLayer, Maps, mean_of_layers, of_layers, side_by_side, through
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
@@ -128,8 +128,11 @@ def ff_vectors(
     for keys, atb in layer.vectors(layer.outer, residual=not layer.is_cross, width=width):
         vectors = atb
         bypass = atb
-        if as_printed:
-            bypass = torch.zeros_like(atb) if layer.is_cross else _diagonal(atb, keys)
+        if as_printed:  # what each source token gives to itself, and zero elsewhere
+            bypass = torch.zeros_like(atb)
+            if not layer.is_cross:
+                rows = torch.arange(len(atb), device=atb.device)
+                bypass[rows, :, rows + keys.start] = atb[rows, :, rows + keys.start]
         if scope != "atb":
             vectors = through(layer.norms(norms.before), vectors)
         if "ff" in scope:
@@ -141,14 +144,6 @@ def ff_vectors(
         if scope == "atb_ln_ff_res_nextln":
             vectors = through(_next_norm(layer.frozen, layer.layer), vectors)
         yield keys, vectors
-
-
-def _diagonal(vectors: Float[Tensor, "rows batch query d_model"], keys: slice) -> Tensor:
-    """What each source token gives to itself, and zero elsewhere."""
-    rows = torch.arange(len(vectors), device=vectors.device)
-    diagonal = torch.zeros_like(vectors)
-    diagonal[rows, :, rows + keys.start] = vectors[rows, :, rows + keys.start]
-    return diagonal
 
 
 def gain_after(layer: LocalLayer) -> Float[Tensor, "d_model"] | None:
@@ -204,11 +199,5 @@ def ff_ig(
     """
     scope = ff_scope(frozen, scope)
     layers = ff_map(frozen, scope, as_printed=as_printed)
-    return Attribution.of(
-        frozen,
-        select_query(frozen, mean_of_layers(frozen, layers), query),
-        method="ff-ig",
-        query=query,
-        layers=layers,
-        options={"scope": scope, "as_printed": as_printed, "query": query},
-    )
+    options = {"scope": scope, "as_printed": as_printed}
+    return of_layers(frozen, mean_of_layers(frozen, layers), layers, method="ff-ig", query=query, **options)

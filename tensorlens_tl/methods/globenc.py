@@ -10,7 +10,7 @@ In a decoder block of an encoder–decoder (ours) the vectors of both attentions
 
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra import Norm
-from tensorlens_tl.layerwise import LocalLayer, Maps, normalize_rows, product, select_query, side_by_side
+from tensorlens_tl.layerwise import LocalLayer, Maps, normalize_rows, of_layers, product, side_by_side
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_layer_map, register_method
@@ -57,11 +57,4 @@ def globenc(frozen: FrozenPass, *, normalize: bool = False, query: Query = "all"
     maps = globenc_map(frozen)
     if normalize:
         maps = normalize_rows(maps)
-    return Attribution.of(
-        frozen,
-        select_query(frozen, product(maps), query),
-        method="globenc",
-        query=query,
-        layers=maps,
-        options={"normalize": normalize, "query": query},
-    )
+    return of_layers(frozen, product(maps), maps, method="globenc", query=query, normalize=normalize)

@@ -36,9 +36,9 @@ from tensorlens_tl.layerwise import (
     Maps,
     by_attention,
     normalize_rows,
+    of_layers,
     only_acting,
     product,
-    select_query,
     side_by_side,
 )
 from tensorlens_tl.models import Query
@@ -158,14 +158,8 @@ def ifr(
         heads = side_by_side(frozen, lambda layer: _edges(layer, threshold)[0].sum(1), value_bias)
         maps = only_acting(frozen, heads)
         scores = maps.sum(0)
-    return Attribution.of(
-        frozen,
-        select_query(frozen, scores, query),
-        method="ifr",
-        query=query,
-        layers=maps,
-        options={"aggregate": aggregate, "threshold": threshold, "value_bias": value_bias, "query": query},
-    )
+    options = {"aggregate": aggregate, "threshold": threshold, "value_bias": value_bias}
+    return of_layers(frozen, scores, maps, method="ifr", query=query, **options)
 
 
 def _check_threshold(threshold: Threshold) -> None:

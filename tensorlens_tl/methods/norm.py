@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.algebra import Norm
-from tensorlens_tl.layerwise import LocalLayer, Maps, locals_of, mean_of_layers, select_query, side_by_side
+from tensorlens_tl.layerwise import LocalLayer, Maps, locals_of, mean_of_layers, of_layers, side_by_side
 from tensorlens_tl.methods.globenc import globenc_norms
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
@@ -92,14 +92,7 @@ def norm(frozen: FrozenPass, *, scope: Scope = "attn", query: Query = "all") -> 
     torch.Size([4, 1, 7, 7])
     """
     layers = norm_map(frozen, scope)
-    return Attribution.of(
-        frozen,
-        select_query(frozen, mean_of_layers(frozen, layers), query),
-        method="norm",
-        query=query,
-        layers=layers,
-        options={"scope": scope, "query": query},
-    )
+    return of_layers(frozen, mean_of_layers(frozen, layers), layers, method="norm", query=query, scope=scope)
 
 
 def head_norms(frozen: FrozenPass) -> Float[Tensor, "layer batch head query key"]:

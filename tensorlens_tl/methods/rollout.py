@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from tensorlens_tl._arguments import checked_arguments
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.layerwise import add_residual, mean_of_layers, normalize_rows, product, select_query
+from tensorlens_tl.layerwise import add_residual, mean_of_layers, normalize_rows, of_layers, product
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import get_layer_map, register_method
@@ -67,14 +67,8 @@ def rollout(
         maps = normalize_rows(maps)
     if residual is not None:
         maps = add_residual(maps, float(residual), frozen.mask)
-    return Attribution.of(
-        frozen,
-        select_query(frozen, product(maps), query),
-        method="rollout",
-        query=query,
-        layers=maps,
-        options={"layer_map": layer_map, "residual": residual, "normalize": normalize, "query": query},
-    )
+    options = {"layer_map": layer_map, "residual": residual, "normalize": normalize}
+    return of_layers(frozen, product(maps), maps, method="rollout", query=query, **options)
 
 
 @register_method("mean", needs=_needs_of_map)
@@ -103,11 +97,5 @@ def mean(
     maps = get_layer_map(layer_map)(frozen)
     if normalize:
         maps = normalize_rows(maps)
-    return Attribution.of(
-        frozen,
-        select_query(frozen, mean_of_layers(frozen, maps), query),
-        method="mean",
-        query=query,
-        layers=maps,
-        options={"layer_map": layer_map, "normalize": normalize, "query": query},
-    )
+    options = {"layer_map": layer_map, "normalize": normalize}
+    return of_layers(frozen, mean_of_layers(frozen, maps), maps, method="mean", query=query, **options)

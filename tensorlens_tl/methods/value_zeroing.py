@@ -37,7 +37,7 @@ from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import AttentionPoints, FwdHook, capture, in_this_thread
-from tensorlens_tl.layerwise import Maps, normalize_rows, only_acting, product, select_query
+from tensorlens_tl.layerwise import Maps, normalize_rows, of_layers, only_acting, product
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.live import Copies, LiveModel, one_copy_attends, prove_obedience, repeated
@@ -124,14 +124,7 @@ def value_zeroing(frozen: FrozenPass, *, query: Query = "all", memory: Memory = 
     tensor([[1.]])
     """
     maps = value_zeroing_map(frozen, memory)
-    return Attribution.of(
-        frozen,
-        select_query(frozen, product(maps), query),
-        method="value-zeroing",
-        query=query,
-        layers=maps,
-        options={"query": query},
-    )
+    return of_layers(frozen, product(maps), maps, method="value-zeroing", query=query)
 
 
 class _Rows(NamedTuple):
@@ -250,24 +243,22 @@ class _Run:
         self.changes = torch.zeros(frozen.n_layers, *self.copies, dtype=upcast(x).dtype, device=x.device)
         self._measured_layers = set[int]()
         entries = frozen.capture.stream_names(0)
-        sides = [range(x.shape[1])] if frozen.sides is None else _sides(frozen.sides)
+        sides = [range(x.shape[1])]
+        if frozen.sides is not None:
+            sides = [range(frozen.sides[0]), range(frozen.sides[0], sum(frozen.sides))]
         hooks = [self._put(name, x, side) for name, side in zip(entries, sides, strict=True)]
         if first is not None:
             hooks[0] = self._put(entries[0], first, sides[0])
         for layer in range(frozen.n_layers):
             hooks += self._attention(layer)
             hooks.append(self._measured(layer))
-        inputs = self._gathered(repeated(frozen.inputs, len(rows.query)))
-        last = frozen.points.last_output
-        capture(frozen.model, inputs, [], hooks=[(name, in_this_thread(hook)) for name, hook in hooks], last=last)
-
-    def _gathered(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs of each place."""
-        index = self.rows.query.repeat_interleave(self.copies[1], dim=0)
-        for name, value in inputs.items():
+        inputs = repeated(frozen.inputs, len(rows.query))
+        index = rows.query.repeat_interleave(self.copies[1], dim=0)
+        for name, value in inputs.items():  # those of each place
             if isinstance(value, Tensor) and value.shape[:2] == index.shape:
                 inputs[name] = value.gather(1, index.to(value.device))
-        return inputs
+        last = frozen.points.last_output
+        capture(frozen.model, inputs, [], hooks=[(name, in_this_thread(hook)) for name, hook in hooks], last=last)
 
     def _at_places(self, x: Float[Tensor, "batch pos d"], side: range) -> Float[Tensor, "copy batch query d"]:
         return x[:, self.rows.query[:, side.start : side.stop]].transpose(0, 1)
@@ -333,11 +324,6 @@ class _Run:
         without = rest.push(v * remains[:, None, :, None]) + rest.bias
         output = without[which, :, rows.query].movedim(2, 1) / frozen.view.blocks[layer].branch_factor
         return output.reshape(live.shape).to(live)
-
-
-def _sides(sides: tuple[int, int]) -> list[range]:
-    """The positions of an encoder and a decoder."""
-    return [range(sides[0]), range(sides[0], sum(sides))]
 
 
 def _directions(x: Float[Tensor, "*any d"]) -> Float[Tensor, "*any d"]:

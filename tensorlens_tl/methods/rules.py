@@ -1,0 +1,188 @@
+"""Methods that are a rule of gradients: AttnLRP, GIM, RelP and CP-LRP. Scores are x_j · ∂logit/∂x_j under the rule.
+
+| method | norms | activations | products | softmax |
+| --- | --- | --- | --- | --- |
+| `attnlrp` (Achtibat et al. 2024) | held | φ(z)/z | A·V, Q·K and φ(g)·u give each factor half | its own gradient |
+| `gim` (Edin et al. 2025) | held | their own | queries and keys a quarter, values half | at twice its temperature |
+| `relp` (Jafari et al. 2025) | held | φ(z)/z | φ(g)·u halved | held, or its own gradient |
+| `cp-lrp` (Ali et al. 2022) | held | φ(z)/z | values and up projections only | held |
+
+A rule itself is data (`tensorlens_tl.core.RULES`). Where it holds attention as well, the model is affine, and the
+scores are those of `tensorlens`, computed from the weights.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from tensorlens_tl._arguments import checked_arguments
+from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.core import ATTNLRP, GIM, RELP
+from tensorlens_tl.methods.tensorlens import tensorlens
+from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.passes import FrozenPass
+from tensorlens_tl.registry import by_rule, register_alias, register_method, renamed
+from tensorlens_tl.results import Attribution
+
+
+@register_method("attnlrp", needs=("predictions", "attention_products"))
+@checked_arguments
+def attnlrp(
+    frozen: FrozenPass,
+    *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    query: Query = -1,
+    memory: Memory = None,
+) -> Attribution:
+    """x_j · ∂logit/∂x_j under AttnLRP's rules.
+
+    Norm scales are held, activations are φ(z)/z, the products A·V, Q·K and φ(g)·u give each factor half, and softmax
+    passes its own gradient on. These are the ε-rules of the paper with ε = 0, as input × gradient.
+
+    The total is the logit before any soft cap, and `gap` the part of it that no token is given, relative to the
+    scores: additive biases, and the constant term of every softmax, keep their share.
+
+    Args:
+        frozen: the pass.
+        target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
+        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
+        memory: what the backward passes of several queries may allocate at once, as ``"512MB"`` or bytes.
+
+    Returns:
+        Scores `[batch, query, key]`, and the logit and the gap `[batch, query]`.
+
+    Raises:
+        InvalidInputError: no target, several tokens, or a query out of range.
+        UnsupportedModelError: the model predicts no tokens, mixes tokens by something other than softmax
+            attention, or computes with an operation that no rule knows.
+        NumericalError: gradients are not finite.
+
+    >>> result = tlens.methods.attnlrp(frozen, target=" value")
+    >>> result.additive, result.scores.shape
+    (False, torch.Size([1, 1, 7]))
+    """
+    return by_rule(frozen, "attnlrp", ATTNLRP, target, minus, query, memory)
+
+
+@register_method("gim", needs=("predictions", "attention_products", "full_rows"))
+@checked_arguments
+def gim(
+    frozen: FrozenPass,
+    *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    query: Query = -1,
+    memory: Memory = None,
+) -> Attribution:
+    """x_j · ∂logit/∂x_j with gradient interaction modifications.
+
+    Norm scales are held; softmax is differentiated at twice its temperature (without the factor ½ of a softmax of s/2);
+    queries and keys are given a quarter of their gradient, values half. Activations and gates keep their own gradient.
+
+    The total is the logit before any soft cap, and `gap` how far the scores' sum is from it: this method claims
+    no sum.
+
+    Args:
+        frozen: the pass.
+        target, minus, query, memory: as for `attnlrp`.
+
+    Returns:
+        Scores `[batch, query, key]`, and the logit and the gap `[batch, query]`.
+
+    Raises:
+        InvalidInputError: no target, several tokens, or a query out of range.
+        UnsupportedModelError: the model predicts no tokens, mixes tokens by something other than softmax
+            attention, or computes with an operation that no rule knows; rows of a pattern that do
+            not sum to 1 (attention sinks).
+        NumericalError: gradients are not finite.
+
+    >>> result = tlens.methods.gim(frozen, target=" value")
+    >>> result.additive, result.scores.shape
+    (False, torch.Size([1, 1, 7]))
+    """
+    return by_rule(frozen, "gim", GIM, target, minus, query, memory)
+
+
+def _needs_of_relp(options: Mapping[str, Any]) -> tuple[str, ...]:
+    if options["attention"] == "live":
+        return "predictions", "attention_products"
+    return ("predictions",)
+
+
+@register_method("relp", needs=_needs_of_relp, same_numbers="tensorlens (collapse=target), where no MLP is gated")
+@checked_arguments
+def relp(
+    frozen: FrozenPass,
+    *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    query: Query = -1,
+    attention: Literal["frozen", "live"] = "frozen",
+    memory: Memory = None,
+) -> Attribution:
+    """x_j · ∂logit/∂x_j with norm scales held, φ(z)/z, and gated products φ(g)·u halved.
+
+    With ``attention="frozen"`` patterns are held as well, and the scores are those of `tensorlens` with
+    ``collapse="target", activation="split"``, computed from the weights; they and the bias sum to the logit before any
+    soft cap. With ``attention="live"`` attention keeps its own gradient, softmax included, and they do not: `gap`
+    is how far their sum is from it.
+
+    Args:
+        frozen: the pass.
+        target, minus, query, memory: as for `attnlrp`.
+        attention: ``"frozen"`` (the paper's AH-rule) or ``"live"`` (the paper's code without it).
+
+    Returns:
+        Scores `[batch, query, key]`, and the logit and the gap `[batch, query]`; with held attention its bias.
+
+    Raises:
+        InvalidInputError: no target, several tokens, or a query out of range; `attention` is neither.
+        UnsupportedModelError: the model predicts no tokens, or its logits are not ``cap(W_U·x + b_U)``;
+            with ``attention="live"``, it mixes tokens by something other than softmax attention, or
+            computes with an operation that no rule knows.
+        NumericalError: gradients are not finite.
+
+    >>> tlens.methods.relp(frozen, target=" value").additive
+    True
+    >>> tlens.methods.relp(frozen, target=" value", attention="live").additive
+    False
+    """
+    explained: dict[str, Any] = {"target": target, "minus": minus, "query": query}
+    if attention == "live":
+        result = by_rule(frozen, "relp", RELP, memory=memory, **explained)
+    else:
+        result = tensorlens(frozen, collapse="target", activation="split", memory=memory, **explained)
+    return renamed(result, "relp", {**explained, "attention": attention})
+
+
+@register_alias("cp-lrp", of="tensorlens", collapse="target", needs=("predictions",))
+def cp_lrp(
+    frozen: FrozenPass,
+    *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    query: Query = -1,
+    memory: Memory = None,
+) -> Attribution:
+    """x_j · ∂logit/∂x_j with nothing through queries, keys, gates and norm scales, and φ(z)/z.
+
+    With all of these held the model is affine, and its gradient is the pull of TensorLens' operator: this is
+    `tensorlens` with ``collapse="target"``, computed from the weights. Scores and bias sum to the logit before any soft
+    cap.
+
+    Args:
+        frozen: the pass.
+        target, minus, query, memory: as for `attnlrp`.
+
+    Returns:
+        Scores `[batch, query, key]`, and the logit, its bias and the gap `[batch, query]`.
+
+    Raises:
+        InvalidInputError: no target, several tokens, or a query out of range.
+        UnsupportedModelError: the model predicts no tokens, or its logits are not ``cap(W_U·x + b_U)``.
+
+    >>> result = tlens.methods.cp_lrp(frozen, target=" value")
+    >>> torch.equal(result.scores, tlens.methods.tensorlens(frozen, target=" value").scores)
+    True
+    """
+    raise NotImplementedError  # the decorator puts a call of the other method in place of this body
