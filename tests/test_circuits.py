@@ -13,10 +13,7 @@ from conftest import NAMES, SCORES, close, hooks_left, pattern_point, some_token
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.circuits.effects import node_paths
-from tensorlens_tl.circuits.graph import graph
-from tensorlens_tl.circuits.scores import reading as scores
-from tensorlens_tl.circuits.weights import composition, layer_weights as weights
+from tensorlens_tl.circuits import node_paths, scores, weights
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.operator import resolve_target
 from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_input, tiny_model
@@ -503,7 +500,7 @@ def test_composition_scores_are_transformer_lens_own(model, name, frozen):
             circuits.composition_scores(model, "Q", offset=2)
         return
     rotary = scores.score_reading(frozen, 0).rotation is not None
-    for kind in composition.KINDS:
+    for kind in weights.KINDS:
         made = circuits.composition_scores(model, kind, offset=2 if rotary and kind != "V" else None)
         assert made.shape == (2, 4, 2, 4)
         assert not made[1].any()
@@ -706,7 +703,7 @@ def test_bad_input_is_refused_with_its_reason(model_named, monkeypatch):
     monkeypatch.setattr(node_paths, "MOST_PATHS", 20)
     with pytest.raises(tlens.SizeError, match="top_paths"):
         circuits.paths(frozen, 5, max_order=2)
-    monkeypatch.setattr(graph, "MOST_EDGES", 100)
+    monkeypatch.setattr(circuits.graph, "MOST_EDGES", 100)
     with pytest.raises(tlens.SizeError, match="Raise threshold"):
         circuits.contribution_graph(one, 5, threshold=0)
     with one.attached(), pytest.raises(tlens.FrozenModelError, match="attached"):

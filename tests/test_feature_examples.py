@@ -15,8 +15,8 @@ from test_features import Dictionary
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.circuits.dictionary_features import examples as module
-from tensorlens_tl.circuits.dictionary_features.running_top import Examples
+from tensorlens_tl.circuits import feature_rows as module
+from tensorlens_tl.circuits.feature_rows import Examples
 from tensorlens_tl.drawing import figure
 
 HOOK = "blocks.2.hook_resid_post"

@@ -14,7 +14,7 @@ from test_graphs import entering, scale, written
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.circuits.graph import nodes as graph_nodes
+from tensorlens_tl.circuits import graph_nodes
 
 CASES = [
     ("hooked/ln", "jumprelu", "layer_norm"),
@@ -189,8 +189,8 @@ def test_features_go_in_pieces(model_named, monkeypatch):
     one = tlens.freeze(model_named("bridge/llama"), some_tokens(batch=1))
     found = two(one, normalise="layer_norm")
     whole = circuits.contribution_graph(one, 5, threshold=0, dictionaries=found, features=4)
-    monkeypatch.setattr(circuits.graph.features, "ROW_BYTES", 1)
-    monkeypatch.setattr(circuits.graph.edges, "EDGE_BYTES", 1)
+    monkeypatch.setattr(circuits.graph_nodes, "ROW_BYTES", 1)
+    monkeypatch.setattr(circuits.graph, "EDGE_BYTES", 1)
     again = circuits.contribution_graph(one, 5, threshold=0, dictionaries=found, features=4)
     assert list(again.nodes["name"]) == list(whole.nodes["name"])
     pairs = [made.edges.set_index(["source", "target"])["weight"] for made in (whole, again)]

@@ -19,7 +19,7 @@ from test_circuits import token_logit
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.circuits.graph import nodes as graph_nodes
+from tensorlens_tl.circuits import graph_nodes
 from tensorlens_tl.results import graph as result_module
 from tensorlens_tl.testing import model_names, tiny_model
 
@@ -219,8 +219,8 @@ def test_too_many_nodes_are_refused(model_named, monkeypatch):
 def test_many_parts_go_in_pieces(model_named, monkeypatch):
     one = tlens.freeze(model_named("bridge/llama"), some_tokens(batch=1))
     made = circuits.contribution_graph(one, 5, threshold=0, neurons=5, sources=3)
-    monkeypatch.setattr(circuits.graph.nodes, "ROW_BYTES", 1)
-    monkeypatch.setattr(circuits.graph.edges, "EDGE_BYTES", 1)
+    monkeypatch.setattr(circuits.graph_nodes, "ROW_BYTES", 1)
+    monkeypatch.setattr(circuits.graph, "EDGE_BYTES", 1)
     again = circuits.contribution_graph(one, 5, threshold=0, neurons=5, sources=3)
     assert list(again.nodes["name"]) == list(made.nodes["name"])
     pairs = [found.edges.set_index(["source", "target"])["weight"] for found in (made, again)]

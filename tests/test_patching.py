@@ -770,7 +770,7 @@ def test_a_circuit_may_attend_where_every_probability_underflowed(name):
 
 def test_an_underflow_that_cannot_be_told_from_a_mask_is_refused(monkeypatch):
     clean, corrupted = sharp("bridge/llama")
-    monkeypatch.setattr("tensorlens_tl.circuits.compare.live_blocks.capture", lambda *given, **options: ({}, None))
+    monkeypatch.setattr("tensorlens_tl.circuits.weights_forward.capture", lambda *given, **options: ({}, None))
     with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0: no head has a probability.*underflowed"):
         circuits.edge_scores(clean, corrupted, **ASKED, method="patching")
 

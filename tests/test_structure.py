@@ -19,13 +19,14 @@ FOLDERS = sorted(
 PACKAGES = sorted(f"tensorlens_tl.{path.parent.name}" for path in ROOT.glob("*/__init__.py"))
 OPEN = {
     "algebra": {"bias_spreading", "memory", "numerics", "positions", "probes", "progress"},
+    "circuits": {"compare", "effects", "graph", "scores", "weights"},
     "datasets": {"work"},
     "drawing": {"charts", "heat_maps", "marks", "page", "terminal"},
     "models": {"names", "writing"},
     "passes": {"replacement"},
     "results": {"exchange", "statistics", "storage"},
 }
-"""Modules that other packages import by name: collections of small functions, whose module says what they are about."""
+"""Modules that other packages import by name, which says what they are about."""
 
 
 @cache

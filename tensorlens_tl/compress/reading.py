@@ -89,7 +89,7 @@ def why_scores_fix_the_basis(view: ModelView, layer: int, short_pass: Callable[[
     """Why queries and keys cannot be given another basis without changing the scores, or None where they can.
 
     Read from the weights, and decided by a pass: scores that are a plain product of queries and keys reproduce the
-    layer's pattern (`tensorlens_tl.circuits.scores.reading`), or they do not.
+    layer's pattern (`tensorlens_tl.circuits.scores`), or they do not.
     """
     weights = view.blocks[layer].query_key
     if weights.q_norm is not None or weights.k_norm is not None:

@@ -29,9 +29,15 @@ from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast, widest
 from tensorlens_tl.algebra.positions import BiasTerms, in_total
 from tensorlens_tl.circuits.arguments import Direction, FeatureLike
-from tensorlens_tl.circuits.dictionary_features.active import Features, FeaturesLike, chained
-from tensorlens_tl.circuits.dictionary_features.hook_points import Place, maps_between, stream_to
-from tensorlens_tl.circuits.dictionary_features.labels import names_with_labels
+from tensorlens_tl.circuits.dictionary_features import (
+    Features,
+    FeaturesLike,
+    Place,
+    chained,
+    maps_between,
+    names_with_labels,
+    stream_to,
+)
 from tensorlens_tl.circuits.effects import BY as DIRECT, direct_effects
 from tensorlens_tl.circuits.stream import StreamTarget
 from tensorlens_tl.errors import InvalidInputError
@@ -229,9 +235,6 @@ def feature_edges(
         labels=names_with_labels(names, early.labels),
         **readouts.fields(frozen, f"pre-activations at {late.hook}"),
     )
-
-
-# ---------------------------------------------------------------------- inside
 
 
 class _Readouts(NamedTuple):

@@ -99,7 +99,7 @@ def paths(
     if count > MOST_PATHS:
         raise SizeError(
             f"paths: there are {count:,} paths of at most {max_order} nodes, more than {MOST_PATHS:,}. Lower "
-            "max_order, use top_paths(), or raise tensorlens_tl.circuits.effects.node_paths.MOST_PATHS."
+            "max_order, use top_paths(), or raise tensorlens_tl.circuits.node_paths.MOST_PATHS."
         )
     orders = _by_order(stream, readout.seed, max_order)
     names: list[list[tuple[str, ...]]] = [[()], *([] for _ in range(max_order))]

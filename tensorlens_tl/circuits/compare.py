@@ -1,0 +1,874 @@
+"""What differs between a clean and a corrupted prompt, node by node and edge by edge.
+
+A prompt is *clean* where the model does what one wants to understand, and *corrupted* where a small change takes that
+away. Both are frozen, and have the same length: positions must match, so that an activation of one can stand in for the
+other's. The score of a node is what the target loses when the node's clean value is replaced by its corrupted one,
+``number(clean) − number(patched)``: what helps the clean answer is positive. An edge leads from what a node writes to
+what a later one reads (names: `tensorlens_tl.results.edge_names`); its score is what the target loses when the later
+node reads the earlier one's corrupted output in place of its clean one, all else as it is for the clean prompt. With
+Δa = a_clean − a_corrupted:
+
+| method | score of a node with values a | score of an edge from a node that writes a | edges into queries and keys |
+| --- | --- | --- | --- |
+| `frozen` | Δa · pull of the target to the node | Δa · pull of the target to what is read | zero: patterns are held |
+| `frozen+qk` | the same, the pull joined by live gradients at queries and keys | the same | as `integrated` |
+| `gradient` | Δa · ∂target/∂a at the clean prompt | Δa · ∂target/∂(what is read) | the same |
+| `integrated` | the same, averaged from the corrupted to the clean embeddings | the same | the same |
+| `difference` | Δa · pull of the target through the exact difference of the runs | the same | the same |
+| `patching` | target(clean) − target(node patched), a live run each | a live run for each edge | the same |
+
+`frozen` is exact in the model frozen at the clean prompt, where everything later is linear, whatever the two prompts
+are, and a node's outgoing edges sum to its score there. In a masked model, or another one with a prediction head after
+its blocks, that head is held in the algebra and not by the hooks: the frozen model's hooks leave it live. Patterns,
+ratios and scales do not respond in the frozen model: what acts through an attention pattern is invisible to it, and
+edges into queries and keys are zero by construction. `frozen+qk` adds what the patterns do, by gradients of the live
+model averaged on the way from the corrupted to the clean embeddings. A gradient at the clean prompt alone misses a head
+that is sure where to look (its softmax is flat there).
+
+`gradient` is attribution patching (Nanda 2023; of edges, Syed et al. 2023), `integrated` the inputs' variant of EAP-IG
+(Hanna et al. 2024), whose published code takes its gradients at the left ends of the steps (``points="left"``);
+midpoints, the default, are nearer to the integral. Both, and any rule, take a run of the live model, for edges cut at
+its nodes (`tensorlens_tl.circuits.stream.ruled`). Of edges, ``"patching"``, ``"frozen+qk"`` and all methods of an
+encoder–decoder run the model from its weights (`tensorlens_tl.circuits.weights_forward`), which blocks with norms on
+their way back to the stream do not allow.
+
+`difference` pulls the target through the exact linear map between the two runs' differences
+(`tensorlens_tl.passes.difference`), in which patterns, ratios and scales respond, each by its secant: it is complete at
+every node, the score of ``"embed"`` is all of target(clean) − target(corrupted), and all edges into the target sum to
+it, less what hooks added to one of the runs, or a patch put there: that is a node, and a source, by the name of its
+hook point. A gate after heads is a destination as their values are (``"L1H0.g"``); the other methods hold it, or do not
+run such models. Between two runs an edge shares what it does with the others symmetrically; patching, the live model's
+own answer, takes all others at the clean prompt.
+
+In an encoder–decoder, edges stay within one stack, except those into keys and values of cross-attention
+(``"L0H3 → L2.cross.H0.k"``), which read what the encoder's nodes write, through the norm at its end.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import check_choice, checked_names, whole_number
+from tensorlens_tl.algebra.memory import Memory
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.positions import widened
+from tensorlens_tl.algebra.secants import Offset
+from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
+from tensorlens_tl.circuits.live import NodeChange, NodeGradients, losses, sublayer_nodes
+from tensorlens_tl.circuits.stream import (
+    Pulled,
+    Step,
+    Stream,
+    StreamTarget,
+    Sublayer,
+    ruled_target,
+    stream_target,
+    summed_by_name,
+)
+from tensorlens_tl.circuits.weights_forward import Replay, edge_products, refuse_hooks
+from tensorlens_tl.core import Rule, recordable, rule_of
+from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
+from tensorlens_tl.hooks import capture
+from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.models.sublayers import ExpertsWeights
+from tensorlens_tl.passes import Difference, FrozenPass, PassLike, check_pass, difference, one_question
+from tensorlens_tl.passes.operator import resolve_target
+from tensorlens_tl.requirements import check_rule
+from tensorlens_tl.results import TARGET, Circuit, EdgeScores, Terms
+
+# ------------------------------------------------------------------ the two prompts and the target
+
+METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "difference", "patching")
+"""The ways to get a score of a node or an edge."""
+
+SYNONYMS = {
+    "eap": "gradient",
+    "eap-ig": "integrated",
+    "ig": "integrated",
+    "integrated-gradients": "integrated",
+    "attribution-patching": "gradient",
+    "atp": "gradient",
+    "activation-patching": "patching",
+    "causal-tracing": "patching",
+    "exact": "difference",
+    "frozen-qk": "frozen+qk",
+}
+"""What the literature calls these."""
+
+POINTS = {"midpoint": 0.5, "left": 0.0}
+"""Where in each of the equal steps a gradient is taken, as a share of the step."""
+
+
+def gradient_shares(method: str, steps: Whole, points: str = "midpoint") -> list[float]:
+    """Where a method takes gradients on the way from the corrupted to the clean embeddings: none, or shares of it.
+
+    Raises:
+        InvalidInputError: no such method or points, or no whole number of steps, 1 or more.
+    """
+    check_choice("method", method, METHODS, SYNONYMS)
+    check_choice("points", points, POINTS)
+    steps = whole_number("steps", steps, least=1)
+    on_the_way = [(step + POINTS[points]) / steps for step in range(steps)]
+    return {"gradient": [1.0], "integrated": on_the_way, "frozen+qk": on_the_way}.get(method, [])
+
+
+def ruled_method(method: str | None, rule: Any, clean: PassLike) -> tuple[str, Rule | None]:
+    """The method, and the rule that its gradients follow.
+
+    Raises:
+        InvalidInputError: no such rule, or a method that takes no gradients.
+        UnsupportedModelError: the rule says nothing of this model.
+    """
+    if rule is None:
+        return method or "frozen", None
+    chosen = rule_of(rule)
+    method = method or "gradient"
+    if method not in ("gradient", "integrated"):
+        raise InvalidInputError(
+            f"rule={rule!r}, method={method!r}: a rule says what gradients follow; use it with method='gradient' or "
+            "'integrated', or leave one of the two out."
+        )
+    check_pass(clean)
+    check_rule(chosen, clean, f"rule={rule!r}")
+    return method, chosen
+
+
+def check_pair(clean: PassLike, corrupted: PassLike) -> None:
+    """Refuse two passes that cannot be compared position by position.
+
+    Raises:
+        InvalidInputError: no frozen passes, of different models, of different numbers or lengths of prompts, or padded.
+        UnsupportedModelError: blocks in a loop, shared keys and values, or a mixture of experts.
+        FrozenModelError: the weights were changed since one of the passes.
+    """
+    for frozen in (clean, corrupted):
+        check_pass(frozen)
+    if clean.model is not corrupted.model:
+        raise InvalidInputError(
+            f"clean and corrupted are passes of two model objects, {_both(clean, corrupted)}; freeze both prompts with "
+            "one of them. What two models do differently is the question of tlens.difference(a, b) and "
+            "circuits.compare_models."
+        )
+    clean.view.require_single_streams("comparing two prompts")
+    for block in clean.view.blocks:
+        if isinstance(block.mlp, ExpertsWeights):
+            raise UnsupportedModelError(
+                f"{block.name} of this {clean.view.description} is a mixture of experts: two prompts are sent to "
+                "different ones, so no node of one prompt stands for a node of the other. Ask about each prompt by "
+                "itself, with circuits.total_effects."
+            )
+    prompts = len(clean.tokens)
+    others = len(corrupted.tokens)
+    if prompts != others:
+        raise InvalidInputError(f"{prompts} clean prompts and {others} corrupted ones; freeze as many, in pairs.")
+    for side, length in _lengths(clean).items():
+        other = _lengths(corrupted)[side]
+        if length != other:
+            raise InvalidInputError(
+                f"the clean prompts have {length} tokens{side} and the corrupted ones {other}; positions must "
+                "match. Replace tokens one for one."
+            )
+    for name, frozen in (("clean", clean), ("corrupted", corrupted)):
+        if not bool(frozen.mask.all()):
+            row = int((~frozen.mask).any(1).nonzero()[0])
+            raise InvalidInputError(
+                f"{name} ",
+                PromptNumber(row),
+                " is padded; prompts that are compared position by position must have one length. Freeze prompts of "
+                "each length by themselves.",
+            )
+    clean.check_fresh()
+    corrupted.check_fresh()
+
+
+def _lengths(frozen: PassLike) -> dict[str, int]:
+    """How many tokens the prompts of a pass have; of an encoder–decoder on each side."""
+    if frozen.sides is None:
+        return {"": frozen.tokens.shape[1]}
+    return dict(zip((" for the encoder", " for the decoder"), frozen.sides, strict=True))
+
+
+def pair_target(
+    clean: PassLike,
+    corrupted: PassLike,
+    target: TokenLike,
+    minus: TokenLike,
+    direction: Direction,
+    query: Query,
+    activation: str = "ratio",
+) -> StreamTarget:
+    """The target of the clean prompt, after `check_pair`; see `stream_target` for what is refused besides."""
+    check_pair(clean, corrupted)
+    return stream_target(clean, target, minus, direction, query, activation)
+
+
+def corrupted_stream(readout: StreamTarget, corrupted: PassLike, activation: str = "ratio") -> Stream:
+    """The stream of the corrupted prompt, up to where the target reads it.
+
+    Raises:
+        InvalidInputError: hooks add to the stream in one of the two passes only.
+    """
+    of_tokens = readout.read_at == corrupted.points.unembed_in
+    stream = Stream.of(corrupted, activation, final_norm=readout.stream.final_norm, to_tokens=of_tokens)
+    of_clean, of_corrupted = ([step.outer_name for step in of.steps] for of in (readout.stream, stream))
+    if of_clean != of_corrupted:
+        points = ", ".join(sorted({*of_clean} ^ {*of_corrupted}))
+        raise InvalidInputError(
+            f"hooks add to the stream in one of the two passes only ({points}), so that no step of one stands for a "
+            "step of the other. Use method='difference', which has what they add as a source, or freeze both passes "
+            "with the same hooks."
+        )
+    return stream
+
+
+def _both(clean: PassLike, corrupted: PassLike) -> str:
+    """What the models of two passes are called."""
+    names = [frozen.view.description for frozen in (clean, corrupted)]
+    if names[0] == names[1]:
+        return f"both {names[0]} (loaded twice, or copied)"
+    return " and ".join(names)
+
+
+class Changes(NamedTuple):
+    """What differs between two runs: the stream before each step, and every sublayer's hidden vector by step."""
+
+    x: list[Float[Tensor, "batch pos d_model"]]
+    hidden: list[tuple[Tensor, ...]]
+
+    @classmethod
+    def of(cls, stream: Stream, other: Stream | None = None) -> "Changes":
+        """Between two passes' streams, or of the stream of a difference, whose values they are."""
+        if other is None:
+            return cls(stream.x, stream.hidden)
+        x = [first - second for first, second in zip(stream.x, other.x, strict=True)]
+        hidden = [
+            tuple(first - second for first, second in zip(*pair, strict=True))
+            for pair in zip(stream.hidden, other.hidden, strict=True)
+        ]
+        return cls(x, hidden)
+
+    @classmethod
+    def at_points(cls, stream: Stream, differences: Mapping[str, Float[Tensor, "batch pos _width"]]) -> "Changes":
+        """Between two runs of the live model, by hook point; what heads give changes as a whole, by their values."""
+        hidden = [
+            tuple(differences[part.point] * (part.kind not in ("query", "key")) for part in step.sublayers)
+            for step in stream.steps
+        ]
+        return cls([differences[stream.run.capture.stream_names(0)[0]]], hidden)
+
+
+@dataclass(frozen=True, eq=False)
+class _Comparison:
+    """Two prompts, the target of the clean one, and a method: what scores of nodes and of edges begin with.
+
+    Attributes:
+        clean, corrupted: the passes.
+        method: one of `METHODS`.
+        rule: what gradients follow; None for the model's own.
+        shares: where gradients are taken on the way from the corrupted to the clean embeddings.
+        activation: the rule for MLPs, of the frozen methods.
+        readout: the target, of ``"difference"`` its change along the stream of the exact difference.
+        numbers: of the clean and of the corrupted run, before any final soft cap.
+    """
+
+    clean: FrozenPass
+    corrupted: FrozenPass
+    method: str
+    rule: Rule | None
+    shares: list[float]
+    activation: str
+    readout: StreamTarget
+    numbers: tuple[Float[Tensor, "batch query"], Float[Tensor, "batch query"]]
+
+    @classmethod
+    def of(
+        cls, clean: PassLike, corrupted: PassLike, target: TokenLike, minus: TokenLike, *, direction: Direction,
+        query: Query, activation: str, method: str | None, rule: RuleLike, steps: int, points: str,
+    ) -> "_Comparison":  # fmt: skip
+        """From the arguments of `patch_scores` and `edge_scores`, checked.
+
+        Either run may have been patched by hooks: of ``"difference"`` it is their difference that is asked, and neither
+        of them by itself.
+        """
+        method, chosen = ruled_method(method, rule, clean)
+        shares = gradient_shares(method, steps, points)
+        if method == "difference":
+            check_pair(clean, corrupted)
+            readout = stream_target(difference(clean, corrupted), target, minus, direction, query, "ratio")
+            resolved = resolve_target(clean, target, minus, direction, readout.positions)
+            first, second = (readout.number_of(run.activation) + resolved.constant for run in (clean, corrupted))
+            readout = replace(readout, label=resolved.label)  # what other methods call the same number
+        else:
+            readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
+            first, second = readout.total, readout.number_of(corrupted.activation)
+        return cls(clean, corrupted, method, chosen, shares, activation, readout, (first, second))
+
+    def changes(self) -> Changes:
+        """What differs between the two runs, as frozen pulls multiply it."""
+        if self.method == "difference":
+            return Changes.of(self.readout.stream)
+        return Changes.of(self.readout.stream, corrupted_stream(self.readout, self.corrupted, self.activation))
+
+    def replay(self, layout: "EdgeLayout") -> Replay:
+        """The live model with every edge apart."""
+        return Replay(self.readout, self.clean, self.corrupted, layout.exists)
+
+
+# ------------------------------------------------------------------ edges
+
+
+@recordable()
+@one_question
+def edge_scores(
+    clean: PassLike,
+    corrupted: PassLike,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    method: str | None = None,
+    rule: RuleLike = None,
+    positions: bool = False,
+    query: Query = -1,
+    direction: Direction = None,
+    activation: str = "ratio",
+    steps: int = 5,
+    points: str = "midpoint",
+    memory: Memory = None,
+) -> EdgeScores:
+    """What the target loses when each edge carries its corrupted value.
+
+    Args:
+        clean, corrupted, target, minus, direction, query: as in `patch_scores`.
+        method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by averaged gradients),
+            ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"difference"`` (exact between the two
+            runs) or ``"patching"`` (a live run for each edge). None is ``"frozen"``, and with a rule ``"gradient"``.
+        rule: what gradients follow, as in `patch_scores`.
+        positions: also each edge at each position where its destination reads, `EdgeScores.by_position`; not with
+            ``"patching"``.
+        activation: the rule for MLPs, of the frozen methods.
+        steps: gradients of ``"integrated"`` and ``"frozen+qk"``, one in each of as many equal steps.
+        points: where in its step a gradient is taken: at the ``"midpoint"``, or at the ``"left"`` end, k/steps for k
+            from 0: the corrupted embeddings are one of them and the clean ones are not, as in the published code of
+            EAP-IG and of the Mechanistic Interpretability Benchmark.
+        memory: what the runs of ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
+
+    Raises:
+        InvalidInputError: no such method, rule or points, and what `patch_scores` refuses.
+        UnsupportedModelError: blocks in a loop, shared keys and values, a mixture of experts; under ``"difference"``
+            what `difference` refuses; along gradients a part that cannot be cut out of a run; under ``"patching"`` and
+            ``"frozen+qk"`` blocks that are not read as a sum of what their parts write (see
+            `tensorlens_tl.circuits.weights_forward`).
+        FrozenModelError: weights changed since a pass; and except under ``"frozen"`` and ``"difference"``, which
+            describe the passes alone, hooks put on the model or taken off since, or a frozen pass attached to it.
+
+    >>> corrupted = tlens.freeze(model, "Return the name. Return the")
+    >>> edges = tlens.circuits.edge_scores(frozen, corrupted, " value", " name")
+    >>> edges.scores.shape  # prompt source destination
+    torch.Size([1, 21, 53])
+    """
+    if positions and method == "patching":
+        raise InvalidInputError("positions: patching measures whole edges; use another method, or leave it out.")
+    comparison = _Comparison.of(
+        clean, corrupted, target, minus, direction=direction, query=query, activation=activation, method=method,
+        rule=rule, steps=steps, points=points,
+    )  # fmt: skip
+    readout = comparison.readout
+    layout = edge_layout(readout.stream, readout.positions)
+    if comparison.method == "patching":
+        scores = comparison.replay(layout).patched(memory)
+    elif comparison.method in ("gradient", "integrated") and clean.sides is None:
+        layout, scores = _live_scores(comparison, positions)
+    elif comparison.method in ("gradient", "integrated"):
+        replay = comparison.replay(layout)
+        scores = replay.products(replay.gradients(comparison.shares, comparison.rule), positions)
+    elif comparison.method == "frozen+qk":
+        changes = comparison.changes()
+        replay = comparison.replay(layout)
+        responses = replay.gradients(comparison.shares)
+        pulled = pull_with_patterns(readout, responses)
+        scores = _products(readout.stream, changes, layout, pulled, positions)
+        matching = [name.endswith((".q", ".k")) for name in layout.destinations]
+        scores[:, :, matching] = replay.products(responses, positions)[:, :, matching]
+    else:
+        pulled = readout.stream.pull(readout.seed)
+        scores = _products(readout.stream, comparison.changes(), layout, pulled, positions)
+    by_position = None
+    if positions:
+        by_position = scores
+        scores = by_position.sum(-1)
+    return EdgeScores(
+        sources=layout.sources,
+        destinations=layout.destinations,
+        scores=scores,
+        exists=layout.exists,
+        clean=comparison.numbers[0][:, 0],
+        corrupted=comparison.numbers[1][:, 0],
+        target=readout.label,
+        method=comparison.method,
+        config=_config(readout),
+        by_position=by_position,
+        provenance=readout.stream.frozen.provenance(),
+    )
+
+
+@checked_names
+def run_circuits(
+    clean: PassLike,
+    corrupted: PassLike,
+    circuits: Any,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    query: Query = -1,
+    direction: Direction = None,
+    memory: Memory = None,
+) -> Float[Tensor, "circuit batch"]:
+    """The target's number in the live model with only a circuit's edges clean: all others carry corrupted values.
+
+    Every destination reads Σ over its edges of what their sources write: in the circuit, what they write in this very
+    run; outside it, what they write for the corrupted prompt. All edges give the clean number, none the corrupted one.
+
+    Args:
+        clean, corrupted, target, minus, direction, query: as in `patch_scores`.
+        circuits: of this model, one or a list; they run together.
+        memory: what the run may allocate at once, as ``"512MB"`` or bytes.
+
+    Raises:
+        InvalidInputError: no circuit, one of another model, or, of an encoder–decoder, one whose target reads in the
+            other stack; and what `patch_scores` refuses.
+        UnsupportedModelError, FrozenModelError: as for `edge_scores`.
+
+    >>> corrupted = tlens.freeze(model, "Return the name. Return the")
+    >>> edges = tlens.circuits.edge_scores(frozen, corrupted, " value", " name")
+    >>> tlens.circuits.run_circuits(frozen, corrupted, edges.circuit(5), " value", " name").shape  # circuit prompt
+    torch.Size([1, 1])
+    """
+    if not isinstance(circuits, (Circuit, Iterable)):
+        raise InvalidInputError(
+            f"circuits={circuits!r}: pass one or a list of circuits, such as edge_scores().circuit(100)."
+        )
+    if isinstance(circuits, Circuit):
+        circuits = [circuits]
+    circuits = list(circuits)
+    readout = pair_target(clean, corrupted, target, minus, direction, query)
+    layout = edge_layout(readout.stream, readout.positions)
+    config = _config(readout)
+    for number, circuit in enumerate(circuits):
+        if not isinstance(circuit, Circuit):
+            raise InvalidInputError(
+                f"circuits: number {number} is {type(circuit).__name__}; pass edge_scores().circuit()."
+            )
+        same = circuit.sources == layout.sources and circuit.destinations == layout.destinations
+        if not same or config | circuit.config != config:
+            raise InvalidInputError(
+                f"circuits: number {number} is of another model: {len(circuit.sources)} sources, "
+                f"{len(circuit.destinations)} destinations, {circuit.config}, and "
+                f"{readout.stream.frozen.view.description} has {len(layout.sources)}, {len(layout.destinations)}, "
+                f"{config}."
+            )
+        differing = int((circuit.exists.to(layout.exists.device) ^ layout.exists).sum())
+        if differing:
+            raise InvalidInputError(
+                f"circuits: number {number} is of a target that reads elsewhere: {differing} edges are there for one "
+                "of the two targets alone. Choose it by edge_scores of this target and query."
+            )
+    if not circuits:
+        raise InvalidInputError("circuits: none given.")
+    clean_edges = torch.stack([circuit.selection.to(readout.total.device) for circuit in circuits])
+    return Replay(readout, clean, corrupted, layout.exists).numbers(clean_edges, memory)
+
+
+class EdgeLayout(NamedTuple):
+    """Sources and destinations of a model in the order of the forward pass, and which pairs are edges."""
+
+    sources: list[str]
+    destinations: list[str]
+    exists: Bool[Tensor, "source destination"]
+
+
+Stacks = tuple[bool, bool]
+"""Whether something is written or read in an encoder–decoder's encoder, and whether in its decoder or an only stack."""
+
+ENCODER: Stacks = (True, False)
+DECODER: Stacks = (False, True)
+BOTH: Stacks = (True, True)
+
+
+def edge_layout(stream: Stream, queries: Int[Tensor, "batch query"] | None = None) -> EdgeLayout:
+    """The edges of a stream: from everything written before a step to everything that its sublayers read.
+
+    In a difference, what hooks added to one run and not to the other is written as well, and a gate after heads reads.
+    In an encoder–decoder, edges stay within one stack, except those into keys and values of cross-attention, which read
+    only what the encoder's nodes write. The target has edges from every stack in which it reads for some prompt; a
+    prompt whose target reads in the other stack scores zero there.
+
+    Args:
+        stream: of a pass, or of the difference of two.
+        queries: where the target reads; None for anywhere.
+    """
+    sources = ["embed"]
+    written = [BOTH]
+    destinations = dict[str, Stacks]()
+    known = list[int]()
+    for step in stream.steps:
+        stack = DECODER if step.layer >= stream.frozen.view.encoder_layers else ENCODER
+        read_at = dict[str, Stacks]()  # heads are three sublayers in a difference
+        for sublayer in step.sublayers:
+            attended = ENCODER if sublayer.is_cross else stack
+            read_at |= dict.fromkeys(read_names(sublayer, "q"), stack)
+            read_at |= dict.fromkeys(read_names(sublayer, "k"), attended)
+            read_at |= dict.fromkeys(read_names(sublayer, "v" if sublayer.letter else ""), attended)
+        gates = [name for sublayer in step.sublayers for name in read_names(sublayer) if name not in read_at]
+        read_at |= dict.fromkeys(gates, stack)
+        destinations |= read_at
+        known += [len(sources)] * len(read_at)
+        sources += step.nodes
+        if added_by_hooks(stream, step) is not None:
+            sources.append(step.outer_name)
+        written += [stack] * (len(sources) - len(written))
+    destinations[TARGET] = BOTH
+    if queries is not None:
+        encoder = queries < stream.frozen.maps.capture.prompt.encoder_length
+        destinations[TARGET] = bool(encoder.any()), bool((~encoder).any())
+    known.append(len(sources))
+    device = stream.x[0].device
+    before = torch.arange(len(sources), device=device)[:, None] < torch.tensor(known, device=device)
+    together = torch.tensor(written, device=device)[:, None] & torch.tensor([*destinations.values()], device=device)
+    return EdgeLayout(sources, [*destinations], before & together.any(-1))
+
+
+def added_by_hooks(stream: Stream, step: Step) -> Float[Tensor, "1 #batch #pos d_model"] | None:
+    """What hooks added at a step to one run of a difference more than to the other; None of any other step."""
+    if isinstance(stream.frozen, Difference) and isinstance(step.outer, Offset):
+        return step.outer.vectors[None]
+    return None
+
+
+def read_names(sublayer: Sublayer, letter: str = "") -> list[str]:
+    """The destinations that a sublayer's nodes are: of heads what they read by, or by another letter."""
+    if not sublayer.letter:
+        return list(sublayer.nodes)
+    return [f"{node}.{letter or sublayer.letter}" for node in sublayer.nodes]
+
+
+def _live_scores(
+    comparison: _Comparison, positions: bool
+) -> tuple[EdgeLayout, Float[Tensor, "batch source destination *pos"]]:
+    """Edges along gradients of the live model, averaged over shares of the way; its parts are those of its own run."""
+    clean, corrupted, readout = comparison.clean, comparison.corrupted, comparison.readout
+    refuse_hooks(clean, corrupted)
+    names = clean.capture.stream_names(0)
+    ends = {name: (corrupted.activation(name), clean.activation(name)) for name in names}
+    differences = dict[str, Tensor]()
+    of_shares = list[Tensor]()
+    layout = edge_layout(readout.stream, readout.positions)
+    for share in comparison.shares:
+        start = {name: torch.lerp(*pair, share) for name, pair in ends.items()} if share != 1 else None
+        one, pulled = ruled_target(readout, comparison.rule, start, biases=False)
+        layout = edge_layout(one.stream, one.positions)
+        if not differences:
+            points = list(dict.fromkeys(part.point for step in one.stream.steps for part in step.sublayers))
+            seen, other = (
+                capture(run.model, run.inputs, [*names, *points], last=clean.points.last_output)[0]
+                for run in (clean, corrupted)
+            )
+            shape = clean.tokens.shape
+            differences = {point: (seen[point] - other[point]).reshape(*shape, -1) for point in [*names, *points]}
+        changes = Changes.at_points(one.stream, differences)
+        of_shares.append(_products(one.stream, changes, layout, pulled, positions) / len(comparison.shares))
+    return layout, torch.stack(of_shares).sum(0)
+
+
+def pull_with_patterns(readout: StreamTarget, responses: Float[Tensor, "destination batch pos d"]) -> Pulled:
+    """The target pulled through the frozen model, joined by gradients of the live one where queries and keys are read.
+
+    So a frozen pull also follows what acts through patterns, to the order that the gradients do.
+
+    Args:
+        readout: the target.
+        responses: its gradient by what every destination reads; only those of queries and keys join.
+    """
+    by_step = defaultdict[int, list[Tensor]](list)
+    first = 0
+    for number, step in enumerate(readout.stream.steps):
+        for sublayer in step.sublayers:
+            nodes = len(sublayer.nodes)
+            if sublayer.is_attention:
+                keys_at = _encoder_end(readout.stream) if sublayer.is_cross else number
+                by_step[number].append(responses[first : first + nodes].sum(0))
+                by_step[keys_at].append(responses[first + nodes : first + 2 * nodes].sum(0))
+                first += 2 * nodes
+            first += nodes
+    joining = {number: torch.stack(vectors).sum(0) for number, vectors in by_step.items()}
+    return readout.stream.pull(readout.seed, joining=joining)
+
+
+def _encoder_end(stream: Stream) -> int:
+    """The step before which an encoder's stream is all that its blocks write: that of the norm at its end, if any."""
+    last = max(
+        number for number, step in enumerate(stream.steps) if 0 <= step.layer < stream.frozen.view.encoder_layers
+    )
+    if stream.steps[last].sublayers:
+        return last + 1
+    return last
+
+
+def _products(
+    stream: Stream, changes: Changes, layout: EdgeLayout, pulled: Pulled, positions: bool
+) -> Float[Tensor, "batch source destination *pos"]:
+    """What differs in each source's output, carried past the sublayers to every destination, dotted with the target."""
+    batch, pos = stream.x[0].shape[:2]
+    shape = [batch, *layout.exists.shape]
+    if positions:
+        shape.append(pos)
+    scores = upcast(stream.x[0]).new_zeros(shape)
+    columns = {name: number for number, name in enumerate(layout.destinations)}
+    carried = changes.x[0].new_zeros(len(layout.sources), *changes.x[0].shape)
+    carried[0] = changes.x[0]
+    known = 1
+    has_sources = [bool(step.sublayers) or added_by_hooks(stream, step) is not None for step in stream.steps]
+    last = max((number for number, writes in enumerate(has_sources) if writes), default=-1)
+    for number, step in enumerate(stream.steps[: last + 1]):
+        before = carried[:known]
+        for sublayer, change in zip(step.sublayers, changes.hidden[number], strict=True):
+            parts = sublayer.split(sublayer.write.pull(pulled.sums[number]))
+            reads = sublayer.pull_each(parts)[:, 0]
+            into = [columns[name] for name in read_names(sublayer)]
+            scores[:, :known, into] = edge_products(before, reads, positions)
+            first = known + step.nodes.index(sublayer.nodes[0])
+            carried[first : first + len(sublayer.nodes)] += sublayer.outputs(change)
+        known += len(step.nodes)
+        if not step.outer.is_identity:
+            carried[:known] = step.outer.push(carried[:known])
+        added = added_by_hooks(stream, step)
+        if added is not None:
+            carried[known] = added[0]
+            known += 1
+    # steps after the last that writes take every source alike: the target is pulled through them instead
+    scores[:, :, -1:] = edge_products(carried, pulled.stream[last + 1], positions)
+    return scores
+
+
+def _config(readout: StreamTarget) -> dict[str, Any]:
+    """What the benchmark's files say of a model."""
+    frozen = readout.stream.frozen
+    heads = [sublayer.heads for step in readout.stream.steps for sublayer in step.sublayers]
+    return {
+        "n_layers": frozen.n_layers,
+        "n_heads": max(heads, default=0),
+        "d_model": readout.stream.x[0].shape[-1],
+        "parallel_attn_mlp": any(layout.parallel for layout in frozen.layouts),
+    }
+
+
+# ------------------------------------------------------------------ nodes
+
+BY = ("component", "head", "neuron", "stream")
+
+
+@recordable()
+@one_question
+def patch_scores(
+    clean: PassLike,
+    corrupted: PassLike,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    by: str = "head",
+    method: str | None = None,
+    rule: RuleLike = None,
+    positions: bool = False,
+    query: Query = -1,
+    direction: Direction = None,
+    activation: str = "ratio",
+    steps: int = 5,
+    points: str = "midpoint",
+    memory: Memory = None,
+) -> Terms:
+    """What the target loses when each node's clean value is replaced by its corrupted one.
+
+    Nodes are the first block's input (``"embed"``; in an encoder–decoder, the input of both stacks) and, by `by`,
+
+    * ``"component"``: each layer's attention and MLP, and cross-attention (``"L2.cross"``);
+    * ``"head"``: heads one by one (``"L0H1"``, ``"L2.cross.H1"``), MLPs whole;
+    * ``"neuron"``: heads and neurons one by one (``"MLP1.N7"``);
+    * ``"stream"``: the residual stream before each block, ``"L1.stream"``; in an encoder–decoder, the stream of
+      the block's own stack.
+
+    Args:
+        clean, corrupted: passes of prompts of the same length, by one model, each clean prompt beside its corrupted
+            one; in an encoder–decoder, each side has the same length in both.
+        target, minus, direction: as in `FrozenOperator.target`, of the clean prompt.
+        by: what a node is.
+        method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by gradients),
+            ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"difference"`` (exact between the two
+            runs) or ``"patching"`` (a live run for each node). None is ``"frozen"``, and with a rule ``"gradient"``.
+        rule: what gradients follow in place of the model's own: one of ``tlens.list_rules()``, or a `Rule`.
+        positions: also each node at each position, in `Terms.keys`, `[batch, query, node, pos]`. They sum to the
+            node's score, except under ``"patching"``, where each is patched by itself. Of an encoder–decoder they are
+            zero at the positions of the other side.
+        query: one position of each prompt, the last by default.
+        activation: the rule for MLPs, of the frozen methods.
+        steps: gradients of ``"integrated"`` and ``"frozen+qk"``, one in each of as many equal steps.
+        points: where in its step a gradient is taken: at the ``"midpoint"``, or at the ``"left"`` end, k/steps for k
+            from 0: the corrupted embeddings are one of them and the clean ones are not, as in the published code of
+            EAP-IG and of the Mechanistic Interpretability Benchmark.
+        memory: what the runs of ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
+
+    Returns:
+        Terms that are not additive: what goes through two nodes counts for both. `Terms.total` is the clean number, of
+        ``"difference"`` what it is more than the corrupted one.
+
+    Raises:
+        InvalidInputError: no such `by`, method, rule or points, a rule for a method without gradients, prompts that
+            cannot be compared (see `check_pair`), and what `logit_attribution` refuses.
+        UnsupportedModelError: blocks in a loop, shared keys and values, a mixture of experts, or, except under
+            ``"frozen"``, a part that no hook reaches; under ``"frozen+qk"`` what live edges refuse (see `edge_scores`).
+        FrozenModelError: weights changed since a pass; and except under ``"frozen"``, which describes the passes
+            alone, hooks put on the model or taken off since that change what it does (under ``"frozen+qk"`` any), or
+            a frozen pass attached to it.
+
+    >>> corrupted = tlens.freeze(model, "Return the name. Return the")
+    >>> scores = tlens.circuits.patch_scores(frozen, corrupted, " value", " name", by="component")
+    >>> scores.scores.shape[-1] == len(scores.names)
+    True
+    """
+    check_choice("by", by, BY)
+    comparison = _Comparison.of(
+        clean, corrupted, target, minus, direction=direction, query=query, activation=activation, method=method,
+        rule=rule, steps=steps, points=points,
+    )  # fmt: skip
+    readout = comparison.readout
+    keys = None
+    if comparison.method == "patching":
+        nodes = _LiveNodes(comparison, by)
+        names = nodes.names
+        scores = nodes.patched(memory)
+        if positions:
+            keys = nodes.patched_at_positions(memory)
+    else:
+        if comparison.method in ("gradient", "integrated"):
+            nodes = _LiveNodes(comparison, by)
+            names = nodes.names
+            by_position = nodes.along_gradients(comparison.shares)
+        else:
+            names, by_position = _along_pull(comparison, by)
+        scores = by_position.sum(-1)[:, None]
+        if positions:
+            keys = by_position[:, None]
+    terms = Terms(names=names, scores=scores, keys=keys, **readout.fields())
+    if comparison.method == "difference":
+        return replace(terms, target=f"change of the {readout.label}, clean − corrupted")
+    return replace(terms, target=f"{readout.label}, clean − patched")
+
+
+def _along_pull(comparison: _Comparison, by: str) -> tuple[list[str], Float[Tensor, "batch node pos"]]:
+    """What differs between the two runs at every node, dotted with the target pulled back to it."""
+    readout = comparison.readout
+    stream = readout.stream
+    changes = comparison.changes()
+    if comparison.shares:
+        replay = comparison.replay(edge_layout(stream, readout.positions))
+        pulled = pull_with_patterns(readout, replay.gradients(comparison.shares))
+    else:
+        pulled = stream.pull(readout.seed)
+
+    def at_positions(number: int) -> Float[Tensor, "batch 1 pos"]:
+        """The streams' difference before a step, dotted with the target there."""
+        return (upcast(pulled.stream[number][0]) * changes.x[number]).sum(-1)[:, None]
+
+    names = ["embed"]
+    scores = [at_positions(0)]
+    pos = scores[0].shape[-1]
+    previous = -1
+    for number, step in enumerate(stream.steps):
+        if by == "stream":
+            if step.layer not in (-1, previous):
+                start, stop = stream.frozen.maps.capture.side(step.layer)
+                names.append(f"L{step.layer}.stream")
+                of_side = at_positions(number)[..., start:stop]
+                scores.append(widened(of_side[..., None], start, pos)[..., 0])  # zero at the other side's positions
+            previous = step.layer
+            continue
+        for sublayer, change in zip(step.sublayers, changes.hidden[number], strict=True):
+            cotangent = sublayer.write.pull(pulled.sums[number])[0]
+            product = upcast(cotangent) * change
+            if by == "component":
+                names.append(sublayer.name)
+                scores.append(product.sum(-1)[:, None])
+            elif by == "neuron" and sublayer.has_neurons:
+                stream.frozen.view.blocks[sublayer.layer].require_dense_mlp()
+                names += sublayer.neurons(change)
+                scores.append(product.mT)
+            else:
+                names += sublayer.nodes
+                scores.append(sublayer.split(product).sum(-1).mT)
+        added = added_by_hooks(stream, step)
+        if added is not None:
+            names.append(step.outer_name)
+            scores.append((upcast(pulled.stream[number + 1][0]) * added[0]).sum(-1)[:, None])
+    return summed_by_name(names, torch.cat(scores, dim=1), 1)
+
+
+class _LiveNodes:
+    """The nodes of a live model, with their values for both prompts."""
+
+    def __init__(self, comparison: _Comparison, by: str) -> None:
+        question = f"patch_scores(method={comparison.method!r})"
+        self.frozen = comparison.readout.stream.run
+        self.corrupted = comparison.corrupted
+        self.nodes = list(_live_nodes(comparison.readout, question, by))
+        self.names = [node.name for node in self.nodes]
+        self.gradients = NodeGradients(comparison.readout, question, self.nodes, comparison.rule)
+        self.live = self.gradients.live
+        self.other = self.gradients.values_of(comparison.corrupted)
+
+    def along_gradients(self, shares: Sequence[float]) -> Float[Tensor, "batch node pos"]:
+        """(a_clean − a_corrupted) · mean gradient, embeddings at these shares of the way from corrupted to clean."""
+        names = self.frozen.capture.stream_names(0)
+        ends = [(self.corrupted.activation(name), self.frozen.activation(name)) for name in names]
+        summed: dict[str, Tensor] = {}
+        for share in shares:
+            start = {name: torch.lerp(*pair, share) for name, pair in zip(names, ends, strict=True)}
+            for point, gradient in self.gradients.at(start).items():
+                summed[point] = summed[point] + gradient if point in summed else gradient
+        mean = {point: gradient[0] / len(shares) for point, gradient in summed.items()}
+        changes = {point: self.gradients.values[point] - self.other[point] for point in mean}
+        return self.gradients.products(changes, mean)
+
+    def patched(self, memory: Memory) -> Float[Tensor, "batch query node"]:
+        """What the target loses with each node patched, at all its positions."""
+        return losses(self.live, self.nodes, self.other, memory, "patches")
+
+    def patched_at_positions(self, memory: Memory) -> Float[Tensor, "batch query node pos"]:
+        """The same with each node patched at one position at a time."""
+        changes: list[NodeChange] = []
+        columns: list[int] = []
+        pos = self.frozen.tokens.shape[1]
+        for number, node in enumerate(self.nodes):
+            for point in node.points:
+                for place, position in enumerate(self.gradients.positions(point)):
+                    changes.append(node._replace(points=(point,), position=place))
+                    columns.append(number * pos + position)
+        lost = losses(self.live, changes, self.other, memory, "patches")
+        scores = lost.new_zeros(*lost.shape[:2], len(self.nodes) * pos)
+        scores[..., columns] = lost
+        return scores.unflatten(2, (-1, pos))
+
+
+def _live_nodes(readout: StreamTarget, question: str, by: str) -> Iterator[NodeChange]:
+    """The first block's input, and the nodes of every sublayer or the stream before every block."""
+    captured = readout.stream.run.capture
+    yield NodeChange("embed", tuple(captured.stream_names(0)))
+    if by != "stream":
+        yield from sublayer_nodes(readout, question, by, "Use method='frozen', which reads weights, or by='stream'.")
+        return
+    for layer in range(captured.n_layers):
+        # the stream before a block is what the block before it gives; of an encoder–decoder that of its side
+        side = -1 if layer >= captured.view.encoder_layers else 0
+        yield NodeChange(f"L{layer}.stream", (captured.stream_names(layer)[side],), layer=max(layer - 1, 0))

@@ -1,0 +1,778 @@
+"""The features of a sparse dictionary in one frozen pass: where it reads and writes, what is active, what it is called.
+
+Which features are active is held, as patterns, ratios and scales are. The encoder is then affine, and so is the error
+of the reconstruction: whatever reads the stream reads features, error and b_dec, as separate terms. How the
+dictionary is read: `tensorlens_tl.models.dictionaries`.
+
+Names of hook points differ between the classes of TransformerLens and do not always mean what they say
+(`hook_resid_mid` of a post-LN Bridge is the sum after the MLP), so a hook point is looked at: what it holds in this
+pass must be the stream before a step of its block, or what the MLP of that block reads or gives. Nothing else is taken.
+
+What people call the features is read from a CSV or JSON file, or from a mapping.
+"""
+
+import csv
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import checked_names, whole_number
+from tensorlens_tl.algebra import ZERO, AffineMap, Chain, Diagonal, Identity, Norm
+from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.circuits.arguments import FeatureLike, HookName, LabelsLike
+from tensorlens_tl.circuits.stream import Step, Stream, Sublayer, block_steps
+from tensorlens_tl.drawing import figure, matrix, page, terminal
+from tensorlens_tl.drawing.marks import number, visible
+from tensorlens_tl.errors import FileFormatError, InvalidInputError, NumericalError, warn_caller
+from tensorlens_tl.hooks import capture
+from tensorlens_tl.models import DictionaryWeights, Rule, read_dictionary
+from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
+from tensorlens_tl.passes.inputs import one_query
+from tensorlens_tl.results import Entry, Result, check_batch, largest, panel, provenance_note
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# ------------------------------------------------------------------ where it reads and writes
+
+RESIDUAL = ("hook_resid_pre", "hook_resid_mid", "hook_resid_post")
+MLP_IN = ("mlp.hook_in", "ln2.hook_normalized", "ln1.hook_normalized")
+MLP_OUT = ("hook_mlp_out", "mlp.hook_out")
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """The residual stream before one step of a block; ``(n_layers, 0)`` is the last block's output."""
+
+    layer: int
+    step: int
+
+
+@dataclass(frozen=True, eq=False)
+class ReadAt:
+    """Where an encoder reads.
+
+    Attributes:
+        place: the stream that it reads.
+        through: what the stream goes through on the way: nothing, or the norm before an MLP; positionwise.
+        x: what the hook point holds, `[batch, pos, d_in]`.
+    """
+
+    place: Place
+    through: AffineMap
+    x: Float[Tensor, "batch pos d_in"]
+
+
+@dataclass(frozen=True, eq=False)
+class WriteAt:
+    """Where a decoder writes.
+
+    Attributes:
+        place: the stream that holds what is written, after `outer`.
+        outer: what the sum goes through before that (a post-LN norm); positionwise.
+        after: what the written vector goes through before it is added (a norm after an MLP); positionwise.
+        x: what is reconstructed, `[batch, pos, d_out]`: the stream, or what an MLP gives.
+        beside: what else is in the sum, `[batch, pos, d_model]`; None where the whole stream is reconstructed.
+        beside_name: the same in words.
+    """
+
+    place: Place
+    outer: AffineMap
+    after: AffineMap
+    x: Float[Tensor, "batch pos d_out"]
+    beside: Float[Tensor, "batch pos d_model"] | None = None
+    beside_name: str = ""
+
+
+def maps_between(frozen: FrozenPass, start: Place, stop: Place, rule: Rule) -> list[AffineMap]:
+    """What the stream goes through from one place to another, which does not come before it."""
+    maps: list[AffineMap] = []
+    for layer in range(start.layer, min(stop.layer + 1, frozen.n_layers)):
+        steps = block_steps(frozen, layer, rule)
+        if layer == stop.layer:
+            steps = steps[: stop.step]
+        if layer == start.layer:
+            steps = steps[start.step :]
+        maps += [step.map for step in steps]
+    return maps
+
+
+def stream_to(frozen: FrozenPass, place: Place, rule: Rule) -> Stream:
+    """The stream from the embeddings to a place."""
+    last = min(place.layer, frozen.n_layers - 1)
+    stream = Stream.of(frozen, rule, layers=slice(0, last + 1), final_norm=False, to_tokens=False)
+    layers = [step.layer for step in stream.steps]
+    count = len(layers)
+    if place.layer == last:
+        count = layers.index(last) + place.step
+    return replace(stream, steps=stream.steps[:count], x=stream.x[: count + 1], hidden=stream.hidden[:count])
+
+
+def read_at(frozen: FrozenPass, hook: str, *, mlp: bool) -> ReadAt:
+    """Where the encoder of a dictionary reads; `mlp` allows what an MLP reads besides the stream.
+
+    Raises:
+        InvalidInputError: no such hook point, or it holds neither.
+    """
+    layer, x = _held(frozen, hook, mlp)
+    stream = _block(frozen, layer)
+    candidates = [
+        (_normal(Place(layer, step), len(stream.steps)), Identity(), before) for step, before in enumerate(stream.x)
+    ]
+    if mlp:
+        for at, step in enumerate(stream.steps):
+            norm = next((s.read.stages[0] for s in _mlps(step)), None)
+            if isinstance(norm, Norm):
+                plain = replace(norm, gain=None, shift=None)
+                place = Place(layer, at)
+                before = stream.x[at]
+                candidates += [(place, norm, norm(before)), (place, plain, plain(before))]
+    for place, through, read in candidates:
+        if _same(frozen, read, x):
+            return ReadAt(place, through, x)
+    what = "the residual stream"
+    if mlp:
+        what += " or what the MLP reads"
+    raise _other(frozen, layer, hook, what, mlp)
+
+
+def write_at(frozen: FrozenPass, hook: str) -> WriteAt:
+    """Where the decoder of a transcoder writes: what an MLP gives, before or after a norm that follows it.
+
+    Raises:
+        InvalidInputError: no such hook point, or it holds something else.
+    """
+    layer, x = _held(frozen, hook, True)
+    stream = _block(frozen, layer)
+    for at, step in enumerate(stream.steps):
+        for sublayer in _mlps(step):
+            hidden = dict(zip(step.sublayers, stream.hidden[at], strict=True))
+            *inside, last = sublayer.write.stages
+            ends: list[tuple[Chain, AffineMap]] = [(sublayer.write, Identity())]
+            if isinstance(last, Norm):
+                ends.append((Chain(tuple(inside)), last))
+            for output, after in ends:
+                candidate = output(hidden[sublayer])
+                if _same(frozen, candidate, x):
+                    others = (s.write(h) for s, h in hidden.items() if s is not sublayer)
+                    beside = sum(others, start=stream.x[at])
+                    if after.bias is not ZERO:
+                        beside = beside + after.bias
+                    place = _normal(Place(layer, at + 1), len(stream.steps))
+                    return WriteAt(place, step.outer, after, x, beside, f"beside {sublayer.name}")
+    raise _other(frozen, layer, hook, "what the MLP gives", True)
+
+
+def mlp_output(hook: str) -> str:
+    """The hook point of what the MLP of the same block gives."""
+    return f"{'.'.join(hook.split('.')[:2])}.{MLP_OUT[0]}"
+
+
+def _block(frozen: FrozenPass, layer: int) -> Stream:
+    return Stream.of(frozen, layers=slice(layer, layer + 1), final_norm=False, to_tokens=False)
+
+
+def _same(frozen: FrozenPass, candidate: Tensor, expected: Tensor) -> bool:
+    return candidate.shape == expected.shape and relative_error(candidate, expected, frozen.mask) <= frozen.tolerance
+
+
+def _normal(place: Place, steps: int) -> Place:
+    """The end of a block is the beginning of the next."""
+    if place.step == steps:
+        return Place(place.layer + 1, 0)
+    return place
+
+
+def _mlps(step: Step) -> list[Sublayer]:
+    return [sublayer for sublayer in step.sublayers if sublayer.is_mlp]
+
+
+def _held(frozen: FrozenPass, hook: str, mlp: bool) -> tuple[int, Tensor]:
+    """A hook point's block, and what it holds in this pass."""
+    frozen.view.require_chain("sparse dictionaries")
+    match = re.match(r"blocks\.(\d+)\.", hook)
+    # GPT-1's last output is at no hook point of a block
+    ends = {frozen.capture.output_name(layer): layer for layer in range(frozen.n_layers)}
+    layer = ends.get(hook, -1)
+    if match:
+        layer = int(match[1])
+    if hook not in frozen.model.hook_dict or not 0 <= layer < frozen.n_layers:
+        near = min(max(layer, 0), frozen.n_layers - 1)
+        raise InvalidInputError(
+            f"hook={hook!r} is no hook point of a block of this {frozen.view.description}, which has "
+            f"{frozen.n_layers}; of blocks.{near} there are {', '.join(_names(frozen, near, mlp))}."
+        )
+    if hook in frozen.capture.activations:
+        return layer, frozen.activation(hook)
+    frozen.live(f"hook={hook!r}").check_hooks()
+    activations, _ = capture(frozen.model, frozen.inputs, [hook], last=hook, optional=[hook])
+    if hook not in activations:
+        raise _other(frozen, layer, hook, "anything (it does not fire)", mlp)
+    x = activations[hook].to(frozen.tokens.device)
+    if x.ndim <= 2:
+        x = x.reshape(*frozen.tokens.shape, x.shape[-1])
+    return layer, x
+
+
+def _names(frozen: FrozenPass, layer: int, mlp: bool) -> list[str]:
+    """Hook points of a block that may be named."""
+    known = frozen.model.hook_dict
+    at = frozen.view.blocks[layer].name
+    suffixes = list(RESIDUAL)
+    if mlp:
+        suffixes += [*MLP_IN, *MLP_OUT]
+    names = [f"{at}.{suffix}" for suffix in suffixes]
+    stream_names = [frozen.points.blocks[layer].resid_pre, frozen.capture.output_name(layer)]
+    return list(dict.fromkeys(name for name in (*stream_names, *names) if name in known))
+
+
+def _other(frozen: FrozenPass, layer: int, hook: str, what: str, mlp: bool) -> InvalidInputError:
+    return InvalidInputError(
+        f"hook={hook!r} does not hold {what} in this {frozen.view.description}. Try one of "
+        f"{', '.join(_names(frozen, layer, mlp))}: what each of them holds is compared with the model's own steps."
+    )
+
+
+# ------------------------------------------------------------------ what features are called
+
+NUMBER_COLUMNS = ("feature", "index", "feature_id", "id")
+LABEL_COLUMNS = ("label", "description", "explanation", "name")
+"""Columns that are read, the first of each that a file has; Neuronpedia's exports have `index` and `description`."""
+
+ENDINGS = (".csv", ".tsv", ".json")
+
+
+@checked_names
+def feature_labels(labels: LabelsLike) -> dict[int, str]:
+    """Labels of features, from a file or a mapping.
+
+    Args:
+        labels: a path, or a mapping of features (``12``, ``"12"`` or ``"F12"``) to texts. A ``.csv`` or ``.tsv`` file
+            has a header with a column of `NUMBER_COLUMNS` and one of `LABEL_COLUMNS`; a ``.json`` file is an object
+            ``{"12": "a label"}``, or a list of objects with such keys. Empty labels are left out.
+
+    Raises:
+        FileFormatError: a file that cannot be read so, or that labels one feature twice.
+        InvalidInputError: no path and no mapping, another ending, or a feature or a label that is none.
+        OSError: there is no such file.
+
+    >>> tlens.circuits.feature_labels({"F12": "forms of *to be*"})
+    {12: 'forms of *to be*'}
+    """
+    if labels is None:
+        return {}
+    if isinstance(labels, Mapping):
+        return dict(_checked(labels.items()))
+    if not isinstance(labels, str | os.PathLike):
+        raise InvalidInputError(
+            f"labels: cannot read a {type(labels).__name__}; pass a mapping such as {{12: 'a label'}}, or the path of "
+            "a CSV or JSON file."
+        )
+    path = Path(labels)
+    if path.suffix.lower() not in ENDINGS:
+        raise InvalidInputError(f"labels: {path.name!r} ends in {path.suffix!r}; use one of {', '.join(ENDINGS)}.")
+    read: dict[int, str] = {}
+    try:
+        for number, label in _checked(_lines(path)):
+            if number in read:
+                raise InvalidInputError(f"feature {number} is labelled twice, {read[number]!r} and {label!r}")
+            read[number] = label
+    except (InvalidInputError, UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
+        raise FileFormatError(f"{path}: no labels of features ({error}).") from error
+    return read
+
+
+def names_with_labels(names: Iterable[str], labels: Mapping[int, str]) -> dict[str, str]:
+    """Which of the names of parts, such as ``"F12@7"`` and ``"L2.F12"``, are features with a label, and the label.
+
+    >>> from tensorlens_tl.circuits.dictionary_features import names_with_labels
+    >>> names_with_labels(["F12@7", "error@7", "F3@7"], {12: "to be"})
+    {'F12@7': 'to be'}
+    """
+    labelled: dict[str, str] = {}
+    for name in names:
+        match = re.search(r"(?:^|\.)F(\d+)(?:@\d+)?$", name)
+        if match and int(match[1]) in labels:
+            labelled[name] = labels[int(match[1])]
+    return labelled
+
+
+def _lines(path: Path) -> list[tuple[Any, Any]]:
+    """Features and labels of a file, as they are written there."""
+    text = path.read_text(encoding="utf-8-sig")
+    if path.suffix.lower() == ".json":
+        content = json.loads(text)
+        if isinstance(content, Mapping):
+            return list(content.items())
+        if not isinstance(content, list) or not all(isinstance(row, Mapping) for row in content):
+            raise InvalidInputError('it is neither an object {"12": "a label"} nor a list of objects')
+        rows = content
+    else:
+        delimiter = ","
+        if path.suffix.lower() == ".tsv":
+            delimiter = "\t"
+        rows = list(csv.DictReader(text.splitlines(), delimiter=delimiter))
+    if not rows:
+        return []
+    number, label = (_column(rows[0], names) for names in (NUMBER_COLUMNS, LABEL_COLUMNS))
+    return [(row.get(number), row.get(label)) for row in rows]
+
+
+def _column(row: Mapping[str, Any], names: Iterable[str]) -> str:
+    """The first of some names that a row has."""
+    for name in names:
+        if name in row:
+            return name
+    raise InvalidInputError(f"its columns are {', '.join(map(repr, row))}; one of {', '.join(names)} is needed")
+
+
+def _checked(lines: Iterable[tuple[Any, Any]]) -> Iterable[tuple[int, str]]:
+    for feature, label in lines:
+        number = feature
+        if isinstance(feature, str) and re.fullmatch(r"F?\d+", feature.strip()):
+            number = int(feature.strip().removeprefix("F"))
+        number = whole_number("labels: feature", number, least=0, why="a feature's number, or its name such as 'F12'")
+        if label is not None and not isinstance(label, str):
+            raise InvalidInputError(f"labels: feature {number} has the label {label!r}; pass a text.")
+        if label and label.strip():
+            yield number, label.strip()
+
+
+# ------------------------------------------------------------------ the features of a pass
+
+MANY = 100
+"""So many active features at a token, and no table or graph of them can be read."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Features(Result):
+    """The active features of a dictionary in one frozen pass, as `features` gives them.
+
+    `show`, `plot` and a notebook list the most active ones at a token; `save` writes tables, figures and pages.
+
+    Attributes:
+        frozen: the pass.
+        dictionary: its weights.
+        hook, hook_out: where it reads, and what it reconstructs (the same of an autoencoder).
+        reads, writes: the same as places of the stream.
+        index: prompt, position and feature of every active feature at a real token, `[active, 3]`, in this order.
+        values: what they are worth, `[active]`.
+        reconstruction: what the dictionary makes of them, `[batch, pos, d_out]`; zero at padding.
+        labels: what features are called, by their numbers; results and pictures made of these features show them.
+    """
+
+    frozen: FrozenPass
+    dictionary: DictionaryWeights
+    hook: str
+    hook_out: str
+    reads: ReadAt
+    writes: WriteAt
+    index: Int[Tensor, "active 3"]
+    values: Float[Tensor, "active"]
+    reconstruction: Float[Tensor, "batch pos d_out"]
+    labels: Mapping[int, str] = field(default_factory=dict[int, str])
+
+    LOADABLE: ClassVar = ()
+    """None: features hold a pass and a dictionary. Tables, figures and pages of them can be saved."""
+
+    def __repr__(self) -> str:
+        hooks = " -> ".join(dict.fromkeys((repr(self.hook), repr(self.hook_out))))
+        return (
+            f"Features({self.dictionary.name} at {hooks}, {self.dictionary.features} features, "
+            f"{self.active_per_token:.1f} active at a token, explained={self.explained:.3f})"
+        )
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """What they depend on besides the prompts, as of `Attribution`."""
+        return self.frozen.provenance()
+
+    @cached_property
+    def error(self) -> Float[Tensor, "batch pos d_out"]:
+        """What the reconstruction leaves out, zero at padding."""
+        return (self.writes.x - self.reconstruction) * self.frozen.mask[..., None]
+
+    @property
+    def active_per_token(self) -> float:
+        """L0: active features at a real token, on average."""
+        return len(self.values) / int(self.frozen.mask.sum())
+
+    @property
+    def explained(self) -> float:
+        """The share of variance that the reconstruction explains, over all real tokens of the pass."""
+        x = self.writes.x[self.frozen.mask]
+        return 1 - float(self.error.square().sum() / (x - x.mean(0)).square().sum())
+
+    def value(self, feature: FeatureLike) -> Float[Tensor, "batch pos"]:
+        """What one feature is worth at every token, zero where it is not active.
+
+        Raises:
+            InvalidInputError: no such feature.
+
+        >>> sae = tlens.circuits.features(frozen, tlens.load_demo_dictionary())
+        >>> sae.value(sae.top(1)[0][0]).shape  # batch pos
+        torch.Size([1, 7])
+        """
+        values = self.values.new_zeros(self.frozen.tokens.shape)
+        here = self.index[:, 2] == self.checked(feature)
+        values[self.index[here, 0], self.index[here, 1]] = self.values[here]
+        return values
+
+    def checked(self, feature: FeatureLike | Entry) -> int:
+        """A feature's number, which may be passed as its name, ``"F12"``, or as the `Entry` that `top` returns.
+
+        Raises:
+            InvalidInputError: there is none.
+        """
+        if isinstance(feature, Entry):  # as `top` returns them
+            feature = feature.name
+        if isinstance(feature, str) and re.fullmatch(r"F\d+", feature):
+            feature = int(feature[1:])
+        return whole_number("feature", feature, 0, self.dictionary.features - 1, why="a feature of this dictionary")
+
+    @cached_property
+    def reader(self) -> AffineMap:
+        """From the stream to what the encoder is given, scales held."""
+        how = self.dictionary.normalised(self.reads.x)
+        if how is None:
+            return chained([self.reads.through])
+        return chained([self.reads.through, Norm(how.divided_by, centre=how.centred)])
+
+    @cached_property
+    def writer(self) -> AffineMap | None:
+        """What the decoder's output goes through, held: the scale of a dictionary that normalises; None for nothing."""
+        how = self.dictionary.normalised(self.reads.x)
+        if how is None:
+            return None
+        return Diagonal(how.multiplied_by)
+
+    def pre_activation(
+        self, features: Int[Tensor, "row"], positions: Int[Tensor, "row batch"]
+    ) -> Float[Tensor, "row batch"]:
+        """What the encoder makes of some features before its activation, at a position of every prompt."""
+        read = self.dictionary.reads(self.reads.x)
+        here = read[torch.arange(len(read), device=read.device), positions]
+        return (
+            torch.einsum("rbd,dr->rb", here, self.dictionary.W_enc[:, features]) + self.dictionary.b_enc[features, None]
+        )
+
+    # ------------------------------------------------------------------ as tables and pictures
+
+    def top(self, k: int = 10, query: int | str = -1, batch: int = 0) -> list[Entry]:
+        """The k most active features at one token, with their labels.
+
+        Args:
+            k: how many.
+            query: which token, counted over the prompt's real ones, or its text.
+            batch: the prompt.
+
+        Raises:
+            InvalidInputError: k below 1, or no such token or prompt.
+
+        >>> sae = tlens.circuits.features(frozen, tlens.load_demo_dictionary())
+        >>> len(sae.top(3))
+        3
+        """
+        batch, position = self._place(query, batch)
+        here = (self.index[:, 0] == batch) & (self.index[:, 1] == position)
+        numbers = self.index[here, 2].tolist()
+        names = [f"F{feature}" for feature in numbers]
+        labels = {f"F{feature}": self.labels.get(feature, "") for feature in numbers}
+        return largest(self.values[here], names, k, [position] * len(names), labels)
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One line per active feature of every token: batch, position, token, feature, label, activation.
+
+        >>> frame = tlens.circuits.features(frozen, tlens.load_demo_dictionary()).to_dataframe()
+        >>> list(frame.columns)
+        ['batch', 'position', 'token', 'feature', 'label', 'activation']
+        """
+        import pandas as pd
+
+        batch, position, feature = self.index.T.tolist()
+        tokens = self.frozen.str_tokens
+        columns = {"batch": batch, "position": position}
+        columns["token"] = [tokens[b][p] for b, p in zip(batch, position, strict=True)]
+        columns["feature"] = feature
+        columns["label"] = [self.labels.get(number, "") for number in feature]
+        columns["activation"] = self.values.detach().double().cpu().tolist()
+        return pd.DataFrame(columns)
+
+    @property
+    def heading(self) -> str:
+        """The title of its page."""
+        return f"Active features of {self.dictionary.name} at {self.hook}"
+
+    def to_html(self, k: int = 15, query: int | str = -1, batch: int = 0, *, style: bool = True) -> str:
+        """The k most active features at one token as rows, and how active each is at every token.
+
+        Args:
+            k, query, batch: as in `top`.
+            style: with the style and the script that a page needs once.
+
+        Raises:
+            InvalidInputError: k below 1, or no such token or prompt.
+        """
+        rows, tokens, plane = self._plane(k, query, batch)
+        parts = ["<p>No feature is active at this token.</p>"]
+        if rows:
+            parts = [matrix.matrix(rows, tokens, plane, label=self.heading, corner="feature ↓ token →")]
+        notes = [self._which(query, batch), f"{self.explained:.1%} of the variance is explained"]
+        notes.append(provenance_note(self.frozen.provenance()))
+        return panel(self.heading, *parts, notes=notes, style=style)
+
+    def plot(self, k: int = 15, query: int | str = -1, batch: int = 0, *, ax: Any = None) -> Any:
+        """The same matrix as a matplotlib heat map (extra ``plot``); returns the axes.
+
+        Args:
+            k, query, batch: as in `top`.
+            ax: draw here; None makes a figure of fitting size.
+
+        Raises:
+            InvalidInputError: k below 1, no such token or prompt, or no feature is active at the token.
+            ImportError: matplotlib is not installed.
+
+        >>> tlens.circuits.features(frozen, tlens.load_demo_dictionary()).plot(k=5)
+        <Axes: ...>
+        """
+        rows, tokens, plane = self._plane(k, query, batch)
+        if not rows:
+            raise InvalidInputError(f"plot: no feature of {self.dictionary.name} is active at query={query!r}.")
+        return figure.heat_map(plane, rows, tokens, self._which(query, batch), ax, names=("feature", "token"))
+
+    def show(self, k: int = 10, query: int | str = -1, batch: int = 0) -> None:
+        """Display the matrix in a notebook; elsewhere print the k most active features at one token.
+
+        Args:
+            k, query, batch: as in `top`.
+        """
+        if page.display_in_notebook(lambda: self.to_html(k, query, batch)):
+            return
+        rows = [(entry.labelled, number(entry.score)) for entry in self.top(k, query, batch)]
+        caption = f"{self.dictionary.name} at {self.hook} explains {self.explained:.1%} of the variance"
+        terminal.show_table(
+            self._which(query, batch), ("feature", "activation"), rows, left=("feature",), caption=caption
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> NoReturn:
+        """Not possible: features hold the pass and the dictionary, which no file of ours has.
+
+        Raises:
+            InvalidInputError: always; says how to have them again.
+        """
+        raise InvalidInputError(
+            f"{cls.__name__}.load({str(path)!r}): features hold a pass and a dictionary, which are not saved. "
+            "Call circuits.features(frozen, dictionary) again; tables (.csv, .parquet, .json) are read with pandas."
+        )
+
+    def _place(self, query: int | str, batch: int) -> tuple[int, int]:
+        """Prompt and position of a token."""
+        check_batch(batch, self.frozen.str_tokens)
+        batch %= len(self.frozen.tokens)
+        return batch, int(one_query(self.frozen.prompt, query)[batch, 0])
+
+    def _which(self, query: int | str, batch: int) -> str:
+        """Which token is looked at, and how many features are active there."""
+        batch, position = self._place(query, batch)
+        count = int(((self.index[:, 0] == batch) & (self.index[:, 1] == position)).sum())
+        token = visible(self.frozen.str_tokens[batch][position])
+        which = f"{count} features active at {position} {token!r}"
+        if len(self.frozen.tokens) > 1:
+            which += f", prompt {batch} of {len(self.frozen.tokens)}"
+        return which
+
+    def _plane(self, k: int, query: int | str, batch: int) -> tuple[list[str], list[str], np.ndarray]:
+        """The most active features at a token, the prompt's real tokens, and the activations of one at the other."""
+        entries = self.top(k, query, batch)
+        batch, _ = self._place(query, batch)
+        row_of = {int(entry.name[1:]): row for row, entry in enumerate(entries)}
+        plane = np.zeros((len(entries), self.frozen.tokens.shape[1]))
+        of_prompt = self.index[:, 0] == batch
+        active = zip(self.index[of_prompt].tolist(), self.values[of_prompt].tolist(), strict=True)
+        for (_, position, feature), value in active:
+            if feature in row_of:
+                plane[row_of[feature], position] = value
+        real = self.frozen.mask[batch].cpu().numpy()
+        tokens = [token for token, shown in zip(self.frozen.str_tokens[batch], real.tolist(), strict=True) if shown]
+        return [entry.labelled for entry in entries], tokens, plane[:, real]
+
+
+def chained(maps: Iterable[AffineMap]) -> AffineMap:
+    """Maps one after the other, identities left out."""
+    stages = [m for m in maps if not isinstance(m, Identity)]
+    if not stages:
+        return Identity()
+    return Chain(tuple(stages))
+
+
+if TYPE_CHECKING:
+    FeaturesLike = Features
+    """Features, as a user passes them."""
+else:
+    FeaturesLike = Any  # our errors say what is wrong
+
+
+@checked_names
+def features(
+    frozen: PassLike,
+    dictionary: Any,
+    hook: HookName = None,
+    *,
+    hook_out: HookName = None,
+    any_model: bool = False,
+    labels: LabelsLike = None,
+) -> Features:
+    """The active features of a sparse dictionary in a frozen pass.
+
+    Args:
+        frozen: the pass.
+        dictionary: any object with ``W_enc`` `[d_model, feature]` and ``W_dec`` `[feature, d_model]`, such as one of
+            SAELens; see `tensorlens_tl.models.dictionaries.read_dictionary`.
+        hook: the hook point that it reads: of the residual stream, or, of a transcoder, of what an MLP reads; None for
+            what the dictionary says (`hook_name`).
+        hook_out: of a transcoder, the hook point that it reconstructs: what the MLP gives (`hook_name_out`).
+        any_model: take a dictionary that says it belongs to another model (a fine-tuned model's base, say) or to
+            another hook point.
+        labels: what features are called: a mapping, or a CSV or JSON file; see `feature_labels`.
+
+    Warns:
+        UserWarning: more than `MANY` features are active at a token on average.
+
+    Raises:
+        InvalidInputError: no such hook point, or one that holds something else; a dictionary of another width, dtype,
+            model or hook point; one that is gated, or gives something else than its weights say; and what
+            `read_dictionary` refuses.
+        NumericalError: weights that are not finite.
+        UnsupportedModelError: an encoder–decoder.
+
+    >>> sae = tlens.circuits.features(frozen, tlens.load_demo_dictionary())
+    >>> sae.top(1)[0][0].startswith("F")
+    True
+    """
+    check_pass(frozen)
+    read = read_dictionary(dictionary, transcodes=hook_out is not None or None)
+    named = _labels_of(read, labels)
+    if hook is None:
+        hook = read.hook
+    for name, point in (("hook", hook), ("hook_out", hook_out)):
+        if point is not None and not isinstance(point, str):
+            raise InvalidInputError(
+                f"{name}={point!r}: pass the name of a hook point, such as {frozen.capture.output_name(0)!r}."
+            )
+    if hook is None:
+        raise InvalidInputError(
+            f"features: this {read.name} does not say where it belongs; pass hook=, such as "
+            f"{frozen.capture.output_name(0)!r}."
+        )
+    if read.transcodes:
+        hook_out = hook_out or read.hook_out or mlp_output(hook)
+    _check_fit(frozen, read, hook, any_model)
+    reads = read_at(frozen, hook, mlp=read.transcodes)
+    if not any_model:
+        _check_place(frozen, read, hook, reads)
+    if hook_out is None:
+        writes = WriteAt(reads.place, Identity(), Identity(), reads.x)
+    else:
+        writes = write_at(frozen, hook_out)
+        if writes.place < reads.place:
+            raise InvalidInputError(f"features: hook_out={hook_out!r} comes before hook={hook!r}.")
+    mask = frozen.mask
+    read = read.fitting(reads.x[mask])
+    encoding = read.encode(reads.x[mask], frozen.tolerance)
+    if not bool(torch.isfinite(encoding.values).all() and torch.isfinite(encoding.decoded).all()):
+        raise NumericalError(f"features: {read.name} overflows; use a wider dtype for model and dictionary.")
+    reconstruction = torch.zeros_like(writes.x)
+    reconstruction[mask] = encoding.decoded
+    tokens = mask.nonzero()[encoding.where[:, 0]]
+    index = torch.cat([tokens, encoding.where[:, 1:]], dim=1)
+    active = Features(
+        frozen, read, hook, hook_out or hook, reads, writes, index, encoding.values, reconstruction, named
+    )
+    if active.active_per_token > MANY:
+        warn_caller(
+            f"features: {active.active_per_token:.0f} of {read.features} features of this {read.name} are active at a "
+            "token on average, too many to read one by one. Look at the largest, with features.top(k), "
+            "terms.top(k, names='F*') and contribution_graph(..., features=k), or use a sparser dictionary: one with a "
+            "higher threshold, a smaller k or a larger sparsity penalty. Hundreds can also mean that the dictionary "
+            "reads another hook point than it was trained on.",
+        )
+    return active
+
+
+def _labels_of(read: DictionaryWeights, labels: LabelsLike) -> dict[int, str]:
+    """Labels of a dictionary's features.
+
+    Raises:
+        InvalidInputError: one of a feature that the dictionary does not have.
+    """
+    named = feature_labels(labels)
+    unknown = [number for number in named if number >= read.features]
+    if unknown:
+        raise InvalidInputError(
+            f"labels: feature {unknown[0]} has one, and this {read.name} has {read.features} features, 0 to "
+            f"{read.features - 1}. Are they another dictionary's?"
+        )
+    return named
+
+
+def _check_fit(frozen: FrozenPass, read: DictionaryWeights, hook: str, any_model: bool) -> None:
+    """Refuse a dictionary of another width, dtype, device or model."""
+    x = frozen.resid_pre(0)
+    weight = read.W_enc
+    width = x.shape[-1]
+    for name, of in (("reads", read.W_enc.shape[0]), ("writes", read.W_dec.shape[1])):
+        if of != width:
+            raise InvalidInputError(
+                f"dictionary: this {read.name} {name} vectors of {of} numbers, {hook} of this "
+                f"{frozen.view.description} has {width}. Is it another model's?"
+            )
+    if weight.dtype != x.dtype or weight.device != x.device:
+        raise InvalidInputError(
+            f"dictionary: this {read.name} is {weight.dtype} on {weight.device}, the model's stream {x.dtype} on "
+            f"{x.device}. Convert one of them, such as dictionary.to({x.dtype})."
+        )
+    model_name = str(getattr(frozen.view.cfg, "model_name", "custom"))
+    if read.model_name is None or any_model or model_name in ("custom", "external", "native"):
+        return
+    if _plain_name(str(read.model_name)) != _plain_name(model_name):
+        raise InvalidInputError(
+            f"dictionary: this {read.name} was trained on {read.model_name!r}, and this model is {model_name!r}. Pass "
+            "any_model=True if the two belong together."
+        )
+
+
+def _check_place(frozen: FrozenPass, read: DictionaryWeights, hook: str, reads: ReadAt) -> None:
+    """Refuse a dictionary that says it reads another place; classes may give one place several names."""
+    if read.hook is None or read.hook == hook:
+        return
+    try:
+        expected = read_at(frozen, str(read.hook), mlp=read.transcodes)
+    except InvalidInputError:  # a name of another class of models
+        return
+    if expected.place != reads.place:
+        raise InvalidInputError(
+            f"hook={hook!r}: this {read.name} says that it belongs at {read.hook!r}. Leave hook out, or pass "
+            "any_model=True to read it elsewhere."
+        )
+
+
+def _plain_name(name: str) -> str:
+    """A model's name without its publisher; aliases of TransformerLens count as the model they stand for."""
+    try:
+        from transformer_lens.loading_from_pretrained import get_official_model_name
+
+        name = get_official_model_name(name)
+    except (ImportError, ValueError):
+        pass
+    return name.rsplit("/", 1)[-1].lower()

@@ -1,0 +1,794 @@
+"""The contribution graph: how a logit came about, node by node and position by position.
+
+Nodes are the token and position embeddings, every head, every MLP, every bias, and the target, each at each position.
+A node's *weight* is its contribution to the target through everything later: its output dotted with the target pulled
+back to it through the whole frozen model. The *edge* from a source to a node is the share of that contribution which
+entered the node through the source: pull the target back to the node's output, through the node alone to the residual
+stream, and dot with the source's output there. So
+
+* a node's incoming edges and its bias sum to its weight;
+* embeddings and biases (those that are sources, and those of the nodes) sum to the logit.
+
+An edge into a head comes from the source's position, so that it says which token was read; an edge out of a head
+mixes all that the head has read. ``sources=k`` splits each head at each query into a node for each of the k tokens
+that give most, ``L0H3←5``, and one for all others, ``L0H3.rest``: an edge out of one then belongs to one head and one
+source token. ``neurons=k`` splits each MLP at each position into its k largest neurons, ``MLP0.N17``, and the rest,
+``MLP0.rest``. A node's parts sum to it, edge by edge, and both sums above hold for the parts as they do for the whole.
+
+``dictionaries`` takes the stream apart where a sparse autoencoder stands: all that was written before ends in its
+active features, ``F12``, the error of its reconstruction, and b_dec; all that is later is fed by them. ``features=k``
+makes nodes of the k largest features at each position, and one node, ``F.rest``, of the others. With several
+dictionaries their nodes' names begin with the block after which each stands, ``L0.F12``, or, inside a block, with the
+block and how many of its steps come before, ``L0.1.F12``. Both sums hold as before, and a feature's weight is its score
+in `feature_effects`.
+
+Nothing is trained and nothing is approximated: attention patterns, activation ratios and norm scales are frozen. In a
+post-LN model what a source wrote goes through the norms of the residual stream before it enters a node. Whitening
+passes vectors on from position to position, so it is one node, which takes in all that was written before it.
+A mixer in place of attention (a state-space layer, a convolution) is one node with edges from every earlier position.
+
+An encoder–decoder is one stream, the encoder's positions and then the decoder's, and every node is at positions of its
+side. A head of cross-attention, ``L2.cross.H0``, stands at the decoder's positions; the edges into it come from the
+encoder's, through the norm after its last block and the head's values.
+
+Of the difference of two runs (`tensorlens_tl.passes.difference`) weights and edges are parts of the change of the
+target, and nothing is held: every head is three nodes, ``L0H3.v``, ``L0H3.q`` and ``L0H3.k``, what it gives because its
+values changed, and because its queries and keys changed where it attends. So an edge from one head to another's ``.k``
+says that the first tells the second where to look.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import checked_names, whole_number
+from tensorlens_tl.algebra import ZERO, AffineMap, Chain
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.positions import place
+from tensorlens_tl.circuits import graph_nodes
+from tensorlens_tl.circuits.arguments import Direction, RuleLike, Share, Whole
+from tensorlens_tl.circuits.graph_nodes import (
+    Choice,
+    Dictionaries,
+    FeatureSplit,
+    Node,
+    feature_splits,
+    row_of,
+    rows_alone,
+)
+from tensorlens_tl.circuits.stream import (
+    Pulled,
+    Step,
+    Stream,
+    StreamTarget,
+    Sublayer,
+    stream_target,
+    target_under,
+    token_pairs,
+)
+from tensorlens_tl.core import recordable
+from tensorlens_tl.errors import InvalidInputError, SizeError
+from tensorlens_tl.models import LayerRange, ModelView, Query, TokenLike
+from tensorlens_tl.passes import Difference, PassOrDifference, one_question
+from tensorlens_tl.passes.operator import target_ids
+from tensorlens_tl.results import ContributionGraph
+
+# ------------------------------------------------------------------ edges
+
+EDGE_BYTES = 256 * 2**20
+"""Bytes of edge weights that are looked at at once."""
+
+
+class Carried(NamedTuple):
+    """What the stream carries before a step.
+
+    Attributes:
+        outputs: what each source so far has written, carried to the stream there.
+        rows: their rows.
+    """
+
+    outputs: Float[Tensor, "source pos d_model"]
+    rows: Int[Tensor, "source"]
+
+    @property
+    def positions(self) -> Int[Tensor, "pos"]:
+        """0, 1, 2, …"""
+        return torch.arange(self.outputs.shape[1], device=self.outputs.device)
+
+    @property
+    def numbers(self) -> Int[Tensor, "source pos"]:
+        """The sources' numbers at every position."""
+        return self.rows[:, None] * self.outputs.shape[1] + self.positions
+
+
+@dataclass(eq=False)
+class Edges:
+    """The edges that are large beside the largest, and the size of all that enter each node.
+
+    Nodes have numbers: row · positions + position.
+
+    Attributes:
+        threshold: the share of the largest edge below which edges are left out.
+        most: how many there may be.
+        selection: nodes between which edges are kept, by their numbers, the target last; None for all. Of other
+            heads' edges nothing is computed.
+        entering: Σ abs of all edges into nodes, `[row, pos]`, by the first of the rows.
+        tables: sources, targets and weights of the edges so far.
+        largest: the size of the largest edge so far.
+        count: how many edges the tables hold.
+    """
+
+    reads_sources: ClassVar = True
+
+    threshold: float
+    most: int
+    selection: Bool[Tensor, "node"] | None = None
+    entering: dict[int, Tensor] = field(default_factory=dict)
+    tables: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    largest: float = 0.0
+    count: int = 0
+
+    def into_positionwise(
+        self,
+        sublayer: Sublayer,
+        nodes: list[Node],
+        first: int,
+        cotangent: Float[Tensor, "1 1 pos width"],
+        carried: Carried,
+    ) -> None:
+        """Edges into an MLP, its neurons or its experts: what was written at a position stays there.
+
+        Args:
+            sublayer: what the nodes belong to.
+            nodes: its nodes.
+            first: the first one's row.
+            cotangent: what the target becomes at the hidden vector, pulled back.
+            carried: the sources.
+        """
+        parts = sublayer.split(cotangent[0, 0])
+        reads = [sublayer.read_of(number) for number in range(len(nodes))]
+        if not any(len(node.chosen) for node in nodes):
+            alone = parts.unbind(1)
+            pulled = [read.pull(part[None, None])[:, 0] for read, part in zip(reads, alone, strict=True)]
+            self.into_rows(first, torch.cat(pulled), carried)
+            return
+        for number, (node, read) in enumerate(zip(nodes, reads, strict=True)):
+            for alone in rows_alone(parts[:, number], node.chosen):
+                self.into_rows(first, read.pull(alone[:, None])[:, 0], carried)
+                first += len(alone)
+
+    def into_rows(self, first: int, reads: Float[Tensor, "row pos d_model"], carried: Carried) -> None:
+        """Edges into nodes that take what was written at their position.
+
+        Args:
+            first: the first one's row.
+            reads: the target, pulled through each node to the stream.
+            carried: the sources.
+        """
+        outputs = carried.outputs
+        pos = outputs.shape[1]
+        at = carried.positions
+        if self.selection is not None:
+            at = at[self.selection[first * pos :][: len(reads) * pos].view(-1, pos).any(0)]
+            reads = reads[:, at]
+            outputs = outputs[:, at]
+        for part in reads.split(_at_once(max(outputs[..., 0].numel(), 1), outputs)):
+            weights = _products(part, outputs).permute(1, 2, 0)
+            self.entering[first] = part.new_zeros(len(part), pos)
+            self.entering[first][:, at] = weights.abs().sum(1)
+            rows = first + torch.arange(len(part), device=outputs.device)
+            self.add(carried.numbers[:, at], rows[:, None, None] * pos + at, weights)
+            first += len(part)
+
+    def into_heads(
+        self,
+        sublayer: Sublayer,
+        nodes: list[Node],
+        first: int,
+        cotangent: Float[Tensor, "1 1 pos width"],
+        carried: Carried,
+    ) -> None:
+        """Edges into heads, from every position that they read; arguments as in `into_positionwise`.
+
+        The fewer vectors are multiplied: the target pulled through each head at each query to what it reads, or the
+        values of all sources. Causal heads read from half of all pairs.
+        """
+        whole = not any(len(node.chosen) for node in nodes)
+        width = cotangent.shape[-1] // len(nodes) * sublayer.mixing.kv_heads
+        few = len(nodes) * carried.outputs.shape[1] <= 2 * width
+        if whole and (few or self.selection is not None):
+            reads = [sublayer.read_of(number) for number in range(len(nodes))]
+            self.into_mixing(first, reads, sublayer.split(cotangent[0, 0]).unbind(-2), carried)
+            return
+        outputs = carried.outputs
+        pos = outputs.shape[1]
+        at = carried.positions
+        mixing = sublayer.mixing
+        pattern = mixing.pattern[0]
+        read = Chain(sublayer.read.stages[:-1])
+        values = rearrange(read.push(outputs[:, None])[:, 0], "m k (kv d) -> kv m k d", kv=mixing.kv_heads)
+        head_cotangents = sublayer.split(cotangent[0, 0])
+        at_once = _at_once(pos * pos, outputs)
+        for head, node in enumerate(nodes):
+            rows = first + row_of(node.chosen, pos)  # which row a source token's share goes to, [query, key]
+            ends = rows * pos + at[:, None]
+            entering = torch.zeros(len(node.weights), pos).to(outputs)
+            head_values = values[head // (len(nodes) // mixing.kv_heads)]
+            for start in range(0, len(outputs), at_once):
+                part = slice(start, start + at_once)
+                # [source, query, key]
+                weights = pattern[head] * (head_cotangents[:, head] @ head_values[part].mT)
+                entering.T.scatter_add_(1, rows - first, weights.abs().sum(0).to(entering))
+                self.add(carried.numbers[part, None], ends, weights)
+            self.entering[first] = entering
+            first += len(entering)
+
+    def into_mixing(
+        self,
+        first: int,
+        reads: Sequence[AffineMap],
+        cotangents: Sequence[Float[Tensor, "pos _width"]],
+        carried: Carried,
+    ) -> None:
+        """Edges from every position into whole nodes that mix positions, all nodes of a sublayer in one product.
+
+        Args:
+            first: the first one's row.
+            reads: what each of them reads.
+            cotangents: what the target becomes at each, pulled back.
+            carried: the sources.
+        """
+        outputs = carried.outputs
+        pos = outputs.shape[1]
+        at = carried.positions
+        wanted = torch.ones(len(reads), pos, dtype=torch.bool, device=outputs.device)
+        if self.selection is not None:
+            wanted = self.selection[first * pos :][: len(reads) * pos].view(-1, pos)
+        self.entering[first] = torch.zeros(len(reads), pos).to(outputs)
+        nodes = wanted.any(1).nonzero()[:, 0]
+        queries = at[wanted.any(0)]
+        if not len(nodes):
+            return
+        width = max(cotangent.shape[1] for cotangent in cotangents)
+        at_once = _at_once((len(outputs) + 3 * width) * pos, outputs)
+        together = max(1, at_once // len(queries))
+        for some in nodes.split(together):
+            for part in queries.split(at_once):
+                rows: list[Tensor] = []
+                for node in some.tolist():
+                    vectors = cotangents[node][part] * wanted[node, part, None]
+                    alone = place(vectors[:, None], part[:, None], cotangents[node][None])
+                    rows.append(reads[node].pull(alone)[:, 0])
+                # [node, source, query, key]
+                weights = _mixed_products(torch.cat(rows), outputs).unflatten(0, (len(some), -1)).transpose(1, 2)
+                self.entering[first][some[:, None], part] = weights.abs().sum((1, 3))
+                ends = (first + some[:, None]) * pos + part
+                self.add(carried.numbers[:, None], ends[:, None, :, None], weights)
+
+    def add(self, source: Tensor, target: Tensor, weights: Tensor) -> None:
+        """Add the edges that are large enough; numbers of nodes broadcast to `weights`."""
+        if not weights.numel():
+            return
+        sizes = weights.abs()
+        if self.selection is not None:
+            sizes = sizes * (self.selection[source] & self.selection[target])
+        self.largest = max(self.largest, float(sizes.max()))
+        least = self.threshold * self.largest
+        large = (sizes >= least if least > 0 else sizes > 0).nonzero(as_tuple=True)
+        self.tables.append((source.expand_as(weights)[large], target.expand_as(weights)[large], weights[large]))
+        self.count += len(self.tables[-1][2])
+        if self.count > 4 * self.most:
+            self._leave_small()  # the largest edge may come late, and with it what the threshold means
+            self._check_count(4 * self.most)
+
+    def table(self) -> tuple[Int[Tensor, "edge"], Int[Tensor, "edge"], Float[Tensor, "edge"]]:
+        """Sources, targets and weights of the edges that are large enough.
+
+        Raises:
+            SizeError: they are more than `most`.
+        """
+        self._leave_small()
+        self._check_count(self.most)
+        source, target, weight = self.tables[0]
+        return source.cpu(), target.cpu(), upcast(weight).cpu()
+
+    def _check_count(self, most: int) -> None:
+        if self.count > most:
+            raise SizeError(
+                f"contribution_graph: more than {most:,} edges are at least {self.threshold:g} of the largest "
+                f"so far. Raise threshold={self.threshold:g}, shorten the prompt, or raise "
+                "tensorlens_tl.circuits.graph.MOST_EDGES."
+            )
+
+    def _leave_small(self) -> None:
+        source, target, weights = (torch.cat(column) for column in zip(*self.tables, strict=True))
+        large = weights.abs() >= self.threshold * self.largest
+        self.tables = [(source[large], target[large], weights[large])]
+        self.count = len(self.tables[0][2])
+
+
+class NoEdges(Edges):
+    """No edges: for a walk that only weighs the nodes, and need not carry what they write."""
+
+    reads_sources: ClassVar = False
+
+    def into_positionwise(self, *_: Any, **__: Any) -> None:
+        """Nothing."""
+
+    into_rows = into_heads = into_mixing = add = into_positionwise
+
+
+def _products(
+    reads: Float[Tensor, "row pos d_model"], outputs: Float[Tensor, "source pos d_model"]
+) -> Float[Tensor, "pos row source"]:
+    """Of every read and every output at a position; where an einsum would copy all outputs for each node."""
+    return reads.transpose(0, 1) @ outputs.permute(1, 2, 0)
+
+
+def _mixed_products(
+    reads: Float[Tensor, "row pos d_model"], outputs: Float[Tensor, "source pos d_model"]
+) -> Float[Tensor, "row source pos"]:
+    """Of every read and every output at each position; of reads that are zero there, as after a query, none."""
+    products = reads.new_zeros(reads.shape[1], len(reads), len(outputs))
+    live = reads.any(-1).T
+    for position, rows in enumerate(live):
+        products[position, rows] = reads[rows, position] @ outputs[:, position].T
+    return products.permute(1, 2, 0)
+
+
+def _at_once(numbers: int, like: Tensor) -> int:
+    """How many rows of so many numbers are looked at at once."""
+    return max(1, EDGE_BYTES // (numbers * like.element_size()))
+
+
+# ------------------------------------------------------------------ the walk through the steps of a stream
+
+
+def kind_of_split(sublayer: Sublayer) -> str:
+    """What a sublayer's nodes are split into: heads by source, MLPs by neuron."""
+    if sublayer.letter and not sublayer.is_attention:  # a head's part that mixes no values
+        return ""
+    return {"head": "sources", "mlp": "neurons"}.get(sublayer.node_kind, "")
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """One node at every position, or one part of a node; `numbers` are the parts', −1 where there is none.
+
+    `side` are the only positions that it can be at, of an encoder–decoder those of one side.
+    """
+
+    name: str
+    kind: str
+    layer: int
+    weights: Float[Tensor, "pos"]
+    biases: Float[Tensor, "pos"]
+    numbers: Int[Tensor, "pos"] | None = None
+    side: tuple[int, int] | None = None
+
+    @property
+    def parts(self) -> Int[Tensor, "pos"]:
+        """The parts' numbers, −1 where the node is whole."""
+        if self.numbers is not None:
+            return self.numbers
+        return torch.full_like(self.weights, -1, dtype=torch.long)
+
+    @property
+    def exists(self) -> Bool[Tensor, "pos"]:
+        """Where there is a node."""
+        if self.numbers is not None:
+            return self.numbers >= 0
+        exists = torch.ones_like(self.weights, dtype=torch.bool)
+        if self.side is None:
+            return exists
+        start, stop = self.side
+        exists[:start] = False
+        exists[stop:] = False
+        return exists
+
+    @property
+    def names(self) -> list[str]:
+        """Its name at every position."""
+        if self.numbers is None:
+            return [self.name] * len(self.weights)
+        return [f"{self.name}{part}" for part in self.numbers.tolist()]
+
+
+@dataclass(eq=False)
+class GraphBuilder:
+    """Walks the steps forwards with every source's output, and collects nodes and edges.
+
+    `carried` are the rows whose outputs the stream still carries, directly, to the stream before the current step;
+    `prepared` are the nodes of sublayers, in their order, those of an earlier walk included.
+    """
+
+    readout: StreamTarget
+    pulled: Pulled
+    edges: Edges
+    choices: dict[str, Choice]
+    splits: dict[int, FeatureSplit] = field(default_factory=dict[int, FeatureSplit])
+    rows: list[_Row] = field(default_factory=list)
+    carried: list[int] = field(default_factory=list)
+    prepared: dict[int, list[Node]] = field(default_factory=dict[int, "list[Node]"])
+
+    def graph(self, prediction: dict[str, Any]) -> ContributionGraph:
+        """The whole graph."""
+        return self._tables(self.walk(), prediction)
+
+    def walk(self) -> Float[Tensor, "source pos"]:
+        """All rows and their edges; what each source that is still carried adds to the target itself."""
+        stream = self.readout.stream
+        sources = stream.sources()
+        outputs = upcast(torch.stack([part[0] for part in sources.values()]))
+        for name, weights in zip(sources, (outputs * self.pulled.stream[0][0, 0]).sum(-1), strict=True):
+            self.carried.append(self._add(name, "embedding", -1, weights))
+        for number, step in enumerate(stream.steps):
+            if number in self.splits:
+                outputs = self._features(self.splits[number], outputs)
+            if step.outer.mixes:
+                outputs = self._through(number, outputs)
+                continue
+            written = list[Tensor]()
+            before = len(self.rows)
+            x = upcast(stream.x[number])
+            for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
+                written += self._sublayer(step, sublayer, x, upcast(hidden), self.pulled.sums[number], outputs)
+            for name, bias in [(name, bias) for name, bias, within in step.biases if within]:
+                written.append(self._bias(name, step, bias, self.pulled.sums[number]))
+            if self.edges.reads_sources:
+                outputs = torch.cat([outputs, *written])
+            outputs = step.outer.push(outputs[:, None])[:, 0]
+            for name, bias, within in step.biases:
+                if not within:
+                    cotangent = self.pulled.stream[number + 1]
+                    outputs = torch.cat([outputs, self._bias(name, step, bias, cotangent)])
+            self.carried += range(before, len(self.rows))
+        if len(stream.steps) in self.splits:
+            outputs = self._features(self.splits[len(stream.steps)], outputs)
+        return (outputs * self.pulled.stream[-1][0, 0]).sum(-1)
+
+    def largest(self, count: int) -> Bool[Tensor, "node"]:
+        """Which nodes have the largest weights, by their numbers; the target, the last, is one of them."""
+        sizes = torch.stack([row.weights.abs().masked_fill(~row.exists, -1) for row in self.rows]).flatten()
+        selection = torch.zeros(len(sizes) + 1, dtype=torch.bool, device=sizes.device)
+        selection[sizes.topk(min(count, len(sizes))).indices] = True
+        selection[-1] = True
+        return selection
+
+    def _tables(self, final: Float[Tensor, "source pos"], prediction: dict[str, Any]) -> ContributionGraph:
+        import pandas as pd
+
+        query = int(self.readout.positions)
+        total = self.readout.total[0, 0]
+        constant = self.readout.constant[0, 0]
+        pos = final.shape[1]
+        count = len(self.rows)
+        tokens = prediction["tokens"]
+        final = final[:, query]
+        carried = torch.tensor(self.carried, device=final.device)
+        self.edges.add(carried * pos + query, torch.full_like(carried, count * pos), final)
+        weights = torch.stack([row.weights for row in self.rows])
+        biases = torch.stack([row.biases.to(weights) for row in self.rows])
+        numbers = torch.stack([row.parts for row in self.rows]).cpu()
+        entering = torch.zeros_like(weights)
+        for first, amounts in self.edges.entering.items():
+            entering[first : first + len(amounts)] = amounts
+        sources = torch.tensor([row.kind in ("embedding", "bias") for row in self.rows])
+        reached = [float(final.sum() + constant), float(weights[sources].sum() + biases[~sources].sum() + constant)]
+        size = float(final.abs().sum() + constant.abs())
+        size = max(size, torch.finfo(weights.dtype).tiny)
+        gap = max(abs(value - float(total)) for value in reached) / size
+        names = [name for row in self.rows for name in row.names]
+        nodes = pd.DataFrame(
+            {
+                "name": [*names, "target"],
+                "kind": [*(row.kind for row in self.rows for _ in range(pos)), "target"],
+                "layer": [*(row.layer for row in self.rows for _ in range(pos)), -1],
+                "pos": [*list(range(pos)) * count, query],
+                "token": [*list(tokens) * count, tokens[query]],
+                "part": [*numbers.flatten().tolist(), -1],
+                "weight": [*weights.flatten().tolist(), float(total)],
+                "bias": [*biases.flatten().tolist(), float(constant)],
+                "entering": [*entering.flatten().tolist(), float(final.abs().sum())],
+            }
+        )
+        exists = torch.cat([*(row.exists.cpu() for row in self.rows), torch.tensor([True])])
+        if self.edges.selection is not None:
+            exists &= self.edges.selection.cpu()
+        source, end, weight = self.edges.table()
+        renumbered = exists.cumsum(0) - 1
+        edges = pd.DataFrame(
+            {"source": renumbered[source].numpy(), "target": renumbered[end].numpy(), "weight": weight.numpy()}
+        )
+        graph = ContributionGraph(
+            nodes.loc[exists.numpy()].reset_index(drop=True), edges, self.readout.label, float(total), float(constant),
+            gap, self.readout.soft_cap, **prediction, labels=self._labels(names),
+        )  # fmt: skip
+        return self.readout.stream.frozen.checked(graph, float(self.readout.noise) / size)
+
+    def _labels(self, names: Sequence[str]) -> dict[str, str]:
+        """What the graph's features are called, by the names of their nodes."""
+        labels = {
+            f"{split.prefix}F{number}": label
+            for split in self.splits.values()
+            for number, label in split.features.labels.items()
+        }
+        return {name: labels[name] for name in dict.fromkeys(names) if name in labels}
+
+    def _add(
+        self,
+        name: str,
+        kind: str,
+        layer: int,
+        weights: Float[Tensor, "pos"],
+        biases: Float[Tensor, "pos"] | None = None,
+        numbers: Int[Tensor, "pos"] | None = None,
+        side: tuple[int, int] | None = None,
+    ) -> int:
+        if biases is None:
+            biases = torch.zeros_like(weights)
+        self.rows.append(_Row(name, kind, layer, weights, biases, numbers, side))
+        return len(self.rows) - 1
+
+    def _carried(self, outputs: Float[Tensor, "source pos d_model"]) -> Carried:
+        return Carried(outputs, torch.tensor(self.carried, device=outputs.device))
+
+    def _bias(self, name: str, step: Step, bias: Tensor, cotangent: Tensor) -> Float[Tensor, "1 pos d_model"]:
+        bias = bias.expand_as(cotangent[0])
+        self._add(name, "bias", step.layer, (bias * cotangent[0])[0].sum(-1), side=step.side)
+        return bias
+
+    def _sublayer(
+        self,
+        step: Step,
+        sublayer: Sublayer,
+        x: Float[Tensor, "1 pos d_model"],
+        hidden: Float[Tensor, "1 pos width"],
+        g: Float[Tensor, "1 1 pos d_model"],
+        outputs: Float[Tensor, "source pos d_model"],
+    ) -> list[Float[Tensor, "_row pos d_model"]]:
+        """A sublayer's nodes with their edges, and what each of them wrote."""
+        cotangent = sublayer.write.pull(g)
+        first = len(self.rows)
+        if first not in self.prepared:
+            self.prepared[first] = self._nodes(sublayer, x, hidden, cotangent)
+        nodes = self.prepared[first]
+        for node in nodes:
+            for (name, kind, numbers), weights, biases in zip(node.rows, node.weights, node.biases, strict=True):
+                self._add(name, kind, sublayer.layer, weights, biases, numbers, step.side)
+        self._check_count(x.shape[1], sublayer.layer)
+        carried = self._carried(outputs)
+        if sublayer.has_pattern:
+            self.edges.into_heads(sublayer, nodes, first, cotangent, carried)
+        elif sublayer.read.mixes:
+            reads = [sublayer.read_of(number) for number in range(len(nodes))]
+            self.edges.into_mixing(first, reads, sublayer.split(cotangent[0, 0]).unbind(-2), carried)
+        else:
+            self.edges.into_positionwise(sublayer, nodes, first, cotangent, carried)
+        return [node.outputs for node in nodes]
+
+    def _nodes(self, sublayer: Sublayer, x: Tensor, hidden: Tensor, cotangent: Tensor) -> list[Node]:
+        """A sublayer's nodes, whole or in the parts that were chosen."""
+        choice = self.choices.get(kind_of_split(sublayer))
+        if choice is None:
+            return graph_nodes.whole(sublayer, hidden, cotangent)
+        if sublayer.is_attention:
+            return graph_nodes.sources(sublayer, x, cotangent, choice)
+        return graph_nodes.neurons(sublayer, hidden, cotangent, choice)
+
+    def _check_count(self, pos: int, layer: int) -> None:
+        most = graph_nodes.MOST_NODES
+        if len(self.rows) * pos > most:
+            raise SizeError(
+                f"contribution_graph: more than {most:,} nodes up to layer {layer}. Ask for fewer neurons=, "
+                "sources= or features=, shorten the prompt, or raise tensorlens_tl.circuits.graph_nodes.MOST_NODES."
+            )
+
+    def _features(
+        self, split: FeatureSplit, outputs: Float[Tensor, "source pos d_model"]
+    ) -> Float[Tensor, "row pos d_model"]:
+        """A dictionary's nodes: all that was written before ends there."""
+        choice = self.choices.get("features")
+        first = len(self.rows)
+        chosen = split.chosen(choice)
+        rest = choice is not None
+        for row in split.rows(chosen, rest):
+            self._add(row.name, row.kind, split.layer, row.weights, row.biases, row.numbers)
+        self._check_count(outputs.shape[1], split.layer)
+        row = first
+        carried = self._carried(outputs)
+        for reads in split.reads(chosen, rest):
+            self.edges.into_rows(row, reads, carried)
+            row += len(reads)
+        self.carried = list(range(first, len(self.rows)))
+        return split.outputs(chosen, rest)
+
+    def _through(self, number: int, outputs: Float[Tensor, "source pos d_model"]) -> Float[Tensor, "1 pos d_model"]:
+        """A step that mixes positions (whitening) as a node at every position: all that was written before ends there.
+
+        Only so does an edge keep the position that it comes from.
+        """
+        step = self.readout.stream.steps[number]
+        cotangent = self.pulled.stream[number + 1][0, 0]
+        output = self.readout.stream.x[number + 1][0]
+        biases = None
+        if step.outer.bias is not ZERO:  # what changed weights of it add
+            biases = (cotangent * step.outer.bias[0]).sum(-1)
+        row = self._add(step.outer_name, "whitening", step.layer, (cotangent * output).sum(-1), biases)
+        self.edges.into_mixing(row, [step.outer], [cotangent], self._carried(outputs))
+        self.carried = [row]
+        return output[None]
+
+
+# ------------------------------------------------------------------ the graph
+
+MOST_EDGES = 2_000_000
+"""Edges a graph may keep."""
+
+
+@recordable()
+@checked_names
+@one_question
+def contribution_graph(
+    frozen: PassOrDifference,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    threshold: Any = 0.01,
+    nodes: Whole | None = None,
+    neurons: Share = None,
+    sources: Share = None,
+    dictionaries: Dictionaries = None,
+    features: Share = None,
+    query: Query = -1,
+    direction: Direction = None,
+    layers: LayerRange = None,
+    final_norm: bool | None = None,
+    activation: str = "ratio",
+    rule: RuleLike = None,
+) -> ContributionGraph:
+    """The contribution graph of one logit of one prompt.
+
+    Args:
+        frozen: a pass of one prompt, or the difference of two.
+        target, minus, direction, layers, final_norm: as in `logit_attribution`.
+        threshold: edges smaller than this share of the largest edge are left out (0 keeps all but exact zeros); nodes
+            keep their weights, and `ContributionGraph.completeness` says what the kept edges carry.
+        nodes: only so many, those of the largest abs(weight), and the edges between them: a large model's graph in a
+            fraction of the time. What enters them from others is counted in ``entering``. None gives every node.
+        neurons: split MLPs into neurons: an integer, so many at each position of each MLP, the largest; or a number
+            below 1, all whose abs(weight) is at least this share of the largest neuron's. None leaves MLPs whole.
+        sources: split heads by the token they read, in the same way: so many for each head and query, or all that are
+            at least this share of the largest. None leaves heads whole. Mixers have no pattern and stay whole.
+        dictionaries: the active features of a sparse autoencoder, or of several, in this pass, from
+            `tensorlens_tl.circuits.features`. Each takes the residual stream apart at its place; one place takes one.
+        features: which active features become nodes, in the same way: so many at each position, or all that are at
+            least this share of the largest. None makes a node of each.
+        query: one position; see `tensorlens_tl.passes.inputs.query_positions`.
+        activation: the rule for MLPs.
+        rule: what stands in place of the frozen model: one of ``tlens.list_rules()``, or a `Rule`. Where it lets
+            patterns respond, a head is three nodes, as in a difference; what a node adds besides its linear map is its
+            bias. Without `sources` and `dictionaries`.
+
+    Raises:
+        InvalidInputError: several prompts or queries, a threshold outside [0, 1], nodes below 1, neurons, sources or
+            features that are neither a number of them nor a share, features without dictionaries, dictionaries of
+            another pass, outside the layers or two at one place, transcoders (`feature_effects` takes them), and what
+            `logit_attribution` refuses.
+        UnsupportedModelError: neurons of a mixture of experts.
+        SizeError: more than `MOST_NODES` nodes, or more than `MOST_EDGES` edges would be kept.
+
+    >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
+    >>> graph.gap < 1e-4
+    True
+    """
+    check_options(threshold, neurons, sources, features)
+    strongest = None
+    if nodes is not None:
+        strongest = whole_number("contribution_graph: nodes", nodes, 1)
+    if features is not None and dictionaries in (None, [], ()):
+        raise InvalidInputError(f"features={features!r}: there are none without dictionaries=.")
+    readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
+    if rule is not None and (sources is not None or dictionaries not in (None, [], ())):
+        raise InvalidInputError(
+            "contribution_graph(rule=): heads are split by source token, and features read, in the frozen model alone. "
+            "Leave sources and dictionaries out, or rule."
+        )
+    readout = target_under(readout, rule, "contribution_graph", activation, neurons=neurons is not None)
+    if len(frozen.tokens) != 1:
+        raise InvalidInputError(f"contribution_graph: the pass has {len(frozen.tokens)} prompts; freeze one.")
+    if neurons is not None:
+        for layer in readout.stream.layers:
+            frozen.view.blocks[layer].require_dense_mlp()
+    pulled = readout.stream.pull(upcast(readout.seed))
+    split = {"neurons": neurons, "sources": sources}
+    choices = {name: _choice(readout.stream, pulled, name, value) for name, value in split.items() if value is not None}
+    splits = feature_splits(dictionaries, readout.stream, pulled)
+    if features is not None:
+        largest = max(
+            (float(split.weights.abs().max()) for split in splits.values() if len(split.weights)), default=0.0
+        )
+        choices["features"] = _of_largest("features", features, largest)
+    edges = Edges(float(threshold), MOST_EDGES)
+    builder = GraphBuilder(readout, pulled, edges, choices, splits)
+    if strongest is not None:
+        weighed = GraphBuilder(readout, pulled, NoEdges(0.0, MOST_EDGES), choices, splits)
+        weighed.walk()
+        edges.selection = weighed.largest(strongest)
+        builder.prepared = weighed.prepared
+    return builder.graph(_prediction(readout, target, minus))
+
+
+def check_options(threshold: Any, neurons: Share, sources: Share, features: Share = None) -> None:
+    """Raise `InvalidInputError` for options that `contribution_graph` refuses, before there is a pass."""
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
+        raise InvalidInputError(f"threshold={threshold!r}: a share of the largest edge, from 0 to 1.")
+    for name, value in {"neurons": neurons, "sources": sources, "features": features}.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and (0 < value < 1 or (isinstance(value, int) and value >= 1))):
+            raise InvalidInputError(
+                f"{name}={value!r}: a whole number of them at each position, 1 or more, or a share of the largest, "
+                "above 0 and below 1."
+            )
+
+
+def _choice(stream: Stream, pulled: Pulled, name: str, value: int | float) -> Choice:
+    """Which neurons or source tokens become nodes; for a share, all are looked at for the largest."""
+    largest = 0.0
+    if value >= 1:
+        return _of_largest(name, value, largest)
+    for number, step in enumerate(stream.steps):
+        for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
+            if kind_of_split(sublayer) != name:
+                continue
+            cotangent = sublayer.write.pull(pulled.sums[number])
+            shares = cotangent[0] * hidden
+            if sublayer.is_attention:
+                shares = token_pairs(sublayer, stream.x[number], cotangent)
+            largest = max(largest, float(shares.abs().max()))
+    return _of_largest(name, value, largest)
+
+
+def _of_largest(name: str, value: int | float, largest: float) -> Choice:
+    """So many, or all that are at least a share of the largest."""
+    if value >= 1:
+        return Choice(name, graph_nodes.MOST_NODES, int(value))
+    return Choice(name, graph_nodes.MOST_NODES, sys.maxsize, value * largest)
+
+
+def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike) -> dict[str, Any]:
+    """What others' formats say about the model and its prediction besides the graph."""
+    frozen = readout.stream.frozen
+    (query,) = readout.positions[0].tolist()
+    view = frozen.view
+    token_ids: list[int] = []
+    if not frozen.tokens.is_floating_point():
+        token_ids = frozen.tokens[0].tolist()
+    facts: dict[str, Any] = {
+        "tokens": list(frozen.str_tokens[0]),
+        "token_ids": token_ids,
+        "n_layers": frozen.n_layers,
+        "d_vocab": _vocabulary(view),
+        "provenance": frozen.provenance(),
+    }
+    if target is not None and minus is None and view.unembedding is not None:
+        run = frozen.a if isinstance(frozen, Difference) else frozen
+        logits = upcast(view.logits(run.unembedded()[0, query]))
+        token = int(target_ids(frozen, readout.positions, target)[0])
+        facts["token_id"] = token
+        if view.has_probabilities:
+            facts["probability"] = float(logits.softmax(-1)[token])
+    return facts
+
+
+def _vocabulary(view: ModelView) -> int:
+    """How many tokens or classes the logits are of."""
+    if view.unembedding is None:
+        return 0
+    return view.unembedding[0].shape[1]

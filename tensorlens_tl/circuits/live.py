@@ -1,0 +1,599 @@
+"""Runs of the live model with nodes changed, one in each copy of the prompts, and its gradients at nodes.
+
+A node is a part of what the model has at a hook point: a head's vector, a neuron, the whole of an MLP. It is taken
+away, or given another value. An expert that no hook point shows is taken away where it is called. Gradients of a target
+at nodes are the model's own, or those of a rule.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from tensorlens_tl.algebra import Beside
+from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.numerics import refuse_nan
+from tensorlens_tl.algebra.positions import widened
+from tensorlens_tl.circuits.stream import StreamTarget, Sublayer
+from tensorlens_tl.core import Rule, refuse_other_functions, ruled
+from tensorlens_tl.errors import NumericalError, UnsupportedModelError
+from tensorlens_tl.hooks import CallChange, CallPoint, FwdHook, capture, changed_calls, in_this_thread, run_until
+from tensorlens_tl.models.parameters import saved_by_name
+from tensorlens_tl.models.sublayers import ExpertsWeights, Routing
+from tensorlens_tl.passes import FrozenPass, PassLike, note_rounding
+from tensorlens_tl.passes.live import Copies, EarlierLayers, prove_obedience, repeated
+
+# ------------------------------------------------------------------ the target of a live run
+
+
+class LiveTarget:
+    """A target of the live model.
+
+    Attributes:
+        readout: the target of the pass.
+        frozen: the pass.
+        question: the function that was called, for messages.
+        earlier: the layers that a change need not compute again.
+        seen: what the model gave at some hook points in the run that compares its number with the pass's.
+
+    Args:
+        readout, question: as above.
+        points: those hook points besides those that the target reads.
+
+    Raises:
+        UnsupportedModelError: the model ignores hooks.
+        FrozenModelError: it is no longer that of the pass, gives another number now, or a frozen pass is attached to
+            it.
+    """
+
+    def __init__(self, readout: StreamTarget, question: str, points: Sequence[str] = ()) -> None:
+        self.readout = readout
+        self.frozen = readout.stream.run
+        self.question = question
+        self.earlier = EarlierLayers(self.frozen.capture)
+        self._model = self.frozen.live(question)
+        read = readout.read_of(self.frozen.activation)
+        activations = torch.take_along_dim(read, readout.positions[..., None], dim=1)
+        sizes = activations.norm(dim=-1).to(readout.vectors) * readout.vectors.norm(dim=-1)
+        # a difference of two logits may be small beside the rounding of the logits themselves
+        rounding = 32 * torch.finfo(activations.dtype).eps / activations.shape[-1] ** 0.5
+        self._scale = max(float(readout.total.abs().max()), rounding / self._model.tolerance * float(sizes.max()))
+        with self.earlier.seen():
+            self.seen = self.run_of(self.frozen, points)
+        error = self._error(self.number(self.seen)[0])
+        self._model.refuse(error, f"they differ by {error:.1e}")
+        prove_obedience(self.frozen.maps)  # after the number: a hook put on since would look like disobedience
+
+    def numbers(self, copies: int, hooks: Sequence[FwdHook]) -> Float[Tensor, "copy batch query"]:
+        """The number in one run of copies of the prompts, as hooks make it.
+
+        Args:
+            copies: how many there are.
+            hooks: what changes them.
+        """
+        names = self.readout.points
+        inputs = repeated(self.frozen.inputs, copies)
+        activations, _ = capture(self.frozen.model, inputs, names, hooks=hooks, last=names[-1])
+        return self.number(activations, copies)
+
+    def run_of(self, frozen: FrozenPass, points: Sequence[str]) -> dict[str, Tensor]:
+        """What the model gives for the prompts of a pass at hook points, and where the target reads it, the last."""
+        names = list(dict.fromkeys([*points, *self.readout.points]))
+        return capture(frozen.model, frozen.inputs, names, last=self.readout.points[-1])[0]
+
+    def number(self, activations: Mapping[str, Tensor], copies: int = 1) -> Float[Tensor, "copy batch query"]:
+        """The number of what copies of some prompts have at the hook points where the target reads it."""
+        return self.readout.number_of(lambda name: self._by_copy(activations[name], copies))
+
+    def _by_copy(self, activations: Float[Tensor, "..."], copies: int) -> Float[Tensor, "copy batch some d_model"]:
+        """Activations of copies of the prompts; a classifier's head is given one vector for each prompt."""
+        return activations.reshape(copies, len(self.frozen.tokens), -1, activations.shape[-1])
+
+    def changed(
+        self,
+        changes: int,
+        run: Callable[[Copies], Float[Tensor, "copy batch query"]],
+        memory: Memory,
+        title: str,
+    ) -> Iterator[tuple[range, Float[Tensor, "change batch query"]]]:
+        """The number under each of some changes; see `LiveModel.changed`."""
+        return self._model.changed(changes, run, self._error, self._bytes_per_copy, memory, title)
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether a run may begin at the first layer that a change reaches: nobody's hooks count on the others."""
+        return self.earlier.may_be_skipped and not self._model.alone
+
+    def only_what_is_read(self) -> AbstractContextManager[None]:
+        """Inside, the last layer's MLP is computed at the queries alone, where that saves something."""
+        positions = self.readout.positions
+        if positions.shape[1] >= self.frozen.tokens.shape[1] or self.frozen.sides is not None:
+            return nullcontext()
+        return self.earlier.narrowed(self.readout.stream.layers.stop - 1, positions)
+
+    def gives_its_number(self, numbers: Float[Tensor, "batch query"]) -> bool:
+        """Whether a copy that is left as it is gives the pass's number."""
+        return self._error(numbers) <= self._model.tolerance
+
+    def check_other(self, other: Float[Tensor, "batch query"], held: Float[Tensor, "batch query"]) -> None:
+        """Refuse a run of other prompts that gives another number than their pass holds."""
+        error = float((other - held).abs().max()) / max(self._scale, float(held.abs().max()))
+        self._model.refuse(error, f"of the corrupted prompts they differ by {error:.1e}")
+
+    def _error(self, numbers: Float[Tensor, "batch query"]) -> float:
+        tiny = torch.finfo(self.readout.total.dtype).tiny
+        return float((numbers - self.readout.total).abs().max()) / max(self._scale, tiny)
+
+    @property
+    def _bytes_per_copy(self) -> int:
+        """About what one copy of the prompts allocates in a run."""
+        stream = self.readout.stream
+        x = stream.x[0]
+        heads = max((len(step.nodes) for step in stream.steps), default=1)
+        per_position = 2 * x.shape[2] + stream.widest + heads * x.shape[1]
+        return 4 * x.shape[0] * x.shape[1] * per_position * x.element_size()
+
+
+# ------------------------------------------------------------------ experts taken away
+
+
+class Expert(NamedTuple):
+    """One expert of a mixture; without a `number`, what a module of the mixture gives: the shared one, or all."""
+
+    mixture: ExpertsWeights
+    number: int | None
+    module: nn.Module | None = None
+
+
+def without_experts(experts: Sequence[tuple[int, Expert]], copies: int, tokens: Tensor) -> list[CallChange]:
+    """The calls that take experts away, each in its copy: it counts nothing for the tokens that are sent there.
+
+    Args:
+        experts: the copy of each, and the expert.
+        copies: how many copies of the prompts there are.
+        tokens: the prompts.
+    """
+    changes: list[CallChange] = []
+    mixtures = {id(expert.mixture): expert.mixture for _, expert in experts}
+    for mixture in mixtures.values():
+        dropped = torch.zeros(copies, mixture.count, dtype=torch.bool, device=tokens.device)
+        present: dict[nn.Module, Tensor] = {}
+        for copy, expert in experts:
+            if expert.mixture is not mixture:
+                continue
+            if expert.number is not None:
+                dropped[copy, expert.number] = True
+            elif expert.module is not None:
+                ones = torch.ones(copies, 1, dtype=torch.bool, device=tokens.device)
+                present.setdefault(expert.module, ones)[copy] = False
+        if bool(dropped.any()) and mixture.routing.shown:
+            changes += _silenced(mixture, dropped)
+        elif bool(dropped.any()):
+            point = CallPoint(mixture.routing.module, mixture.routing.weight)
+            changes.append(CallChange(point, partial(_routed_elsewhere, routing=mixture.routing, dropped=dropped)))
+        for module, copies_with in present.items():
+            change = partial(_without_module, present=copies_with, positions=tokens.numel())
+            changes.append(CallChange(CallPoint(module, "output"), change))
+    return changes
+
+
+def _silenced(mixture: ExpertsWeights, dropped: Bool[Tensor, "copy expert"]) -> Iterator[CallChange]:
+    """What takes experts away where each is a module by itself: it gives nothing for the tokens of its copies.
+
+    Its share is not taken away in the weights: they are normalised, and the model would choose another expert.
+    """
+    sent: dict[str, Tensor] = {}
+
+    def note(arguments: Mapping[str, Any], index: Int[Tensor, "token choice"]) -> Tensor:
+        sent["index"] = index
+        return index
+
+    def silence(arguments: Mapping[str, Any], output: Float[Tensor, "row d"], number: int) -> Float[Tensor, "row d"]:
+        index = sent["index"]
+        _, token = index.T.eq(number).nonzero(as_tuple=True)  # in the order of the packed tokens
+        of_token = dropped[:, number].to(output.device).repeat_interleave(len(index) // len(dropped))
+        return output.masked_fill(of_token[token.to(output.device), None], 0)
+
+    yield CallChange(CallPoint(getattr(mixture.module, mixture.routing.index), "output"), note)
+    for number in dropped.any(0).nonzero()[:, 0].tolist():
+        yield CallChange(CallPoint(mixture.modules[number], "output", optional=True), partial(silence, number=number))
+
+
+def _routed_elsewhere(
+    arguments: Mapping[str, Any],
+    weight: Float[Tensor, "token choice"],
+    routing: Routing,
+    dropped: Bool[Tensor, "copy expert"],
+) -> Float[Tensor, "token choice"]:
+    """What each choice counts, zero for the experts that a token's copy is without."""
+    of_token = dropped.to(weight.device).repeat_interleave(weight.shape[0] // len(dropped), dim=0)
+    if not routing.dense:
+        index = arguments[routing.index].to(of_token.device)
+        is_expert = index < of_token.shape[1]  # some models send tokens to a number that is no expert's
+        of_token = of_token.gather(1, index.where(is_expert, 0).long()) & is_expert
+    return weight.masked_fill(of_token, 0)
+
+
+def _without_module(
+    arguments: Mapping[str, Any], output: Tensor, present: Bool[Tensor, "copy one"], positions: int
+) -> Tensor:
+    """What a module gives, a shared expert or a whole mixture, zero in the copies that are without it."""
+    split = output.reshape(len(present), positions, -1)
+    return (split * present[:, None].to(split)).reshape(output.shape)
+
+
+# ------------------------------------------------------------------ nodes changed
+
+EVERY_POSITION = slice(None)
+
+
+class NodeChange(NamedTuple):
+    """A node that is changed in one copy of the prompts.
+
+    Attributes:
+        name: of the node.
+        points: the hook points of its hidden vector, or of what it writes.
+        part, parts: which of how many equal parts of the vector there it is.
+        position: where it is changed.
+        expert: the expert that it is, where no hook point shows it.
+        layer: the first that has to be computed for it.
+    """
+
+    name: str
+    points: tuple[str, ...] = ()
+    part: int = 0
+    parts: int = 1
+    position: int | slice = EVERY_POSITION
+    expert: Expert | None = None
+    layer: int = 0
+
+
+def losses(
+    live: LiveTarget,
+    changes: Sequence[NodeChange],
+    values: Mapping[str, Float[Tensor, "batch _side _width"]] | None,
+    memory: Memory,
+    title: str,
+) -> Float[Tensor, "batch query change"]:
+    """What the target's number loses under each change by itself.
+
+    Args:
+        live: the target.
+        changes: of nodes.
+        values: what nodes have instead, by hook point; None takes them away.
+        memory: what the copies of one run may allocate at once.
+        title: of the progress bar.
+    """
+
+    def run(copies: Copies) -> Float[Tensor, "copy batch query"]:
+        chosen = [(copy, changes[number]) for copy, number in enumerate(copies) if number is not None]
+        if copies[0] is None and chosen and live.shares_layers:
+            numbers = _shared_run(live, chosen, len(copies), values)
+            if numbers is not None:
+                return numbers
+        return _numbers(live, chosen, len(copies), values)
+
+    remaining = [numbers for _, numbers in live.changed(len(changes), run, memory, title)]
+    return live.readout.total[..., None] - torch.cat(remaining).permute(1, 2, 0)
+
+
+def _shared_run(
+    live: LiveTarget,
+    changes: Sequence[tuple[int, NodeChange]],
+    copies: int,
+    values: Mapping[str, Float[Tensor, "batch _side _width"]] | None,
+) -> Float[Tensor, "copy batch query"] | None:
+    """The number in each copy, each from its first changed layer on; None where unchanged copies come out otherwise."""
+    firsts = [min(change.layer for _, change in changes)] * copies
+    if not any(change.expert for _, change in changes):  # experts are taken away in all rows of a run
+        for copy, change in changes:
+            firsts[copy] = change.layer
+    numbers = None
+    try:
+        with live.earlier.skipped(firsts), live.only_what_is_read():
+            numbers = _numbers(live, changes, copies, values)
+    except Exception:  # a model may raise anything where it is called with some rows: the whole run says what is wrong
+        live.earlier.forms = []
+    if numbers is not None and live.gives_its_number(numbers[0]) and live.gives_its_number(numbers[-1]):
+        return numbers
+    live.earlier.forms = []
+    return None
+
+
+def _numbers(
+    live: LiveTarget,
+    changes: Sequence[tuple[int, NodeChange]],
+    copies: int,
+    values: Mapping[str, Float[Tensor, "batch _side _width"]] | None,
+) -> Float[Tensor, "copy batch query"]:
+    """The number in each copy of the prompts, in one run."""
+    experts = [(copy, change.expert) for copy, change in changes if change.expert is not None]
+    with changed_calls(without_experts(experts, copies, live.frozen.tokens)):
+        return live.numbers(copies, _hooks(live, changes, copies, values))
+
+
+def _hooks(
+    live: LiveTarget,
+    changes: Sequence[tuple[int, NodeChange]],
+    copies: int,
+    values: Mapping[str, Float[Tensor, "batch _side _width"]] | None,
+) -> list[FwdHook]:
+    """The hooks that change nodes, each in its copy of the prompts."""
+    frozen = live.frozen
+    by_point = defaultdict[str, list[tuple[int, NodeChange]]](list)
+    for copy, change in changes:
+        for point in change.points:
+            by_point[point].append((copy, change))
+    batch, length = frozen.tokens.shape
+    hooks: list[FwdHook] = []
+    for point, point_changes in by_point.items():
+        parts = point_changes[0][1].parts
+        pos = len(range(length)[frozen.capture.span(point)])
+        marked = torch.zeros(copies, batch, pos, parts, 1, dtype=torch.bool, device=frozen.tokens.device)
+        for copy, change in point_changes:
+            marked[copy, :, change.position, change.part] = True
+        replacement = None
+        if values is not None:
+            replacement = values[point].reshape(1, batch, pos, parts, -1)
+        hook = partial(_changed, earlier=live.earlier, marked=marked, replacement=replacement)
+        hooks.append((point, in_this_thread(hook)))
+    return hooks
+
+
+def _changed(
+    tensor: Tensor,
+    *,
+    hook: Any,
+    earlier: EarlierLayers,
+    marked: Bool[Tensor, "copy batch pos part 1"],
+    replacement: Float[Tensor, "1 batch pos part width"] | None,
+) -> Tensor:
+    """What a hook point has in copies of the prompts, with other values, or zeros, in the parts that are marked.
+
+    Some classes flatten batch and position, some have heads side by side.
+    """
+    marked = earlier.entered(marked).to(tensor.device)
+    split = tensor.reshape(*marked.shape[:-1], -1)
+    if replacement is None:
+        changed = split.masked_fill(marked, 0)
+    else:
+        changed = torch.where(marked, earlier.at_positions(replacement).to(tensor), split)
+    return changed.reshape(tensor.shape)
+
+
+def sublayer_nodes(readout: StreamTarget, question: str, by: str, advice: str) -> Iterator[NodeChange]:
+    """Every sublayer's nodes where the live model has them.
+
+    Args:
+        readout: the target whose stream they belong to.
+        question: the function that was called, for messages.
+        by: ``"component"`` (attention and MLPs whole), ``"head"`` (attention by head, a mixture by expert) or
+            ``"neuron"`` (MLPs by neuron as well).
+        advice: what to do where no hook reaches a sublayer, for the message.
+
+    Raises:
+        UnsupportedModelError: neither a hook nor a module's call reaches a sublayer's nodes.
+    """
+    frozen = readout.stream.run
+    for step in readout.stream.steps:
+        for sublayer in step.sublayers:
+            if isinstance(sublayer.read.stages[-1], Beside):
+                yield from _expert_nodes(frozen, question, sublayer, by)
+                continue
+            point = _hidden_point(frozen, sublayer)
+            if point is None:
+                raise UnsupportedModelError(
+                    f"{question}: nothing inside {sublayer.name} of this {frozen.view.description} can be "
+                    f"changed by a hook (a gate or a norm inside, a mixer in place of attention, one output of self- "
+                    f"and cross-attention). {advice}"
+                )
+            names = _node_names(frozen, sublayer, by)
+            for part, name in enumerate(names):
+                yield NodeChange(name, (point,), part, len(names), layer=sublayer.layer)
+
+
+def _hidden_point(frozen: FrozenPass, sublayer: Sublayer) -> str | None:
+    """The hook point of a sublayer's hidden vector; None where no hook reaches it."""
+    points = frozen.points.blocks[sublayer.layer]
+    if sublayer.is_mlp:
+        return points.post
+    if points.merged:
+        return None
+    if sublayer.is_cross:
+        return points.cross and points.cross.z
+    if sublayer.is_attention and points.attention is None:
+        return points.z
+    return None
+
+
+def _node_names(frozen: FrozenPass, sublayer: Sublayer, by: str) -> Sequence[str]:
+    """The names of a sublayer's nodes, which are equal parts of its hidden vector."""
+    if by == "component":
+        return (sublayer.name,)
+    if by == "neuron" and sublayer.is_mlp:
+        mlp = frozen.view.blocks[sublayer.layer].dense_mlp
+        assert mlp is not None
+        return [f"{sublayer.name}.N{neuron}" for neuron in range(mlp.W_out.shape[0])]
+    return sublayer.nodes
+
+
+def _expert_nodes(frozen: FrozenPass, question: str, sublayer: Sublayer, by: str) -> Iterator[NodeChange]:
+    """A mixture of experts at its end, or each of them where it is called.
+
+    Raises:
+        UnsupportedModelError: a shared expert that is called in a way that is not known.
+    """
+    points = frozen.points.blocks[sublayer.layer]
+    weights = frozen.view.blocks[sublayer.layer].mlp
+    assert isinstance(weights, ExpertsWeights)
+    assert points.mlp is not None  # experts are held as a whole
+    shared = () if points.shared is None else (points.shared.out,)
+    layer = sublayer.layer
+    if by == "component" and weights.module is not None:
+        yield NodeChange(sublayer.name, expert=Expert(weights, None, weights.module), layer=layer)
+        return
+    if by == "component":
+        yield NodeChange(sublayer.name, (points.mlp.out, *shared), layer=layer)
+        return
+    for name in sublayer.nodes:
+        number = name.removeprefix(f"L{layer}E")
+        if number != name:
+            yield NodeChange(name, expert=Expert(weights, int(number)), layer=layer)
+        elif shared:
+            yield NodeChange(name, shared, layer=layer)
+        elif weights.shared_module is not None:
+            yield NodeChange(name, expert=Expert(weights, None, weights.shared_module), layer=layer)
+        else:
+            raise UnsupportedModelError(
+                f"{question}: no hook and no module is known where {name} could be taken away. "
+                "by='component' takes all experts of a layer away; or leave live out."
+            )
+
+
+# ------------------------------------------------------------------ gradients at nodes
+
+Values = dict[str, Float[Tensor, "... batch _some _width"]]
+"""What the model has at hook points, heads side by side; of an encoder–decoder at the positions of one side."""
+
+
+class NodeGradients:
+    """Nodes of a target of the live model.
+
+    Attributes:
+        nodes: which.
+        points: the hook points where they are.
+        rule: what gradients follow; None for the model's own.
+        live: the target, in the live model.
+        frozen: its pass.
+        values: what the model has at every node.
+    """
+
+    def __init__(
+        self, readout: StreamTarget, question: str, nodes: Sequence[NodeChange], rule: Rule | None = None
+    ) -> None:
+        self.nodes = nodes
+        self.points = list(dict.fromkeys(point for node in nodes for point in node.points))
+        self.rule = rule
+        self.live = LiveTarget(readout, question, self.points)
+        self.frozen = self.live.frozen
+        self.values = self._by_point(self.live.seen)
+
+    def values_of(self, other: FrozenPass) -> Values:
+        """What the model has at every node for the prompts of another pass, whose number it gives."""
+        seen = self.live.run_of(other, self.points)
+        self.live.check_other(self.live.number(seen)[0], self.live.readout.number_of(other.activation))
+        return self._by_point(seen)
+
+    def at(self, start: Mapping[str, Tensor], memory: Memory = None) -> Values:
+        """The target's gradients by every node, a row for each query.
+
+        Args:
+            start: what enters the first block, by hook point.
+            memory: what the backward passes of several queries may allocate at once.
+        """
+        added: dict[str, Tensor] = {}
+
+        def add(live: Tensor, *, hook: Any, name: str) -> Tensor:
+            # the tensor that a Bridge shows a hook need not be the one that it uses; what the hook returns is
+            added[name] = torch.zeros_like(live, requires_grad=True)
+            return live + added[name]
+
+        def enter(live: Tensor, *, hook: Any, name: str) -> Tensor:
+            return added[name]
+
+        with saved_by_name(self.frozen.model), torch.enable_grad():
+            added |= {name: value.detach().clone().requires_grad_(True) for name, value in start.items()}
+            entry: list[FwdHook] = [(name, in_this_thread(partial(enter, name=name))) for name in start]
+            nodes = [(name, in_this_thread(partial(add, name=name))) for name in self.points if name not in added]
+            with ruled(self.frozen.model, self.rule):
+                number = self._number([*entry, *nodes])
+            if self.rule is not None:
+                refuse_other_functions([number])
+                with torch.no_grad():
+                    refuse_other_values(self.frozen, number, self._number(entry))
+            leaves = [added[point] for point in self.points]
+            per_query = 4 * sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+            queries = number.shape[1]
+            rows = [
+                self._pulled(number, leaves, of_queries)
+                for of_queries in chunks(queries, per_query, memory if queries > 1 else None, "gradients")
+            ]
+        gradients = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+        refuse_nan("gradients of the live model", *gradients)
+        return self._by_point(dict(zip(self.points, gradients, strict=True)), queries)
+
+    def _number(self, hooks: Sequence[FwdHook]) -> Float[Tensor, "batch query"]:
+        """The target's number in a run with these hooks."""
+        read: dict[str, Tensor] = {}
+
+        def see(live: Tensor, *, hook: Any, name: str) -> None:
+            read[name] = live
+
+        seeing = [(name, in_this_thread(partial(see, name=name))) for name in self.live.readout.points]
+        run_until(self.frozen.model, self.frozen.inputs, [*hooks, *seeing], self.live.readout.points[-1])
+        return self.live.number(read)[0]
+
+    def _pulled(self, number: Float[Tensor, "batch query"], leaves: Sequence[Tensor], queries: range) -> list[Tensor]:
+        """The gradients of some queries by every leaf, a row for each; the graph is kept."""
+        chosen = torch.eye(number.shape[1], dtype=number.dtype, device=number.device)[queries.start : queries.stop]
+        cotangents = chosen[:, None].expand(-1, *number.shape)
+
+        def of_multiple(factor: float) -> list[Tensor]:
+            given = factor * cotangents
+            if len(given) == 1:  # no map over rows, which some operations of the model do not know
+                gradients = torch.autograd.grad(number, leaves, given[0], retain_graph=True, materialize_grads=True)
+                return [gradient[None] for gradient in gradients]
+            return [*torch.autograd.grad(number, leaves, given, True, is_grads_batched=True, materialize_grads=True)]
+
+        gradients = of_multiple(1.0)
+        if leaves[0].dtype.itemsize == 2:
+            note_rounding(self.frozen, _in_a_row(gradients), lambda factor: _in_a_row(of_multiple(factor)))
+        return gradients
+
+    def products(self, values: Values, gradients: Values) -> Float[Tensor, "*row batch node pos"]:
+        """Values dotted with gradients, by node and position; those of both sides of an encoder–decoder in one row."""
+        pos = self.frozen.tokens.shape[1]
+        scores: list[Tensor] = []
+        for (points, parts), nodes in groupby(self.nodes, key=lambda node: (node.points, node.parts)):
+            numbers = [node.part for node in nodes]
+            by_side: list[Tensor] = []
+            for point in points:
+                product = values[point] * gradients[point].to(values[point])
+                by_part = product.unflatten(-1, (parts, -1)).sum(-1).mT
+                by_side.append(widened(by_part[..., numbers, :, None], self.positions(point).start, pos)[..., 0])
+            scores.append(torch.stack(by_side).sum(0))
+        return torch.cat(scores, dim=-2)
+
+    def positions(self, point: str) -> range:
+        """The positions that a hook point shows, among all of an encoder–decoder."""
+        return range(self.frozen.tokens.shape[1])[self.frozen.capture.span(point)]
+
+    def _by_point(self, shown: Mapping[str, Tensor], *rows: int) -> Values:
+        """What hook points show, with heads side by side; some classes flatten batch and position."""
+        batch = len(self.frozen.tokens)
+        return {point: shown[point].reshape(*rows, batch, len(self.positions(point)), -1) for point in self.points}
+
+
+def _in_a_row(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients of every leaf as one vector of each row."""
+    return [torch.cat([tensor.flatten(1).to(tensors[0].device) for tensor in tensors], dim=1)]
+
+
+def refuse_other_values(frozen: PassLike, under_rule: Tensor, plain: Tensor) -> None:
+    """A rule changes gradients alone.
+
+    Raises:
+        NumericalError: it changed what the model computes.
+    """
+    error = float((under_rule - plain).abs().max())
+    if not error <= frozen.tolerance * max(float(plain.abs().max()), 1.0):
+        raise NumericalError(
+            f"{frozen.view.description}: under the rule the model gives another number, {error:.1e} off. A rule says "
+            "what gradients an operation passes on, and returns the operation's own value: stands(f(x), …) does."
+        )

@@ -1,0 +1,606 @@
+"""Which sources make an attention score, or change it between two runs.
+
+The score of a head is bilinear in the stream at the query and at the key. That stream is a sum of sources and a bias,
+so the score is a sum over pairs of sources, plus what one side's bias makes with the other side's sources, plus the
+product of the two biases. Sources are the prompt's tokens, each with all it does through the layers before; or the
+components that wrote the stream: embeddings, heads or whole attention layers, MLPs and their biases.
+
+Between two runs, the change of a score and that of an entry of the pattern are linear in the difference of the stream
+that the layer reads, once by the query and once by the keys (for an entry of the pattern all keys of its row): what
+heads give whose values are one-hot. That difference is a sum: over components of what each writes, or, through the
+secants of the layers before, over tokens.
+
+How a layer makes its scores is read from its weights and proved against the pattern that it gave. The known ways are
+candidates (`tensorlens_tl.passes.attention_scores.reading`); a reading is right when the softmax of its scores is the
+pattern of the model itself. What is added to a whole row of scores does not show there; single scores are compared with
+those that the model shows, where it does.
+
+In cross-attention the query's sources are those of the decoder's stream, the key's those of the encoder's output.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tensorlens_tl._arguments import check_choice
+from tensorlens_tl.algebra import AffineMap, Chain, RowPositions, Segment, stages_of
+from tensorlens_tl.algebra.memory import chunks
+from tensorlens_tl.algebra.numerics import size_of_sum, upcast
+from tensorlens_tl.algebra.positions import BiasTerms, in_total
+from tensorlens_tl.algebra.secants import Offset, pull_noting
+from tensorlens_tl.circuits.arguments import Whole
+from tensorlens_tl.circuits.stream import Stream, dot
+from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
+from tensorlens_tl.hooks import capture
+from tensorlens_tl.models import Query, check_rule
+from tensorlens_tl.passes import (
+    Difference,
+    FrozenPass,
+    PassLike,
+    PassOrDifference,
+    attention_scores,
+    check_explained,
+    check_pass,
+    one_check,
+)
+from tensorlens_tl.passes.attention_scores import CrossStreams, ScoreReading
+from tensorlens_tl.passes.inputs import one_query
+from tensorlens_tl.passes.operator import chosen_head
+from tensorlens_tl.results import ScoreAttribution, ScoreChange
+
+# ------------------------------------------------------------------ place
+
+
+@dataclass(frozen=True, eq=False)
+class ScorePlace:
+    """One head, and one query and one key of each prompt.
+
+    Attributes:
+        layer, head: which head.
+        cross: whether it is one of cross-attention.
+        query, key: positions, those of a decoder after the encoder's.
+        queries, keys: where the layer has its queries, and its keys: the first position, and the one after the last.
+    """
+
+    layer: int
+    head: int
+    cross: bool
+    query: Int[Tensor, "batch"]
+    key: Int[Tensor, "batch"]
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls, frozen: PassOrDifference, layer: Whole, head: Whole, query: Query, key: Query, *, cross: bool
+    ) -> "ScorePlace":
+        """From the arguments of `qk_attribution`.
+
+        Raises:
+            InvalidInputError: no such layer, head or position, or a key that the query cannot attend to.
+        """
+        layer, head = chosen_head(frozen.view, layer, head, cross=cross)
+        capture = frozen.maps.capture
+        queries = capture.side(layer)
+        keys = (0, queries[0]) if cross else queries
+        at_query = one_query(frozen.prompt, query, "query")[:, 0]
+        at_key = one_query(frozen.prompt, key, "key")[:, 0]
+        place = cls(layer, head, cross, at_query, at_key, queries, keys)
+        place._check_side("query", query, at_query, queries)
+        place._check_side("key", key, at_key, keys)
+        if not cross and capture.is_causal_at(layer) and bool((at_key > at_query).any()):
+            raise InvalidInputError(
+                f"query={query!r}, key={key!r}: the key comes after the query, and this model attends to no later "
+                "token."
+            )
+        return place
+
+    def _check_side(self, name: str, at: Query, positions: Int[Tensor, "batch"], side: tuple[int, int]) -> None:
+        start, stop = side
+        outside = positions[(positions < start) | (positions >= stop)].tolist()
+        if not outside:
+            return
+        attention = "cross-attention" if self.cross else "self-attention"
+        whose = "encoder" if start == 0 else "decoder"
+        raise InvalidInputError(
+            f"{name}={at!r}: {attention} of layer {self.layer} has its {name} among the {whose}'s tokens, positions "
+            f"{start} to {stop - 1}, and this is position {outside[0]}. Pass one of those."
+        )
+
+    @property
+    def inside(self) -> tuple[Int[Tensor, "batch"], Int[Tensor, "batch"]]:
+        """Query and key as positions of the sides that they are on."""
+        return self.query - self.queries[0], self.key - self.keys[0]
+
+    def pattern_row(self, frozen: FrozenPass) -> Float[Tensor, "batch key"]:
+        """The probabilities of the query's keys."""
+        pattern = frozen.cross_pattern(self.layer) if self.cross else frozen.pattern(self.layer)
+        query, _ = self.inside
+        return pattern[torch.arange(len(query), device=query.device), self.head, query]
+
+    def words(self, tokens: Sequence[Sequence[str]]) -> list[str]:
+        """Head, query and key of each prompt in words: ``"L1H0, 5 ' the' → 2 ' value'"``."""
+        head = f"L{self.layer}.cross.H{self.head}" if self.cross else f"L{self.layer}H{self.head}"
+        pairs = zip(tokens, self.query.tolist(), self.key.tolist(), strict=True)
+        return [f"{head}, {q} {row[q]!r} → {k} {row[k]!r}" for row, q, k in pairs]
+
+
+# ------------------------------------------------------------------ reading
+
+__all__ = ["HeadRead", "ScoreReading", "head_reads", "relative_of", "score_of", "score_reading", "stream_to"]
+
+
+def score_reading(frozen: PassLike, layer: int, *, cross: bool = False) -> ScoreReading:
+    """The reading of one layer's scores that reproduces its pattern; with `cross`, of its cross-attention's.
+
+    Of an encoder–decoder its maps are of the positions of one side.
+
+    Raises:
+        UnsupportedModelError: no known reading does; says how near the best came.
+    """
+    check_pass(frozen)
+    if not cross:
+        return attention_scores.score_reading(frozen.maps, layer)
+    x = read_stream(frozen, layer, cross=True)
+    start, stop = frozen.capture.side(layer)
+    streams = CrossStreams(x[:, start:stop], x[:, :start])
+    place = frozen.layouts[layer].cross
+    assert place is not None
+    queries, keys = attention_scores.score_projections(frozen.maps, layer, place.before, crossing=True)
+    vectors = queries.held(streams.queries)(streams.queries), keys.held(streams.keys)(streams.keys)
+    return attention_scores.score_reading(frozen.maps, layer, vectors, streams)
+
+
+def stream_to(frozen: PassOrDifference, layers: range, *, cross: bool, activation: str = "ratio") -> tuple[Stream, int]:
+    """Some layers as steps, and the number of the step at which the heads of the last of them read the stream."""
+    stream = Stream.of(frozen, activation, layers=layers, final_norm=False, to_tokens=False)
+    number, _ = stream.at(layers[-1], cross=cross)
+    return stream, number
+
+
+def read_stream(frozen: FrozenPass, layer: int, *, cross: bool) -> Float[Tensor, "batch pos d_model"]:
+    """The stream that the heads of a layer read, with `cross` those of cross-attention."""
+    if not cross:
+        return frozen.capture.resid_read(layer)
+    stream, number = stream_to(frozen, range(layer, layer + 1), cross=True)
+    return stream.x[number]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRead:
+    """How one head reads its query, or its key, at one position of each prompt.
+
+    Attributes:
+        map: from the stream to the queries, or keys, of all heads side by side, at all positions.
+        number, heads: which of so many heads.
+        at: the positions.
+        rotation: of each of them; the identity without rotary positions.
+    """
+
+    map: AffineMap
+    number: int
+    heads: int
+    at: Int[Tensor, "batch"]
+    rotation: Float[Tensor, "batch d_head d_head"]
+
+    @property
+    def channels(self) -> slice:
+        """Those of the head."""
+        d_head = self.rotation.shape[-1]
+        return slice(self.number * d_head, (self.number + 1) * d_head)
+
+    @property
+    def width(self) -> int:
+        """How many channels all heads have."""
+        return self.heads * self.rotation.shape[-1]
+
+    def push(self, x: Float[Tensor, "source batch pos d_model"]) -> Float[Tensor, "source batch d_head"]:
+        """What parts of the stream give the rotated vector."""
+        return self._of_head(self._here.push(self._picked(x)))
+
+    def __call__(self, x: Float[Tensor, "source batch pos d_model"]) -> Float[Tensor, "source batch d_head"]:
+        """The rotated vector, biases included."""
+        return self._of_head(self._here(self._picked(x)))
+
+    @property
+    def _here(self) -> AffineMap:
+        return self.map.at(RowPositions(self.at[None]))
+
+    def _picked(self, x: Float[Tensor, "source batch pos d_model"]) -> Float[Tensor, "source batch 1 d_model"]:
+        return torch.take_along_dim(x, self.at[None, :, None, None], dim=2)
+
+    def _of_head(self, vectors: Float[Tensor, "source batch 1 width"]) -> Float[Tensor, "source batch d_head"]:
+        return torch.einsum("sbd,bde->sbe", vectors[:, :, 0, self.channels], self.rotation)
+
+
+def head_reads(frozen: FrozenPass, reading: ScoreReading, place: ScorePlace) -> tuple[HeadRead, HeadRead]:
+    """How the head reads its query and its key."""
+    kv_head = place.head // (reading.heads // reading.kv_heads)
+    query = _head_read(frozen, reading, 0, place.head, place.query, place.queries)
+    return query, _head_read(frozen, reading, 1, kv_head, place.key, place.keys)
+
+
+def _head_read(
+    frozen: FrozenPass,
+    reading: ScoreReading,
+    number: int,
+    head: int,
+    at: Int[Tensor, "batch"],
+    side: tuple[int, int],
+) -> HeadRead:
+    """How it reads the query (0) or the key (1), which of an encoder–decoder is on one side."""
+    projection = reading.projections[number]
+    read: AffineMap = (reading.query, reading.key)[number]
+    length = frozen.mask.shape[1]
+    if side != (0, length):
+        read = Segment(read, *side, length, only=True)
+    d_head = projection.linear.weight.shape[1] // projection.heads
+    rotation = torch.eye(d_head).to(frozen.resid_pre(0)).expand(len(at), -1, -1)
+    if reading.rotation is not None:
+        rotation = reading.rotation[at - side[0]]
+    return HeadRead(read, head, projection.heads, at, rotation)
+
+
+def relative_of(reading: ScoreReading, place: ScorePlace) -> Float[Tensor, "batch"] | None:
+    """What T5's relative positions add to the score; None of any other model."""
+    if reading.relative is None:
+        return None
+    return reading.relative[place.head][place.inside]
+
+
+def score_of(frozen: FrozenPass, reading: ScoreReading, place: ScorePlace) -> Float[Tensor, "batch"]:
+    """One score of each prompt, before a soft cap and ALiBi, from the captured stream, compared with the model's own.
+
+    T5's relative positions are part of it.
+
+    Raises:
+        InvalidInputError: the model shows that a mask closes the key to the query.
+        UnsupportedModelError: the model shows another score.
+    """
+    x = read_stream(frozen, place.layer, cross=place.cross)[None]
+    query, key = (read(x)[0] for read in head_reads(frozen, reading, place))
+    score = reading.scale * (query * key).sum(-1)
+    _check(frozen, reading, place, score)
+    relative = relative_of(reading, place)
+    return score if relative is None else score + relative.to(score)
+
+
+def _check(frozen: FrozenPass, reading: ScoreReading, place: ScorePlace, score: Float[Tensor, "batch"]) -> None:
+    """Compare scores, before what is added for positions, with the model's own, where TransformerLens shows them.
+
+    A pattern proves a reading up to what is added to a whole row of scores, which softmax does not see.
+
+    Raises:
+        InvalidInputError: a mask closes the key to the query.
+        UnsupportedModelError: they differ.
+    """
+    name = _pattern_point(frozen, place).replace("hook_pattern", "hook_attn_scores")
+    if name not in frozen.model.hook_dict:
+        return
+    shown, _ = capture(frozen.model, frozen.inputs, [name], last=name, optional=[name])
+    if name not in shown:
+        return
+    if reading.soft_cap is not None:
+        score = reading.soft_cap * torch.tanh(score / reading.soft_cap)
+    if reading.alibi is not None:
+        score = score + _alibi_of_a_run(frozen, place).to(score)
+    relative = relative_of(reading, place)
+    if relative is not None:
+        score = score + relative.to(score)
+    query, key = place.inside
+    prompts = torch.arange(len(score), device=shown[name].device)
+    row = upcast(shown[name][prompts, place.head, query.to(prompts.device)]).to(score)
+    probabilities = upcast(place.pattern_row(frozen)).to(row)
+    probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    if not float((row.softmax(-1)[:, : probabilities.shape[-1]] - probabilities).abs().max()) <= frozen.tolerance:
+        return  # some Bridges show other numbers there than those they attend by
+    allowed = row > torch.finfo(row.dtype).min / 2  # a mask leaves -inf or the dtype's lowest number
+    size = row.abs().masked_fill(~allowed, 0).amax(-1).clamp_min(torch.finfo(row.dtype).tiny)
+    errors = (score[:, None] - row).abs().masked_fill(~allowed, 0) / size[:, None]
+    key = key.to(row.device)[:, None]
+    masked = ~allowed.gather(1, key)
+    if bool(masked.any()):
+        number = int(masked.nonzero()[0, 0])
+        raise InvalidInputError(
+            f"{place.words(frozen.str_tokens)[number]}, ",
+            PromptNumber(number),
+            f": a mask of this {frozen.view.description} closes the key to the query, such as that of a local window, "
+            "so that it has no score. Pass a key that this layer attends to.",
+        )
+    error = float(errors.gather(1, key).max())
+    if not error <= frozen.tolerance:
+        raise UnsupportedModelError(
+            f"{name} of this {frozen.view.description}: queries and keys as read from the weights give another score "
+            f"than the model's own (relative error {error:.1e}, allowed {frozen.tolerance:.0e}), though the same "
+            "pattern: something is added to a whole row of scores. A hook on queries or keys would explain it."
+        )
+
+
+def _pattern_point(frozen: FrozenPass, place: ScorePlace) -> str:
+    points = frozen.points.blocks[place.layer]
+    name = points.pattern
+    if place.cross and points.cross is not None:
+        name = points.cross.pattern
+    assert name is not None  # it has heads
+    return name
+
+
+def _alibi_of_a_run(frozen: FrozenPass, place: ScorePlace) -> Float[Tensor, "batch"]:
+    """What ALiBi adds to a score when the model runs: it keeps the table of its longest prompt and takes the last rows.
+
+    A row of a later query adds the same to each of its keys besides, which softmax does not see.
+    """
+    table: Tensor = frozen.view.blocks[place.layer].module.attn.alibi
+    length = frozen.tokens.shape[1]
+    return table[place.head, -length:, :length][place.query, place.key]
+
+
+# ------------------------------------------------------------------ sources
+
+
+def maps_before(frozen: PassOrDifference, place: ScorePlace, activation: str = "ratio") -> Chain:
+    """All that comes before the heads of a layer read the stream, as a map of what enters the first block."""
+    earlier = [frozen.maps.block_map(number, activation=activation) for number in range(place.layer)]
+    stream, until = stream_to(frozen, range(place.layer, place.layer + 1), cross=place.cross, activation=activation)
+    return Chain((*earlier, *(step.map for step in stream.steps[:until])))
+
+
+def components_before(
+    frozen: PassOrDifference, place: ScorePlace, by: str, activation: str = "ratio"
+) -> dict[str, Tensor]:
+    """What each component put into the stream that the heads of a layer read, `[batch, pos, d_model]`.
+
+    Args:
+        frozen: a pass, or the difference of two: then what each component's part changes by.
+        place: tells the layer.
+        by: ``"head"``, or attention layers whole.
+        activation: the rule for the MLPs before.
+    """
+    stream, until = stream_to(frozen, range(place.layer + 1), cross=place.cross, activation=activation)
+    parts = stream.sources()
+    for step, hiddens in zip(stream.steps[:until], stream.hidden[:until], strict=True):
+        written: list[tuple[str, Tensor]] = []
+        for sublayer, hidden in zip(step.sublayers, hiddens, strict=True):
+            if by == "head":
+                written += zip(sublayer.nodes, sublayer.outputs(hidden), strict=True)
+            else:
+                written.append((sublayer.name, sublayer.write.push(hidden)))
+        written += [(name, bias.expand_as(stream.x[0])) for name, bias, inside in step.biases if inside]
+        _add(parts, written)
+        parts = {name: step.outer.push(output) for name, output in parts.items()}
+        _add(parts, [(name, bias.expand_as(stream.x[0])) for name, bias, inside in step.biases if not inside])
+    return parts
+
+
+def _add(parts: dict[str, Tensor], more: list[tuple[str, Tensor]]) -> None:
+    """Sum by name: a head of a difference writes by its values, its queries and its keys."""
+    for name, part in more:
+        parts[name] = parts[name] + part if name in parts else part
+
+
+# ------------------------------------------------------------------ change
+
+OF = ("score", "pattern")
+
+
+def score_change(difference: Difference, place: ScorePlace, by: str, of: str) -> ScoreChange:
+    """The change of one score or one entry of the pattern in each prompt; see `qk_attribution`, which checks."""
+    batch, pos = difference.mask.shape
+    start, stop = place.keys
+    seed = difference.output.new_zeros(batch, pos, stop - start)
+    seed[torch.arange(batch), place.query, place.key - start] = 1
+    routes = [Chain((r,)) for r in difference.maps.score_routes(place.layer, place.head, of, cross=place.cross)]
+    names = [list(row) for row in difference.str_tokens]
+    if by == "token":
+        before = maps_before(difference, place)
+        routes = [Chain((*before.stages, route)) for route in routes]
+    constants: dict[str, Tensor] = {}
+
+    def note(offset: Offset, pulled: Float[Tensor, "batch pos d"]) -> None:
+        constants[offset.name] = constants.get(offset.name, 0) + (upcast(pulled) * offset.vectors).sum((-2, -1))
+
+    pulled = [pull_noting(route, seed, note) for route in routes]
+    if by == "token":
+        sides = [(upcast(g) * difference.resid_pre(0)).sum(-1) for g in pulled]
+    else:
+        sources = components_before(difference, place, by)
+        names = [list(sources)] * batch
+        sides = [torch.cat([dot(g, part) for part in sources.values()], dim=-1) for g in pulled]
+    constants = {name: value for name, value in constants.items() if bool(value.any())}
+    numbers = _numbers(difference, place, of)
+    result = ScoreChange(
+        names=names,
+        query_sources=sides[0],
+        key_sources=sides[1],
+        constant_names=list(constants),
+        constants=torch.stack([*constants.values()], dim=-1) if constants else sides[0][:, :0],
+        total=numbers[0] - numbers[1],
+        by=by,
+        of=of,
+        reading_error=difference.maps.pattern_error(place.layer),
+        places=place.words(difference.str_tokens),
+        provenance=difference.provenance(),
+    )
+    size = size_of_sum(torch.cat([*sides, result.constants], dim=-1), torch.zeros_like(result.total))
+    noise = difference.rounding * (numbers[0].abs() + numbers[1].abs())
+    return difference.checked(result, noise / size)
+
+
+def _numbers(difference: Difference, place: ScorePlace, of: str) -> list[Float[Tensor, "batch"]]:
+    """What changes, in either run: the model's own."""
+    if of == "pattern":
+        _, key = place.inside
+        return [upcast(place.pattern_row(run)).gather(1, key[:, None])[:, 0] for run in difference.runs]
+    readings = [score_reading(run, place.layer, cross=place.cross) for run in difference.runs]
+    return [upcast(score_of(run, reading, place)) for run, reading in zip(difference.runs, readings, strict=True)]
+
+
+# ------------------------------------------------------------------ attribution
+
+BY = ("token", "component", "head")
+
+
+@overload
+def qk_attribution(
+    frozen: Difference, layer: Whole, head: Whole, query: Query = -1, key: Query = 0, *, by: str = ..., of: str = ...,
+    cross: bool = ...,
+) -> ScoreChange: ...  # fmt: skip
+
+
+@overload
+def qk_attribution(
+    frozen: PassLike, layer: Whole, head: Whole, query: Query = -1, key: Query = 0, *, by: str = ...,
+    activation: str = ..., cross: bool = ...,
+) -> ScoreAttribution: ...  # fmt: skip
+
+
+def qk_attribution(
+    frozen: PassOrDifference,
+    layer: Whole,
+    head: Whole,
+    query: Query = -1,
+    key: Query = 0,
+    *,
+    by: str = "token",
+    of: str = "score",
+    activation: str = "ratio",
+    cross: bool = False,
+) -> ScoreAttribution | ScoreChange:
+    """Which sources make one attention score, or its change between two runs, everything before the layer included.
+
+    Of a pass, pairs of sources: patterns, activation ratios and norm scales before the layer are frozen, and so are the
+    scales of the layer's norms, of queries and keys too.
+
+    Of a difference, single sources, by the query and by keys, and nothing is held: scores change by
+    ``Δs_ik = scale·(Δq_i·k̄_k + q̄_i·Δk_k)`` and an entry of the pattern by ``ΔP_ik = L_k·(Δs_k − Σ_j w_j·Δs_j)``, to
+    which all keys of the row give something (`tensorlens_tl.algebra.secants`).
+
+    Args:
+        frozen: the pass, or the difference of two.
+        layer, head: which head (with grouped-query attention a query head).
+        query, key: one position each; see `tensorlens_tl.passes.inputs.query_positions`. Positions of a decoder follow
+            those of the encoder.
+        by: ``"token"`` (source tokens, through everything before), ``"component"`` (embeddings, each earlier layer's
+            attention and MLP, and their biases) or ``"head"`` (attention by head).
+        of: of a difference what changes: ``"score"``, before a soft cap and ALiBi, or ``"pattern"``, the share of
+            attention that the key gets.
+        activation: the rule for the MLPs before, of a pass.
+        cross: a head of an encoder–decoder's cross-attention, ``"L2.cross.H0"``, instead of self-attention: the query's
+            sources are those of the decoder's stream, the key's those of the encoder's output, after the encoder's last
+            norm where there is one.
+
+    Returns:
+        A `ScoreAttribution`; of a difference a `ScoreChange`, whose parts sum to the change of the models' own number.
+
+    Raises:
+        InvalidInputError: no such layer, head, position, `by` or `of`; a key that comes after the query, or, where the
+            model shows its scores, one that a mask closes to it, such as a local window's; of an encoder–decoder, a
+            position on the other side.
+        UnsupportedModelError: the layer's scores cannot be read.
+
+    Source: ours; of a pass, the bilinear form of Elhage et al. (2021).
+
+    >>> pairs = tlens.circuits.qk_attribution(frozen, 1, 0, key=2)
+    >>> bool((pairs.gap < 1e-4).all())
+    True
+    >>> other = tlens.freeze(model, text.replace("red", "blue"))
+    >>> moved = tlens.circuits.qk_attribution(tlens.difference(frozen, other), 1, 0, key=2, of="pattern")
+    >>> bool((moved.gap < 1e-3).all())
+    True
+    """
+    check_explained(frozen)
+    check_choice("by", by, BY)
+    check_choice("of", of, OF)
+    check_rule(activation)
+    place = ScorePlace.of(frozen, layer, head, query, key, cross=cross)
+    if isinstance(frozen, Difference):
+        with one_check(frozen.view.model):
+            frozen.check_fresh()
+            return score_change(frozen, place, by, of)
+    frozen.view.require_single_streams("attention scores")
+    if of != "score":
+        raise InvalidInputError(
+            f"of={of!r}: a softmax of one run is no sum of its sources. Ask for of='score', or pass the difference of "
+            "two runs, tlens.difference(a, b)."
+        )
+    with one_check(frozen.view.model):
+        frozen.check_fresh()
+        return _pairs(frozen, place, by, activation)
+
+
+def _pairs(frozen: FrozenPass, place: ScorePlace, by: str, activation: str) -> ScoreAttribution:
+    """Pairs of sources of one pass."""
+    reading = score_reading(frozen, place.layer, cross=place.cross)
+    reads = head_reads(frozen, reading, place)
+    if by == "token":
+        names = [list(row) for row in frozen.str_tokens]
+        before = maps_before(frozen, place, activation)
+        q, k = (_by_token(frozen, before, read) for read in reads)
+    else:
+        sources = components_before(frozen, place, by, activation)
+        names = [list(sources)] * len(frozen.tokens)
+        q, k = (_by_component(read, torch.stack(list(sources.values()))) for read in reads)
+    scale = reading.scale
+    alibi = None
+    if reading.alibi is not None:
+        alibi = reading.alibi[place.head][place.query, place.key]
+    attribution = ScoreAttribution(
+        names=names,
+        pairs=scale * torch.einsum("cbi,cbj->bij", q.shares, k.shares),
+        query_sources=scale * torch.einsum("cbi,cb->bi", q.shares, k.bias),
+        key_sources=scale * torch.einsum("cb,cbj->bj", q.bias, k.shares),
+        bias=scale * (q.bias * k.bias).sum(0),
+        total=score_of(frozen, reading, place),
+        by=by,
+        alibi=alibi,
+        relative=relative_of(reading, place),
+        soft_cap=reading.soft_cap,
+        rotary=reading.rotation is not None,
+        reading_error=reading.error,
+        places=place.words(frozen.str_tokens),
+        provenance=frozen.provenance(),
+    )
+    return frozen.checked(attribution)
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """A head's query, or key, at one position per prompt.
+
+    Attributes:
+        shares: by channel and source, `[channel, batch, source]`.
+        bias: what no source gives, `[channel, batch]`.
+    """
+
+    shares: Float[Tensor, "channel batch source"]
+    bias: Float[Tensor, "channel batch"]
+
+
+def _by_token(frozen: FrozenPass, before: Chain, read: HeadRead) -> _Side:
+    """Each channel pulled back through everything before."""
+    x0 = frozen.resid_pre(0)
+    whole = Chain((*before.stages, *stages_of(read.map)))
+    shares: list[Tensor] = []
+    constants: list[Tensor] = []
+    for rows in chunks(read.rotation.shape[-1], frozen.row_bytes, None, "score"):
+        basis = x0.new_zeros(len(rows), len(read.at), read.width)
+        # row c, pulled back, gives channel c of the rotated vector
+        basis[:, :, read.channels] = read.rotation[..., rows.start : rows.stop].permute(2, 0, 1)
+        biases = BiasTerms()
+        where = RowPositions(read.at[None])
+        reached = whole.pull_between(basis, where, None, x0.shape[1], causal=frozen.causal, biases=biases)
+        share = x0.new_zeros(len(rows), *x0.shape[:2])
+        share[:, :, : reached.shape[2]] = (reached * x0[:, : reached.shape[2]]).sum(-1)
+        shares.append(share)
+        constants.append(in_total(biases, x0.new_zeros(len(rows), len(read.at))))
+    return _Side(torch.cat(shares), torch.cat(constants))
+
+
+def _by_component(read: HeadRead, sources: Float[Tensor, "source batch pos d_model"]) -> _Side:
+    """Each source's part of the stream at the position, read by the head."""
+    bias = read(torch.zeros_like(sources[:1]))[0]
+    return _Side(read.push(sources).permute(2, 1, 0), bias.T)
