@@ -16,7 +16,7 @@ import torch
 
 import tensorlens_tl as tlens
 from scripts.choose import built_in
-from tensorlens_tl.models.parameters import offload_hooks, whole
+from tensorlens_tl.models.offload import offload_hooks, whole
 from tensorlens_tl.testing import tiny_model
 
 PAGE = Path(__file__).parent.parent / "docs" / "howto" / "25_models_larger_than_memory.md"

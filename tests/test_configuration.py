@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tensorlens_tl.models.lifecycle import changed, compact, configuration, settings
+from tensorlens_tl.models import lifecycle
+from tensorlens_tl.models.lifecycle import changed, compact, configuration
 from tensorlens_tl.testing import model_names, tiny_input, tiny_model
 
 HOOKED = pytest.mark.skipif("hooked/ln" not in model_names(), reason="HookedTransformer is gone in TransformerLens 4")
@@ -18,7 +19,7 @@ HOOKED = pytest.mark.skipif("hooked/ln" not in model_names(), reason="HookedTran
 
 def fresh(model):
     """A configuration that is read again, with nothing remembered."""
-    settings._readings.pop(model, None)
+    lifecycle._readings.pop(model, None)
     return dict(configuration(model))
 
 

@@ -613,9 +613,7 @@ def test_another_version_is_another_run(gpt2, tmp_path, monkeypatch, package):
     else:
         real = metadata.version
         fake = lambda name: "99.0" if name == package else real(name)  # noqa: E731
-        monkeypatch.setattr(
-            "tensorlens_tl.models.provenance._version_of_transformer_lens", lambda: fake("transformer-lens")
-        )
+        monkeypatch.setattr("tensorlens_tl.models.view._version_of_transformer_lens", lambda: fake("transformer-lens"))
         monkeypatch.setattr("tensorlens_tl.datasets.folder.version", fake)
     with pytest.raises(
         tlens.InvalidInputError, match=rf"differs in its model \({package.replace('-', '_')}: .*now '99.0'\)"

@@ -10,8 +10,9 @@ from conftest import some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.models.kernels import in_one_kernel
-from tensorlens_tl.models.lifecycle import WeightState, weight_state
+from tensorlens_tl.models import lifecycle
+from tensorlens_tl.models.activations import in_one_kernel
+from tensorlens_tl.models.lifecycle import WeightState
 from tensorlens_tl.passes import one_check, one_reading
 from tensorlens_tl.testing import tiny_model
 
@@ -214,8 +215,8 @@ QUESTIONS = {
 def test_a_question_reads_all_weights_once_for_all_its_passes(model, monkeypatch, name):
     a, b = (tlens.freeze(model, tokens[None]) for tokens in some_tokens(batch=2))
     read = []
-    sums = weight_state._sums
-    monkeypatch.setattr(weight_state, "_sums", lambda weights: read.append(len(weights)) or sums(weights))
+    sums = lifecycle._sums
+    monkeypatch.setattr(lifecycle, "_sums", lambda weights: read.append(len(weights)) or sums(weights))
     QUESTIONS[name](a, b)
     assert len(read) == 1
     with torch.no_grad():

@@ -22,7 +22,7 @@ OPEN = {
     "circuits": {"compare", "effects", "graph", "scores", "weights"},
     "datasets": {"work"},
     "drawing": {"charts", "heat_maps", "marks", "page", "terminal"},
-    "models": {"names", "writing"},
+    "models": {"lifecycle", "names", "offload", "parameters", "writing"},
     "passes": {"replacement"},
     "results": {"exchange", "statistics", "storage"},
 }

@@ -24,7 +24,7 @@ from tensorlens_tl.circuits.stream import StreamTarget, Sublayer
 from tensorlens_tl.core import Rule, refuse_other_functions, ruled
 from tensorlens_tl.errors import NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import CallChange, CallPoint, FwdHook, capture, changed_calls, in_this_thread, run_until
-from tensorlens_tl.models.parameters import saved_by_name
+from tensorlens_tl.models.offload import saved_by_name
 from tensorlens_tl.models.sublayers import ExpertsWeights, Routing
 from tensorlens_tl.passes import FrozenPass, PassLike, note_rounding
 from tensorlens_tl.passes.live import Copies, EarlierLayers, prove_obedience, repeated

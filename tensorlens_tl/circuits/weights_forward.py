@@ -34,13 +34,13 @@ from tensorlens_tl.core import Rule, activation, ruled
 from tensorlens_tl.errors import FrozenModelError, UnsupportedModelError
 from tensorlens_tl.hooks import capture, hook_numbers, other_hooks, refuse_attached
 from tensorlens_tl.models import ModelView
+from tensorlens_tl.models.offload import saved_by_name
 from tensorlens_tl.models.parameters import (
     AttentionWeights,
     MLPWeights,
     NormWeights,
     QueryKeyWeights,
     norm_epsilon,
-    saved_by_name,
 )
 from tensorlens_tl.passes import PassLike
 

@@ -30,7 +30,7 @@ from tensorlens_tl.errors import FileFormatError, InvalidInputError
 from tensorlens_tl.hooks import other_hooks
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.models.lifecycle import changed, compact, configuration
-from tensorlens_tl.models.parameters import stored
+from tensorlens_tl.models.offload import stored
 from tensorlens_tl.passes.inputs import like_length
 
 if TYPE_CHECKING:

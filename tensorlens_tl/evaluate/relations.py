@@ -40,7 +40,7 @@ from tensorlens_tl.errors import FileFormatError, InvalidInputError, Unsupported
 from tensorlens_tl.evaluate.scorers import RANDOM, PromptLength, WholeNumber, predictions
 from tensorlens_tl.hooks import in_this_thread, run
 from tensorlens_tl.models import ModelLike, ModelView
-from tensorlens_tl.models.parameters import saved_by_name
+from tensorlens_tl.models.offload import saved_by_name
 from tensorlens_tl.passes import FrozenPass, freeze
 from tensorlens_tl.passes.inputs import InputLike, prepare
 from tensorlens_tl.passes.operator import FrozenOperator

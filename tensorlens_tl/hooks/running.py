@@ -22,7 +22,7 @@ from tensorlens_tl.errors import FrozenModelError
 from tensorlens_tl.hooks.loops import without_numbers
 from tensorlens_tl.hooks.placing import Placing, run_placing, take_off_leftovers
 from tensorlens_tl.models import HookedModel, is_looped
-from tensorlens_tl.models.parameters import lock_of as lock_of, whole
+from tensorlens_tl.models.offload import lock_of as lock_of, whole
 
 FwdHook = tuple[Any, Callable[..., Any]]
 """A hook point's name (or a filter of names) and what is called there, as TransformerLens takes them."""

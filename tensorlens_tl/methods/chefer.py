@@ -31,7 +31,7 @@ from tensorlens_tl.hooks import FwdHook, in_this_thread
 from tensorlens_tl.layerwise import LocalLayer, attentions_of, normalize_rows
 from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.models import Query, TokenLike
-from tensorlens_tl.models.parameters import saved_by_name
+from tensorlens_tl.models.offload import saved_by_name
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution

@@ -18,7 +18,7 @@ from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.errors import GapWarning, NumericalError, warn_caller
 from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.models import Query, TokenLike
-from tensorlens_tl.models.parameters import saved_by_name
+from tensorlens_tl.models.offload import saved_by_name
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution

@@ -115,7 +115,7 @@ class LiveLogits:
             copies: how often `x` has each of the prompts, copy after copy.
         """
         frozen = self.frozen
-        frozen.view.structure.refuse_gradients("gradients")
+        frozen.view.refuse_gradients("gradients")
         unembed_in = frozen.points.unembed_in
         streams: list[Tensor] = []
 

@@ -3,19 +3,16 @@
 | module | question |
 | --- | --- |
 | `protocol` | what must a model be able to do, and what may be passed as a query, a token, a range of layers? |
-| `view` | what is this model made of, whichever its class? |
+| `view` | what is this model made of, whichever its class: its ends, and how its blocks follow each other? |
 | `blocks` | what is each of its blocks made of, and is it what a frozen run or a method needs? |
-| `parameters` | what do a module's weights amount to, adapters, packing and offloading included? |
 | `sublayers` | how is each kind of part read: attention, MLPs, experts, and mixers in attention's place? |
-| `structure` | how do its blocks follow each other: in one stack, in two, or in a loop? |
-| `ends` | how are its embedding, the head before the logits and the unembedding read? |
-| `provenance` | what does a result depend on besides the prompt? |
-| `patches`, `dictionaries` | how are patch embeddings and sparse dictionaries read? |
+| `parameters` | what do a module's weights amount to, adapters and packing included? |
+| `offload` | how are weights read that lie on a disk or elsewhere? |
+| `classes`, `dictionaries` | how are classifiers and sparse dictionaries read? |
 | `layouts` | how are blocks put together? |
 | `loops` | which call of a stack follows which, where stacks run several times each? |
-| `activations` | how is an activation replaced by a linear form? |
-| `kernels` | which activation functions does torch compute at once? |
-| `lifecycle` | is a model in a state to be frozen, and still in that of its pass? |
+| `activations` | how is an activation replaced by a linear form, and which does torch compute at once? |
+| `lifecycle`, `checkpoint` | is a model in a state to be frozen, and still in that of its pass; which weights had it? |
 | `writing` | how are other weights put on a model, and taken off again? |
 | `names` | which parts are known by their names alone, and why? |
 """
@@ -28,6 +25,7 @@ from tensorlens_tl.models.activations import (
     check_rule as check_rule,
     coefficients as coefficients,
     derivative as derivative,
+    in_one_kernel as in_one_kernel,
 )
 from tensorlens_tl.models.blocks import (
     BlockView,
@@ -43,7 +41,6 @@ from tensorlens_tl.models.classes import (
     name_classes as name_classes,
 )
 from tensorlens_tl.models.dictionaries import DictionaryWeights as DictionaryWeights, read_dictionary as read_dictionary
-from tensorlens_tl.models.kernels import in_one_kernel as in_one_kernel
 from tensorlens_tl.models.layouts import (
     LAYOUTS,
     Layout,
@@ -59,7 +56,6 @@ from tensorlens_tl.models.loops import (
     call_counts as call_counts,
     is_looped as is_looped,
 )
-from tensorlens_tl.models.patches import PatchWeights as PatchWeights
 from tensorlens_tl.models.protocol import (
     FIRST_CHOICE,
     NEXT,
@@ -75,7 +71,7 @@ from tensorlens_tl.models.protocol import (
     TokenLike as TokenLike,
 )
 from tensorlens_tl.models.sublayers import mixer_map, scan_of
-from tensorlens_tl.models.view import ModelView
+from tensorlens_tl.models.view import ModelView, PatchWeights as PatchWeights
 
 __all__ = [
     "FIRST_CHOICE",

@@ -1,57 +1,321 @@
 """One reading of a model: HookedTransformer, HookedEncoder and TransformerBridge look alike from here.
 
-`ModelView` says what the model is made of and hands out the weights of each block in one layout. It is
-structural: nothing here imports a model class, because HookedTransformer does not exist in
-TransformerLens 4. Whether the reading is right is decided by the block proof (`tensorlens_tl.passes.proof.blocks`).
+`ModelView` says what the model is made of and hands out the weights of each block in one layout: its embedding, what
+stands between the last block and the logits, and these. It is structural: nothing here imports a model class, because
+HookedTransformer does not exist in TransformerLens 4. Whether the reading is right is decided by the block proof
+(`tensorlens_tl.passes.proof.blocks`).
 """
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.functional import fold, unfold
 
 from tensorlens_tl.algebra import on_device
 from tensorlens_tl.algebra.numerics import plus, refuse_autocast, times
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.blocks import BlockView, Owner, with_weights
-from tensorlens_tl.models.classes import Classes, classes_of
-from tensorlens_tl.models.ends import (
-    Unembedding,
-    embedding_weights,
-    end_norm,
-    factor_of_logits,
-    projection,
-    read_mlm_head,
-    scales_output,
-    unembedding_weights,
-)
-from tensorlens_tl.models.lifecycle import Untrained
-from tensorlens_tl.models.loops import read_loop
-from tensorlens_tl.models.names import ENCODER_NORM, NORMS, STABLE
-from tensorlens_tl.models.parameters import (
-    MLMHead,
-    NormWeights,
+from tensorlens_tl.models.checkpoint import Untrained
+from tensorlens_tl.models.classes import Classes, class_scores, classes_of
+from tensorlens_tl.models.loops import is_looped, read_loop
+from tensorlens_tl.models.names import ENCODER_NORM, LOOPS, NORMS, STABLE, UNSCALED
+from tensorlens_tl.models.offload import (
     Residence,
-    adapter_names,
-    computes_in_float32,
     execution_device,
-    is_bridge_component,
-    is_norm,
     loaded,
     lock_of,
-    norm_weights,
     offloaded,
     weights_read,
 )
-from tensorlens_tl.models.patches import ClassHead, PatchWeights, read_patches
-from tensorlens_tl.models.provenance import provenance_of, weight_processing
-from tensorlens_tl.models.structure import HOOKED_STACKS, STACKS, Structure, stacks_of
+from tensorlens_tl.models.parameters import (
+    MLMHead,
+    NormWeights,
+    Refuse,
+    adapter_names,
+    computes_in_float32,
+    detached,
+    find_activation,
+    floating,
+    innermost,
+    is_adapter,
+    is_bridge_component,
+    is_norm,
+    is_plain,
+    norm_weights,
+    read_embedding,
+    read_linear,
+    tried_norm,
+)
+
+# ------------------------------------------------------------------ how blocks follow each other
+
+STACKS = ("encoder_blocks", "decoder_blocks")
+HOOKED_STACKS = ("encoder", "decoder")
+"""What an encoder–decoder calls its blocks: a Bridge, and a HookedEncoderDecoder."""
+
+
+def stacks_of(model: Any) -> tuple[str, ...]:
+    """What a model calls its lists of blocks.
+
+    Raises:
+        UnsupportedModelError: it is none of TransformerLens' classes.
+    """
+    stacks = _stack_names(model)
+    for needed in ("cfg", *stacks, "hook_dict", "run_with_hooks"):
+        # the class comes first: a Bridge puts its hook_dict together anew whenever it is read
+        if not hasattr(type(model), needed) and not hasattr(model, needed):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no `{needed}`: pass a HookedTransformer, a HookedEncoder, a "
+                "HookedEncoderDecoder or a TransformerBridge." + _hint(model)
+            )
+    return stacks
+
+
+def _stack_names(model: Any) -> tuple[str, ...]:
+    if is_looped(model):
+        return LOOPS
+    if _has_hooked_stacks(model):
+        return HOOKED_STACKS
+    return STACKS if all(hasattr(model, stack) for stack in STACKS) else ("blocks",)
+
+
+def _has_hooked_stacks(model: Any) -> bool:
+    """Whether it is one of TransformerLens' own encoder–decoders, which are no Bridge (up to 3.9)."""
+    stacks = (getattr(model, "_modules", {}).get(stack) for stack in HOOKED_STACKS)
+    return not hasattr(model, "original_model") and all(isinstance(stack, nn.ModuleList) for stack in stacks)
+
+
+def _hint(model: Any) -> str:
+    """What to do instead, of an object that is no model of TransformerLens."""
+    if isinstance(model, str):
+        return " The model comes first, then the input; load one by its name first."
+    inside = {"FrozenPass": "frozen.model", "FrozenOperator": "operator.frozen"}.get(type(model).__name__)
+    if inside is not None:
+        return f" A {type(model).__name__} is of a model: pass {inside}, or call what takes a frozen pass."
+    if hasattr(model, "get_base_model"):
+        return (
+            " Of a model with adapters, wrap what lies inside: "
+            "TransformerBridge.boot_transformers(name, hf_model=model.get_base_model())."
+        )
+    if hasattr(model, "from_pretrained"):
+        return (
+            " Wrap a Hugging Face model with TransformerBridge.boot_transformers(name, hf_model=model), "
+            "name being its name on the hub or a folder with its config (model.save_pretrained(folder))."
+        )
+    return ""
+
+
+# ------------------------------------------------------------------ images and sound
+
+
+@dataclass(frozen=True)
+class PatchWeights:
+    """A patch embedding: ``patch · weightᵀ + bias`` for every patch, then what is added whatever the image shows.
+
+    Attributes:
+        weight: one row of pixels (channel, row, column) for each number of the residual stream.
+        bias: of the convolution.
+        constant: what the stream begins with besides: position embeddings, and the special tokens in front.
+        kernel, stride: of a patch, in pixels; patches overlap where they differ.
+        transposed: whether the input is a spectrogram `[batch, time, mel]`, whose image has one row for each mel bin.
+    """
+
+    weight: Float[Tensor, "d_model pixel"]
+    bias: Float[Tensor, "d_model"] | None
+    constant: Float[Tensor, "pos d_model"]
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    transposed: bool
+
+    @property
+    def tiles(self) -> bool:
+        """Whether patches neither overlap nor leave gaps."""
+        return self.kernel == self.stride
+
+    def image(self, x: Tensor) -> Float[Tensor, "*rows channel height width"]:
+        """The model's input as an image."""
+        if self.transposed:
+            return x[..., None, :, :].mT
+        return x
+
+    def grid(self, x: Tensor) -> tuple[int, int]:
+        """How many rows and columns of patches there are."""
+        height, width = self.image(x).shape[-2:]
+        sizes = zip((height, width), self.kernel, self.stride, strict=True)
+        rows, columns = ((size - kernel) // stride + 1 for size, kernel, stride in sizes)
+        return rows, columns
+
+    def columns(self, x: Tensor) -> Float[Tensor, "batch patch pixel"]:
+        """The pixels of every patch, row by row of patches."""
+        return unfold(self.image(x), self.kernel, stride=self.stride).mT
+
+    def onto_input(self, columns: Float[Tensor, "*rows batch patch pixel"], like: Tensor) -> Tensor:
+        """The adjoint of `columns`: numbers of patches' pixels, summed where patches overlap, `[*rows, *input]`."""
+        image = self.image(like)
+        flat = columns.reshape(-1, *columns.shape[-2:]).mT
+        folded = fold(flat, image.shape[-2:], self.kernel, stride=self.stride)
+        shaped = folded.reshape(*columns.shape[:-3], *image.shape)
+        if self.transposed:
+            return shaped.mT[..., 0, :, :]
+        return shaped
+
+
+@dataclass(frozen=True)
+class ClassHead:
+    """Where a classifier's unembedding reads: the mean of the first `tokens` positions, normed once more."""
+
+    tokens: int
+    norm: NormWeights | None
+
+
+def read_patches(embed: Any, transposed: bool) -> PatchWeights | None:
+    """The patch embedding of a vision transformer or of an audio spectrogram transformer; None of what is neither."""
+    inner = innermost(embed)
+    convolution = getattr(getattr(inner, "patch_embeddings", None), "projection", None)
+    positions = getattr(inner, "position_embeddings", None)
+    if not isinstance(convolution, torch.nn.Conv2d) or not isinstance(positions, Tensor):
+        return None
+    padded = convolution.padding not in ((0, 0), "valid")
+    if convolution.dilation != (1, 1) or convolution.groups != 1 or padded:
+        return None
+    special = [getattr(inner, name, None) for name in ("cls_token", "distillation_token")]
+    constant = positions.detach()[0].clone()
+    for position, token in enumerate(token for token in special if token is not None):
+        constant[position] += token.detach()[0, 0]
+    height, width = convolution.kernel_size
+    down, across = convolution.stride
+    return PatchWeights(
+        weight=convolution.weight.detach().flatten(1),
+        bias=detached(convolution.bias),
+        constant=constant,
+        kernel=(height, width),
+        stride=(down, across),
+        transposed=transposed,
+    )
+
+
+# ------------------------------------------------------------------ the ends of a model
+
+Unembedding = tuple[Float[Tensor, "d_model d_vocab"], Float[Tensor, "d_vocab"] | None]
+"""W_U and b_U, which is None where there is no bias."""
+
+
+def projection(model: Any, name: str) -> nn.Module | None:
+    """What widens the stream after the embedding, ``project_in``, or narrows it before the unembedding (OPT-350m)."""
+    module = innermost(getattr(model, "_modules", {}).get(name))
+    return module if isinstance(module, nn.Module) else None
+
+
+def embedding_weights(model: Any, refuse: Refuse) -> Float[Tensor, "d_vocab d_model"]:
+    """W_E as stored, times the matrix that widens it where there is one.
+
+    Raises:
+        UnsupportedModelError: there is none that is read.
+    """
+    embedding = _stored_embedding(model, refuse)
+    widening = projection(model, "project_in")
+    if widening is None:
+        return embedding
+    return embedding @ read_linear(widening, "project_in", refuse).weight
+
+
+def _stored_embedding(model: Any, refuse: Refuse) -> Float[Tensor, "d_vocab width"]:
+    embed = getattr(model, "embed", None)
+    if is_adapter(innermost(embed)):
+        return read_embedding(innermost(embed), "embed", refuse)
+    for owner in (embed, getattr(embed, "embed", None)):  # a HookedEncoder's is one module further in
+        W_E = getattr(owner, "W_E", None)
+        if isinstance(W_E, Tensor):
+            return W_E.detach()
+    raise refuse("no readable embedding W_E.")
+
+
+def unembedding_weights(model: Any, refuse: Refuse) -> Unembedding | None:
+    """W_U and b_U with what stands before and after them, or None for a model that predicts no tokens.
+
+    Raises:
+        UnsupportedModelError: weights that are not read.
+    """
+    unembed = getattr(model, "unembed", None)
+    if unembed is None:
+        return None
+    W_U, b_U = _stored_unembedding(unembed, refuse)
+    narrowing = projection(model, "project_out")
+    if narrowing is not None:
+        weight, bias = read_linear(narrowing, "project_out", refuse)
+        if bias is not None:
+            b_U = plus(bias @ W_U, b_U)
+        W_U = weight @ W_U
+    added = detached(getattr(getattr(model, "original_model", None), "final_logits_bias", None))
+    if added is None:
+        return W_U, b_U
+    return W_U, plus(added[0], b_U)  # BART adds one besides
+
+
+def _stored_unembedding(unembed: Any, refuse: Refuse) -> Unembedding:
+    module = innermost(unembed)
+    changed = is_bridge_component(unembed) and isinstance(module, nn.Module) and not is_plain(module)
+    if changed or (getattr(unembed, "W_U", None) is None and hasattr(unembed, "weight")):  # an image classifier's
+        return read_linear(module, "unembed", refuse)
+    return floating(unembed.W_U, "unembed.W_U", refuse), detached(getattr(unembed, "b_U", None))
+
+
+def end_norm(model: Any, name: str) -> NormWeights | None:
+    """A norm after the last block of a stack, by where its hook points are; None where there is none."""
+    norm = getattr(model, name.partition("@")[0], None)
+    return norm_weights(norm, model.cfg) if is_norm(norm) else None
+
+
+def read_mlm_head(model: Any, refuse: Refuse) -> MLMHead | None:
+    """A masked language model's transform before the unembedding, or the pooler of a classifier, or None.
+
+    Raises:
+        UnsupportedModelError: an activation function or a part that is not read.
+    """
+    pooler = class_scores(model)
+    if pooler is not None and pooler.act is not None:
+        weight, bias = read_linear(pooler.dense, "the pooler's dense layer", refuse)
+        return MLMHead(weight, bias, pooler.act, None, None)
+    head = getattr(model, "mlm_head", None)
+    if head is None:
+        return _prediction_head(model, refuse)
+    phi = find_activation(head, model.cfg)
+    if phi is None:
+        raise refuse(f"mlm_head has the unknown activation {model.cfg.act_fn!r}.")
+    if is_bridge_component(head):
+        norm = model.ln_final
+        scale = "ln_final.hook_scale"
+        weight, bias = read_linear(head, "mlm_head", refuse)
+    else:
+        weight = head.W
+        bias = head.b
+        norm = head.ln
+        scale = "mlm_head.ln.hook_scale"
+    return MLMHead(weight.detach(), detached(bias), phi, norm_weights(norm, model.cfg), scale)
+
+
+def _prediction_head(model: Any, refuse: Refuse) -> MLMHead | None:
+    """The same after a separate final norm (ModernBERT), or None."""
+    head: Any = innermost(getattr(model, "prediction_head", None))
+    if head is None:
+        return None
+    parts = [getattr(head, name, None) for name in ("dense", "act", "norm")]
+    if not all(callable(part) for part in parts):
+        raise refuse("prediction_head has no dense, act and norm that are read.")
+    dense, phi, norm = (part for part in parts if part is not None)
+    weight, bias = read_linear(dense, "prediction_head.dense", refuse)
+    return MLMHead(weight, bias, phi, tried_norm(norm, model.cfg, width=weight.shape[1]), None)
+
+
+# ------------------------------------------------------------------ the model
 
 READ_FROM = {
     "patches": ("embed",),
@@ -174,19 +438,14 @@ class ModelView:
                 "switch them off (model.set_use_split_qkv_input(False)) before freezing."
             )
 
-    @property
-    def structure(self) -> Structure:
-        """How its blocks follow each other."""
-        return Structure(self.description, self.is_encoder_decoder, self.loop, self.blocks)
-
     def require_chain(self, what: str) -> None:
         """Refuse a model whose blocks are no chain, each a map of what the one before it gives.
 
         Raises:
             UnsupportedModelError: an encoder–decoder, a loop, or keys and values of an earlier block.
         """
-        self.structure.refuse_encoder_decoder(what)
-        self.structure.refuse_shared_values(what)
+        self.refuse_encoder_decoder(what)
+        self.refuse_shared_values(what)
 
     def require_single_streams(self, what: str) -> None:
         """Refuse a model with a block that reads another stream of its own stack besides the one it adds to.
@@ -194,8 +453,8 @@ class ModelView:
         Raises:
             UnsupportedModelError: a loop, or keys and values of an earlier block.
         """
-        self.structure.refuse_loop(what)
-        self.structure.refuse_shared_values(what)
+        self.refuse_loop(what)
+        self.refuse_shared_values(what)
 
     def refuse_encoder_decoder(self, what: str) -> None:
         """Refuse an encoder–decoder where something reads blocks as those of one stack.
@@ -203,7 +462,54 @@ class ModelView:
         Raises:
             UnsupportedModelError: the model is one, or its blocks run in a loop.
         """
-        self.structure.refuse_encoder_decoder(what)
+        self.refuse_loop(what)
+        if self.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"{what}: not read of an encoder–decoder yet, whose blocks are of two stacks ({self.description}). The "
+                "operator, every method of attribution, the circuits logit_attribution, total_effects, head_map, "
+                "paths, contribution_graph, patch_scores, edge_scores, qk_attribution and routes, and ov, qk, "
+                "virtual_head and composition_scores take it."
+            )
+
+    def crossing_layers(self) -> str:
+        """Which layers have cross-attention, in words."""
+        crossing = [layer for layer, block in enumerate(self.blocks) if block.cross_attention is not None]
+        if not crossing:
+            return "no layer has"
+        if len(crossing) == 1:
+            return f"only layer {crossing[0]} has"
+        return f"layers {crossing[0]} to {crossing[-1]} have"
+
+    def refuse_loop(self, what: str) -> None:
+        """Refuse blocks that run in a loop, where something reads them as a chain."""
+        if self.loop is not None:
+            raise UnsupportedModelError(
+                f"{what}: not read of a model whose blocks run in a loop ({self.description}): {' and '.join(LOOPS)} "
+                "each have a state, and a block reads the sum of both. The operator and method='tensorlens' take it."
+            )
+
+    def refuse_shared_values(self, what: str) -> None:
+        """Refuse a block whose attention takes keys and values of an earlier one, naming both."""
+        for block in self.blocks:
+            if block.values_layer is not None:
+                raise UnsupportedModelError(
+                    f"{what}: {block.name} of this {self.description} takes keys and values of block "
+                    f"{block.values_layer} (shared keys and values), so that what it writes depends on the stream "
+                    "there as well: no map of one block's stream is all of it. The operator, method='tensorlens' and "
+                    "gradients take both streams and are exact."
+                )
+
+    def refuse_gradients(self, what: str) -> None:
+        """Refuse a loop of which the live model runs some calls without recording gradients."""
+        if self.loop is None or not self.loop.without_gradients:
+            return
+        slow, fast = (sum(call.stack == stack for call in self.loop.calls) for stack in LOOPS)
+        raise UnsupportedModelError(
+            f"{what}: {self.description} runs {self.loop.without_gradients} of its {len(self.loop.calls)} calls of "
+            "a stack without recording gradients (config.L_bp_cycles), so that those of the live model lack what "
+            f"passes through them. method='tensorlens' has all of it; or load the model with L_bp_cycles="
+            f"{[fast // slow] * slow}."
+        )
 
     @property
     def is_whitened(self) -> bool:
@@ -437,12 +743,21 @@ class ModelView:
     @cached_property
     def logit_factor(self) -> float:
         """What the model multiplies its logits by before any soft cap (Granite, Cohere, Falcon-H1, …); most often 1."""
-        return factor_of_logits(self.text_config, self.scales_decoder_output)
+        config = self.text_config
+        factor = getattr(config, "logit_scale", None) or getattr(config, "output_multiplier", None) or 1.0
+        factor = float(factor) * float(getattr(config, "lm_head_multiplier", None) or 1.0)
+        if self.scales_decoder_output:
+            factor = factor * float(config.d_model) ** -0.5
+        return factor / float(getattr(config, "logits_scaling", None) or 1.0)
 
     @property
     def scales_decoder_output(self) -> bool:
         """Whether what is unembedded is the final norm's output times √(1/d_model) (T5 with tied embeddings)."""
-        return self.is_encoder_decoder and scales_output(self.config)
+        config = self.config
+        if not self.is_encoder_decoder or not hasattr(config, "relative_attention_num_buckets"):
+            return False
+        tied = getattr(config, "tie_word_embeddings", False) and config.model_type not in UNSCALED
+        return bool(getattr(config, "scale_decoder_outputs", tied))
 
     @weights_read
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
@@ -471,10 +786,42 @@ class ModelView:
 
     def provenance(self) -> dict[str, str]:
         """What a result depends on besides the prompt: names, versions, weight processing, dtype, and where there are
-        any, the weights that no checkpoint had."""
-        return provenance_of(self.model, self.weight_processing, self.untrained.names or ())
+        any, adapters and the weights that no checkpoint had."""
+        optional = {
+            "newly_initialised": ", ".join(self.untrained.names or ()),
+            "adapters": ", ".join(adapter_names(self.model)),
+        }
+        known = {
+            "model": str(getattr(self.cfg, "model_name", "custom")),
+            "class": self.class_name,
+            "transformer_lens": _version_of_transformer_lens(),
+            "weight_processing": self.weight_processing,
+            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+        }
+        return known | {name: names for name, names in optional.items() if names}
 
     @cached_property
     def weight_processing(self) -> str:
-        """How the weights were rewritten: logits and residual basis depend on it, logit differences do not."""
-        return weight_processing(self.blocks, self.unembedding)
+        """How the weights were rewritten: logits and residual basis depend on it, logit differences do not.
+
+        It is read off themselves: norms without gain and shift (folded into what reads them, or never trained), and
+        zero means of what is written or unembedded.
+        """
+        norms = (norm for block in self.blocks for norm in block.norms.values())  # the first one tells most often
+        first = self.blocks[0]
+        processed = {
+            "plain norms": all(norm.is_plain for norm in norms) and any(block.norms for block in self.blocks),
+            "centred writing": first.mixer is None and _zero_mean(first.attention.W_O[:8]),
+            "centred unembedding": self.unembedding is not None and _zero_mean(self.unembedding[0][:8]),
+        }
+        return ", ".join(name for name, present in processed.items() if present) or "raw"
+
+
+def _zero_mean(rows: Tensor) -> bool:
+    return all(bool(row.mean().abs() <= 1e-4 * row.std(correction=0)) for row in rows)  # the first one tells most often
+
+
+@cache
+def _version_of_transformer_lens() -> str:
+    """The installed version, looked up once: the look-up reads files."""
+    return version("transformer-lens")

@@ -3,7 +3,7 @@
 Every class shows an attention layer's projections by head, ``attn.W_Q`` and so on, as views of its parameters; what is
 written to a view is what the model computes with. Writes go through ``.data``, which torch does not count: when the old
 numbers are back, bit for bit, a frozen pass that was taken before is valid again, and while they are not, it is refused
-by the numbers themselves (`tensorlens_tl.models.lifecycle.weight_state.WeightState`).
+by the numbers themselves (`tensorlens_tl.models.lifecycle.WeightState`).
 
 A Bridge of a model with one joint projection (GPT-2, NeoX, Phi-3) may keep that beside the split ones. Where the two
 agree, both are written.
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.models.blocks import BlockView
 from tensorlens_tl.models.lifecycle import sampled
-from tensorlens_tl.models.parameters import is_adapter, path_of, refuse_offloaded, shown
+from tensorlens_tl.models.offload import refuse_offloaded
+from tensorlens_tl.models.parameters import is_adapter, path_of, shown
 from tensorlens_tl.models.view import ModelView
 
 ATTENTION = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V")

@@ -17,7 +17,7 @@ from tensorlens_tl.core import Rule, refuse_other_functions, ruled
 from tensorlens_tl.errors import GapWarning, NumericalError, warn_caller
 from tensorlens_tl.hooks import FwdHook, graph_of, in_this_thread
 from tensorlens_tl.models import Query, TokenLike
-from tensorlens_tl.models.parameters import saved_by_name
+from tensorlens_tl.models.offload import saved_by_name
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.operator import Collapse, resolve_target

@@ -298,7 +298,7 @@ class Blocks(ABC):
             blocks.append(self.stage(layer, activation=activation, heads=only, mlp=layer in mlp))
         if self.view.loop is not None:
             if len(layers) < self.view.n_layers:
-                self.view.structure.refuse_loop(f"layers {layers.start} to {layers.stop - 1}")
+                self.view.refuse_loop(f"layers {layers.start} to {layers.stop - 1}")
             return unrolled(self.view.loop, blocks, self.capture.resid_pre(0))
         return [ChainWithReads(tuple(blocks), reads)] if reads else blocks
 

@@ -128,7 +128,7 @@ class Capture:
         held_scores: of a pass frozen with ``patterns="recompute"``, the factors of each pattern, by hook-point name.
         weights: what the model's weights were, to tell whether they still are.
         configuration: what decided the model's numbers besides its weights
-            (`tensorlens_tl.models.lifecycle.settings`).
+            (`tensorlens_tl.models.lifecycle`).
         other_hooks: the hook points and modules where user-installed hooks were during the pass.
         hook_numbers: which hooks those were.
         additions: what they added to the residual stream.
@@ -418,7 +418,7 @@ class Capture:
         layer = whole_number("layer", layer, 0, self.n_layers - 1, why="a layer of this model")
         points = self.points.blocks[layer].cross
         if points is None:
-            layers = self.view.structure.crossing_layers()
+            layers = self.view.crossing_layers()
             raise InvalidInputError(f"layer={layer} has no cross-attention; of this model {layers}.")
         return self.activation(points.pattern)
 

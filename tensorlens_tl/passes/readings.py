@@ -16,7 +16,7 @@ from torch import nn
 from tensorlens_tl.hooks import ModelPoints, hook_numbers, lock_of, model_points
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.lifecycle import WeightState, configuration
-from tensorlens_tl.models.parameters import whole
+from tensorlens_tl.models.offload import whole
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,8 @@ from tensorlens_tl.algebra import Norm
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models.names import ENTRY_NORM
-from tensorlens_tl.models.parameters import loaded, norm_weights
+from tensorlens_tl.models.offload import loaded
+from tensorlens_tl.models.parameters import norm_weights
 from tensorlens_tl.passes import Difference, PassOrDifference
 
 WHOLE = {"embed": "hook_embed"}

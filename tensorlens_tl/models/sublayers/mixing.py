@@ -16,7 +16,7 @@ from tensorlens_tl.algebra import AffineMap, CausalConvolution, Chain, Diagonal,
 from tensorlens_tl.algebra.numerics import maybe, times
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.activations import Activation, coefficients
-from tensorlens_tl.models.parameters import detached, innermost, is_norm, linears
+from tensorlens_tl.models.parameters import LinearWeights, detached, innermost, is_norm, read_linear as linear_of
 
 Mask = Bool[Tensor, "_ _"] | Int[Tensor, "_ _"] | Float[Tensor, "_ _"]
 """True, or not zero, at real tokens, `[batch, pos]`."""
@@ -147,13 +147,13 @@ def read_convolution(module: Any, name: str = "conv1d") -> CausalConvolution:
     return CausalConvolution(conv.weight.detach()[:, 0], detached(conv.bias))
 
 
-def read_linear(module: Any, name: str) -> linears.LinearWeights:
+def read_linear(module: Any, name: str) -> LinearWeights:
     """What a linear layer of a mixer does: a weight, from input to output, and a bias."""
 
     def refuse(message: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"mixer_map: of {type(module).__name__}, {message}")
 
-    return linears.read_linear(getattr(module, name), f"`{name}`", refuse)
+    return linear_of(getattr(module, name), f"`{name}`", refuse)
 
 
 def read_part(module: Any, name: str) -> Any:

@@ -100,7 +100,7 @@ def check_crossing(view: ModelView, layer: int) -> None:
     """Raise `InvalidInputError` for a layer without cross-attention."""
     if view.blocks[layer].cross_attention is not None:
         return
-    raise InvalidInputError(f"layer={layer} has no cross-attention; of this model {view.structure.crossing_layers()}.")
+    raise InvalidInputError(f"layer={layer} has no cross-attention; of this model {view.crossing_layers()}.")
 
 
 def chosen_mlps(layers: object, chosen: range) -> set[int]:

@@ -3,6 +3,10 @@
 A module that accelerate has offloaded keeps its parameters on torch's ``meta`` device, with a shape and no numbers; its
 hook reads them before the module runs and drops them after. `loaded` does the same for a reading of the weights.
 Nothing here imports accelerate: a hook is known by what it holds.
+
+A product saves its weights for the backward pass, so that the graph of a whole run would hold all weights of a model
+that is larger than memory. Inside `saved_by_name` it holds the module and the name of each, and a backward pass reads
+them again one at a time, the last block's first.
 """
 
 import json
@@ -13,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -213,10 +217,10 @@ def sources(model: nn.Module) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
     if not any(weight.is_meta for weight in weights):
         return weights, files
     away = list(_away(model))
-    brought = {id(weight) for _, _, weight in away}
+    brought = {id(each.weight) for each in away}
     tensors = [weight for weight in weights if not weight.is_meta and id(weight) not in brought]
-    for weights_map, name, _ in away:
-        tensor, file = _source(weights_map, name)
+    for each in away:
+        tensor, file = _source(each.hook.weights_map, each.name)
         if tensor is not None:
             tensors.append(tensor)
         if file is not None:
@@ -250,15 +254,24 @@ def version_of(weight: Tensor) -> tuple[int, int]:
 
 def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight that is offloaded, by its name in its module, read one at a time."""
-    return ((name, weights_map[name]) for weights_map, name, _ in _away(model))
+    return ((each.name, each.hook.weights_map[each.name]) for each in _away(model))
 
 
-def _away(model: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
-    """Of every weight that is offloaded, what holds it, its name there, and what stands for it in the module."""
+class _Away(NamedTuple):
+    """A weight that is offloaded: the module with the hook that holds it, its name in both, and what stands for it."""
+
+    module: nn.Module
+    hook: Any
+    name: str
+    weight: Tensor
+
+
+def _away(model: nn.Module) -> Iterator[_Away]:
+    """Every weight of a model, or of a part of it, that is offloaded."""
     for module in whole(model):
         for hook in offload_hooks(module):
             for name, weight in module.named_parameters(recurse=bool(hook.place_submodules)):
-                yield hook.weights_map, name, weight
+                yield _Away(module, hook, name, weight)
 
 
 def _source(weights: Any, name: str) -> tuple[Tensor | None, tuple[Any, ...] | None]:
@@ -290,11 +303,9 @@ def execution_device(part: nn.Module) -> torch.device:
     first = next(part.parameters(), torch.empty(0))
     if not first.is_meta:
         return first.device
-    for module in whole(part):
-        for hook in offload_hooks(module):
-            weights = module.parameters(recurse=bool(hook.place_submodules))
-            if hook.execution_device is not None and any(weight is first for weight in weights):
-                return torch.device(hook.execution_device)
+    for each in _away(part):
+        if each.weight is first and each.hook.execution_device is not None:
+            return torch.device(each.hook.execution_device)
     return first.device
 
 
@@ -305,3 +316,76 @@ def refuse_offloaded(model: Any, what: str) -> None:
             f"{what}: this model's weights are offloaded and read again for every run, so that nothing written to them "
             "would stay. Load it into memory (without device_map or offload_folder)."
         )
+
+
+# ------------------------------------------------------------------ what autograd saves
+
+
+class Place(NamedTuple):
+    """Where the numbers of a saved tensor are: a view of one weight of an offloaded module."""
+
+    module: nn.Module
+    name: str
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+Weights = dict[int, list[tuple[nn.Module, str]]]
+"""The offloaded matrices of a model, module and name, by their size in bytes."""
+
+
+@contextmanager
+def saved_by_name(model: Any) -> Generator[None, None, None]:
+    """Inside, a graph of this model holds no offloaded matrix, and its backward passes read them again.
+
+    Both the run and its backward passes belong inside; the model's lock is held. Weights take no gradient there, as a
+    graph would hold those that do. Of a model in memory nothing is different.
+    """
+    with lock_of(model):
+        weights = _matrices(model)
+        if not weights:
+            yield
+            return
+        trained = [(module, name) for module, _, name, weight in _away(model) if weight.requires_grad]
+        for module, name in trained:
+            module.get_parameter(name).requires_grad_(False)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(lambda saved: _packed(saved, weights), _unpacked):
+                yield
+        finally:
+            for module, name in trained:
+                module.get_parameter(name).requires_grad_(True)
+
+
+def _matrices(model: nn.Module) -> Weights:
+    """Those that are worth reading again: vectors are small."""
+    weights: Weights = {}
+    for module, _, name, weight in _away(model):
+        if weight.ndim > 1:
+            weights.setdefault(weight.numel() * weight.element_size(), []).append((module, name))
+    return weights
+
+
+def _packed(saved: Tensor, weights: Weights) -> Tensor | Place:
+    """A saved tensor, or where its numbers are, if it is a weight that was brought in.
+
+    Detached, as an output that its own node holds in Python would never be freed.
+    """
+    if saved.ndim < 2 or saved.layout is not torch.strided:
+        return saved.detach()
+    storage = saved.untyped_storage()
+    for module, name in weights.get(storage.nbytes(), ()):
+        weight = module.get_parameter(name)
+        if not weight.is_meta and weight.dtype is saved.dtype and weight.data_ptr() == storage.data_ptr():
+            return Place(module, name, saved.size(), saved.stride(), int(saved.storage_offset()))
+    return saved.detach()
+
+
+def _unpacked(saved: Tensor | Place) -> Tensor:
+    """The numbers of a saved tensor, read again where they lie elsewhere."""
+    if isinstance(saved, Tensor):
+        return saved
+    with torch.inference_mode(False), torch.no_grad(), loaded(saved.module):
+        weight = saved.module.get_parameter(saved.name)
+        return weight.detach().as_strided(saved.size, saved.stride, saved.offset)

@@ -6,45 +6,47 @@ and part.
 """
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from tensorlens_tl.algebra import on_device
 from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.blocks.owner import Owner
-from tensorlens_tl.models.blocks.parts import BlockParts
 from tensorlens_tl.models.loops import StackCall
 from tensorlens_tl.models.names import (
+    ATTENTION,
     END_NORM,
+    ENTRY_NORM,
     EXPERTS_BESIDE,
     MIXERS,
+    MLPS,
     NORMS,
     PER_LAYER_NORM,
+    STREAMS,
 )
+from tensorlens_tl.models.offload import Residence, execution_device, offloaded, weights_read
 from tensorlens_tl.models.parameters import (
     AttentionWeights,
     MLPWeights,
     NormWeights,
     QueryKeyWeights,
-    Residence,
     WhiteningWeights,
     adapter_names,
     detached,
-    execution_device,
     floating,
     innermost,
+    is_bridge_component,
     is_norm,
     norm_weights,
-    offloaded,
-    weights_read,
 )
 from tensorlens_tl.models.sublayers import (
     ChannelMixWeights,
@@ -54,8 +56,11 @@ from tensorlens_tl.models.sublayers import (
     PerLayerWeights,
     channel_mix_weights,
     halves_after,
+    halving_period,
     has_experts,
+    is_attention,
     is_channel_mix,
+    is_mlp,
     read_attention,
     read_experts,
     read_latent_scores,
@@ -67,6 +72,165 @@ from tensorlens_tl.models.sublayers import (
     read_shared_attention,
     shared_source,
 )
+
+# ------------------------------------------------------------------ what a block knows of its model
+
+
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """What a block needs of the view of its model.
+
+    Not the view itself: the two would refer to each other, and the weights that a view has copied would stay in memory
+    until Python looks for such circles.
+
+    Attributes:
+        model, cfg: as of the view.
+        description: class and name, for messages.
+        is_hooked_encoder_decoder: whether it is TransformerLens' own class of encoder–decoders.
+        device: where results are, and what is read of the weights: that of the model's first weight.
+    """
+
+    model: Any
+    cfg: Any
+    description: str
+    is_hooked_encoder_decoder: bool
+    device: torch.device
+
+    @property
+    def encoder_gain(self) -> Float[Tensor, "d_model"] | None:
+        """What cross-attention multiplies the encoder's output by, as it is shown; None for nothing."""
+        if not self.is_hooked_encoder_decoder:
+            return None
+        return norm_weights(self.model.encoder_final_ln, self.cfg).gain
+
+
+# ------------------------------------------------------------------ which parts it has, and what it calls them
+
+
+@dataclass(frozen=True, eq=False)
+class BlockParts:
+    """The parts of one block.
+
+    Attributes:
+        module: the block.
+    """
+
+    module: Any
+
+    def _has_any(self, names: Iterable[str]) -> bool:
+        return any(name in self.module._modules for name in names)
+
+    def _first_of(self, names: Iterable[str], default: str) -> str:
+        """The first of some names under which the block has a part."""
+        return next((name for name in names if self.module._modules.get(name) is not None), default)
+
+    @property
+    def mixer_name(self) -> str:
+        """What the block calls its self-attention, or what it has instead."""
+        return next((name for name in (*ATTENTION, *MIXERS) if name in self.module._modules), "attn")
+
+    @property
+    def mixer(self) -> Any:
+        """Its self-attention, or what it has instead; None without."""
+        return getattr(self.module, self.mixer_name, None)
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether it has self-attention."""
+        return self._has_any(ATTENTION) or self._named_as_mixer(is_attention) is not None
+
+    @property
+    def mixers(self) -> dict[str, Any]:
+        """What it has under a mixer's name that is neither attention nor an MLP."""
+        parts = {name: part for name in MIXERS if (part := self.module._modules.get(name)) is not None}
+        return {name: part for name, part in parts.items() if not is_attention(part) and not is_mlp(part)}
+
+    def _named_as_mixer(self, kind: Callable[[Any], bool]) -> str | None:
+        """The name of a mixer under which it has attention, or an MLP (NemotronH); None where it has none there."""
+        return next((name for name in MIXERS if kind(self.module._modules.get(name))), None)
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether its self-attention attends to the encoder's output as well, in the same softmax (T5Gemma 2)."""
+        return getattr(self.mixer, "hook_cross_pattern", None) is not None
+
+    @property
+    def cross_name(self) -> str:
+        """What a decoder block calls its cross-attention."""
+        return self.mixer_name if self.is_merged else "cross_attn"
+
+    @property
+    def has_beside(self) -> bool:
+        """Whether a mixer stands beside attention."""
+        return self.has_attention and bool(self.mixers)
+
+    @property
+    def beside_name(self) -> str:
+        """What the block calls the mixer that stands beside its attention."""
+        return next(iter(self.mixers), MIXERS[0])
+
+    @property
+    def missing_mixer(self) -> str:
+        """Why there is no attention and no mixer to be read."""
+        kind = type(innermost(self.module)).__name__
+        shown = [name for name, part in self.module._modules.items() if is_bridge_component(part)]
+        if not shown:
+            return (
+                f"it ({kind}) shows nothing inside: TransformerLens has hook points at its two ends only, so that what "
+                "its parts read, and any pattern, cannot be seen."
+            )
+        return (
+            f"it ({kind}) has {', '.join(shown)}: no attention, and no mixer under a name that is read "
+            f"({', '.join(MIXERS)})."
+        )
+
+    @property
+    def entry_norm(self) -> str | None:
+        """What the first block calls a norm that the embeddings go through inside it; None without."""
+        return ENTRY_NORM if is_norm(self.module._modules.get(ENTRY_NORM)) else None
+
+    @property
+    def mlp_name(self) -> str:
+        """What the block calls its MLP or its experts."""
+        return self._first_of(MLPS, self._named_as_mixer(is_mlp) or "mlp")
+
+    @property
+    def is_mlp_alone(self) -> bool:
+        """Whether it has an MLP or experts under a mixer's name, and nothing that mixes positions (NemotronH)."""
+        return self.mlp_name in MIXERS
+
+    @property
+    def mlp(self) -> Any:
+        """Its MLP or its experts; None without."""
+        return getattr(self.module, self.mlp_name, None)
+
+    @property
+    def has_experts_beside(self) -> bool:
+        """Whether experts stand beside its MLP, each with norms of its own (Gemma 4)."""
+        return {"mlp", "experts"} <= set(self.module._modules)
+
+    @property
+    def shared_name(self) -> str | None:
+        """What it calls an MLP for every token that stands beside its experts instead of among them; None without."""
+        if self.has_experts_beside:
+            return "mlp"
+        shared = self._first_of([name for name in MLPS if name != self.mlp_name], "")
+        return shared or None
+
+    def multiplier(self, name: str) -> float:
+        """A constant that stands beside the block's matrices (Granite, Falcon-H1), by its name; 1 without."""
+        return float(getattr(innermost(self.module), name, 1.0))
+
+    @property
+    def is_multiplied(self) -> bool:
+        """Whether the block, its mixer or its MLP has any such constant."""
+        modules = [vars(innermost(part)) for part in (self.module, self.mixer, self.mlp) if part is not None]
+        return any(
+            name.endswith("_multiplier") and value != 1 for attributes in modules for name, value in attributes.items()
+        )
+
+
+# ------------------------------------------------------------------ the weights of its parts
 
 
 class BlockView:
@@ -469,3 +633,112 @@ class BlockView:
 
     def _floating(self, weight: Tensor, name: str) -> Tensor:
         return floating(weight, name, self.refuse)
+
+
+# ------------------------------------------------------------------ what a frozen run, or a method, needs
+
+
+def require_one_stream(block: BlockView) -> None:
+    """Refuse a block that reads and writes several vectors for each token.
+
+    Raises:
+        UnsupportedModelError: naming what mixes them.
+    """
+    inner = innermost(block.module)
+    mixed = [cause for name, cause in STREAMS.items() if isinstance(getattr(inner, name, None), nn.Module)]
+    if mixed:
+        raise block.refuse(
+            f"its stream has several vectors for each token, and {mixed[0]}. Only models with one vector for each "
+            "token can be frozen."
+        )
+
+
+def require_scaled_weights(block: BlockView) -> None:
+    """Refuse offloaded weights of a model that halves its stream.
+
+    Raises:
+        UnsupportedModelError: they are.
+    """
+    every = halving_period(block.module)
+    if block.offloaded and every > 0:
+        raise block.refuse(
+            f"it halves its stream after every {every} blocks, and in its first run scales the weights that write to "
+            "the stream, which does nothing to offloaded ones: what it computes is not what it was trained for. Load "
+            "the model into memory, or set config.rescale_every = 0 before it is loaded."
+        )
+
+
+def require_attention_alone(block: BlockView) -> AttentionWeights:
+    """The attention weights, of a block in which nothing else mixes positions.
+
+    Raises:
+        UnsupportedModelError: nothing that mixes positions is attention, a mixer stands beside it, or its softmax
+            is also over the encoder's tokens.
+    """
+    if block.parts.is_merged:
+        raise block.refuse(
+            "its self- and cross-attention share one softmax (T5Gemma 2), so that neither gives its queries a "
+            "mixture of its own. The operator and what is made from it work (tensorlens, decompx, gradients)."
+        )
+    if block.has_beside:
+        raise block.refuse(
+            f"{block.parts.beside_name} stands beside its attention, so that its patterns do not say what tokens take "
+            "from each other. The operator and what is made from it work (tensorlens, gradients, "
+            "logit_attribution, with terms for each head and for the mixer)."
+        )
+    return block.attention
+
+
+def require_scores(block: BlockView) -> None:
+    """Refuse attention whose scores are read neither from the stream nor from latents, cross-attention likewise.
+
+    Raises:
+        UnsupportedModelError: naming what stands between.
+    """
+    if block.mixer is not None or block.latent_scores is None:
+        block.require_query_key()
+    if block.cross_attention is not None:
+        _ = block.cross_query_key
+
+
+# ------------------------------------------------------------------ with other weights
+
+
+def with_weights(block: BlockView, weights: Mapping[str, Tensor]) -> BlockView:
+    """A block's reading with other weights; what the block itself holds is not touched.
+
+    Args:
+        block: the reading.
+        weights: by TransformerLens' names, ``W_V``, ``b_V``, ``W_O``, ``W_Q``, ``b_Q``, ``W_K``, ``b_K``, ``W_in``,
+            ``W_gate`` and ``W_out``, in TransformerLens' shapes.
+
+    Raises:
+        UnsupportedModelError: constants stand beside the block's weights, or more than weights and pattern inside
+            attention, or a norm inside the MLP.
+    """
+    if block.parts.is_multiplied:
+        raise block.refuse("its branches are multiplied by a constant; other weights for it are not read.")
+
+    def side_by_side(name: str) -> Tensor:
+        weight = weights[name].detach().to(block.attention.W_O)
+        if name == "W_O":
+            return rearrange(weight, "head d_head d_model -> (head d_head) d_model")
+        if name.startswith("b"):
+            return weight.reshape(-1)
+        return rearrange(weight, "head d_model d_head -> d_model (head d_head)")
+
+    other = block.unread()
+    fields = {"value_matrix": "W_V", "b_V": "b_V", "W_O": "W_O"}
+    values = {field: side_by_side(name) for field, name in fields.items() if name in weights}
+    scores = {name: side_by_side(name) for name in ("W_Q", "b_Q", "W_K", "b_K") if name in weights}
+    matrices = {name: weights[name] for name in ("W_in", "W_gate", "W_out") if name in weights}
+    if values:
+        other.attention = replace(block.require_plain_attention(), **values)
+    if scores:
+        other.query_key = replace(block.query_key, **scores)
+    if matrices and isinstance(block.mlp, MLPWeights):
+        mlp = block.mlp
+        if mlp.post_factor is not None:
+            raise block.refuse(f"a norm stands inside its MLP; other {', '.join(matrices)} are not read.")
+        other.mlp = replace(mlp, **{name: weight.to(mlp.W_in) for name, weight in matrices.items()})
+    return other

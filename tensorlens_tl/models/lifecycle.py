@@ -1,0 +1,708 @@
+"""Is a model in a state to be frozen, and still in the one its pass was taken in?
+
+`WeightState` tells whether a model's *weights* are still those of another time. The same weights compute something else
+with another base of rotary positions, epsilon, activation function, attention scale or window, and those lie in three
+places: in configurations (TransformerLens' own, and Hugging Face's of a Bridge), in plain attributes of modules, and in
+buffers. A configuration that is changed after a model was built need not change the model, and the reverse; so all
+three are read (`configuration`). What is found out about a model once holds as long as its weights do
+(`OncePerWeights`).
+"""
+
+import copy
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial, reduce
+from itertools import chain
+from operator import is_
+from re import sub
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Shaped, UInt8
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.models.names import PACKED
+from tensorlens_tl.models.offload import modules_of, offload_hooks, sources, version_of, whole
+from tensorlens_tl.models.parameters import adapter_layers, adapter_state
+from tensorlens_tl.models.protocol import HookedModel
+
+# ------------------------------------------------------------------ weights
+
+
+@dataclass(frozen=True, eq=False)
+class WeightState:
+    """What tells the weights of now from those of another time, without a copy of them.
+
+    `versions` (storage and torch's own count of writes) change when a weight is replaced, moved, cast, or written to in
+    place. Writes through ``.data`` are not counted by torch, so some numbers are stored as well (`sample`: of every
+    row and every column of each matrix of each attention head) and the sum of the bits of each weight (`sums`).
+    A head, neuron, channel, token embedding or any single number that was changed is seen; two numbers whose bits
+    change by opposite amounts, or a buffer, may not be. Where a write was counted, `hashes` tell whether the numbers
+    are those of before again: a weight that was ablated and restored in place is the same weight. Of weights that are
+    offloaded to disk the time and size of their files are stored, and no numbers. `adapters` is what adapters are
+    switched to, which changes no weight. A copy, or what a pickle gives back, knows no versions: it takes those of its
+    model when `holds` is first called, if the numbers agree.
+    """
+
+    versions: list[tuple[Any, ...]] | None
+    sample: Float[Tensor, "n"]
+    adapters: tuple[Any, ...] = ()
+    sums: tuple[int, ...] = ()
+    hashes: tuple[int, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"versions": None}  # a copy's weights lie elsewhere
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "WeightState":
+        """The state of a model's weights now."""
+        parameters, files = sources(model)
+        sums = _sums(parameters)
+        hashes = tuple(_remembered_hash(*each) for each in zip(parameters, sums, strict=True))
+        return cls([*map(version_of, parameters), *files], _sample(parameters), _adapters(model), sums, hashes)
+
+    @cached_property
+    def digest(self) -> str:
+        """Twelve letters that tell the weights from others: of the stored numbers; empty where there are none."""
+        if not self.sample.numel():
+            return ""
+        return hashlib.sha256(self.sample.double().cpu().numpy().tobytes()).hexdigest()[:12]
+
+    def equals(self, other: "WeightState") -> bool:
+        """Whether two states were taken of the very same weights of one model: nothing is read but what they store."""
+        if self.versions is None or self.versions != other.versions or self.adapters != other.adapters:
+            return False
+        return self.sums == other.sums and _equal(self.sample, other.sample)
+
+    def seems_held(self, model: nn.Module) -> bool:
+        """`holds`, but while torch counted no write nothing is read: for the end of a question that began with it."""
+        parameters, files = sources(model)
+        if self.versions == [*map(version_of, parameters), *files] and _adapters(model) == self.adapters:
+            return True
+        return self.holds(model)
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether the model's weights are still these."""
+        parameters, files = sources(model)
+        versions: list[tuple[Any, ...]] = [*map(version_of, parameters), *files]
+        before = versions if self.versions is None else self.versions  # None: a copied pass, with its own model
+        if _places(versions) != _places(before) or _adapters(model) != self.adapters:
+            return False
+        if not _equal(_sample(parameters), self.sample) or _sums(parameters) != self.sums:
+            return False
+        if versions[len(parameters) :] != before[len(parameters) :]:
+            return False
+        if versions != before and tuple(map(_hash, parameters)) != self.hashes:  # written to in place, and not back
+            return False
+        object.__setattr__(self, "versions", versions)
+        return True
+
+
+def _equal(a: Float[Tensor, "n"], b: Float[Tensor, "m"]) -> bool:
+    """Bit for bit the same numbers, where NaN is as good as another."""
+    return torch.equal(a, b) or (a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+
+
+def fingerprint(weights: Sequence[Tensor]) -> str:
+    """A digest of some weights' numbers, of the same sample as `WeightState`: widening them does not change it."""
+    digest = hashlib.sha256()
+    for weight in weights:
+        digest.update(str(tuple(weight.shape)).encode())
+        digest.update(sampled(weight.detach()).double().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _adapters(model: nn.Module) -> tuple[Any, ...]:
+    return tuple(adapter_state(layer) for layer in adapter_layers(model))
+
+
+def _places(versions: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Where weights lie: of each version all but torch's count of writes."""
+    return [version[0] for version in versions]
+
+
+@torch.no_grad()
+def _sums(parameters: Sequence[Tensor]) -> tuple[int, ...]:
+    """Of each weight the sum of its bits in words of eight bytes: reading them costs less than a model's own run."""
+    sums: list[Tensor] = []
+    for parameter in parameters:
+        bits = _bits(parameter)
+        words = len(bits) // 8 * 8
+        sums.append(bits[:words].view(torch.int64).sum() + bits[words:].sum())
+    if not sums:
+        return ()
+    return tuple(torch.stack([total.to(sums[0].device) for total in sums]).tolist())
+
+
+def _bits(weight: Tensor) -> UInt8[Tensor, "n"]:
+    bits = weight.detach().contiguous().reshape(-1).view(torch.uint8)
+    return bits.clone() if bits.storage_offset() % 8 else bits
+
+
+CHUNK = 1 << 18
+"""How many words are multiplied at a time."""
+
+_hashes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Of each weight its version, its sum, and its hash, which is computed once for all passes of a model."""
+
+
+def _remembered_hash(weight: Tensor, total: int) -> int:
+    state = (*version_of(weight), total)
+    stored = _hashes.get(weight)
+    if stored is None or stored[0] != state:
+        stored = _hashes[weight] = (state, _hash(weight))
+    return stored[1]
+
+
+@torch.no_grad()
+def _hash(weight: Tensor) -> int:
+    """A weight's bits, each place with a factor of its own.
+
+    Words have half the length of the sum and factors are odd, so that no single change vanishes in its overflow.
+    """
+    bits = _bits(weight)
+    words = bits[: len(bits) // 4 * 4].view(torch.int32)
+    rest = int.from_bytes(bits[len(words) * 4 :].tolist(), "little")
+    within = _factors(0, weight.device)
+    sums = [(chunk * within[: len(chunk)]).sum() for chunk in words.split(CHUNK)]
+    return rest + int((torch.stack(sums) * _factors(1, weight.device)[: len(sums)]).sum())
+
+
+@lru_cache(maxsize=8)
+def _factors(seed: int, device: torch.device) -> Int[Tensor, "n"]:
+    drawn = torch.randint(-(2**62), 2**62, (CHUNK,), generator=torch.Generator().manual_seed(seed))
+    return (2 * drawn + 1).to(device)
+
+
+@torch.no_grad()
+def _sample(parameters: Sequence[Tensor]) -> Tensor:
+    samples = [_promotable(sampled(parameter)) for parameter in parameters if parameter.numel()]
+    if not samples:
+        return torch.zeros(0)
+    dtype = reduce(torch.promote_types, [numbers.dtype for numbers in samples], torch.float16)
+    return torch.cat([numbers.to(samples[0].device, dtype) for numbers in samples])
+
+
+def _promotable(numbers: Tensor) -> Tensor:
+    """Float8, which torch does not promote, as float16."""
+    return numbers.to(torch.float16) if numbers.dtype.itemsize == 1 else numbers
+
+
+def sampled(weight: Tensor) -> Tensor:
+    """A weight's numbers down the diagonal, starting again at the other edge: every row and column of each head."""
+    if weight.ndim < 2:
+        return weight.reshape(-1)
+    steps = _steps(weight.shape, weight.device)
+    if weight.dtype.itemsize == 1:  # torch takes nothing of float8
+        return torch.take(weight.view(torch.uint8), steps).view(weight.dtype)
+    return torch.take(weight, steps)
+
+
+@lru_cache(maxsize=512)
+def _steps(shape: torch.Size, device: torch.device) -> Int[Tensor, "n"]:
+    """Where that diagonal goes, in each matrix; computed once for each shape, as every check needs it."""
+    rows, columns = shape[-2:]
+    steps = torch.arange(max(rows, columns), device=device)
+    matrices = torch.arange(shape[:-2].numel(), device=device)[:, None]
+    return (matrices * rows * columns + steps % rows * columns + steps % columns).flatten()
+
+
+def refuse_devices(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError` for a block on several devices, and weights packed, spread or without numbers.
+
+    Offloaded weights count for the device that they are brought to.
+    """
+    brought: set[nn.Module] = set()
+    empty: list[tuple[str, nn.Module]] = []  # weights without numbers, and whose they are
+    resident: set[torch.device] = set()
+    for module in whole(model):
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                refuse_packed(name, weight, module)
+                resident.add(weight.device)
+                if weight.is_meta:
+                    empty.append((name, module))
+        for hook in offload_hooks(module):
+            brought.add(module)
+            if hook.place_submodules:
+                brought.update(module.modules())
+    if len(resident) == 1 and not empty and not brought:
+        return  # what most models are
+    sources(model)  # refuses files that are gone
+    if brought and getattr(model, "compatibility_mode", False):
+        raise UnsupportedModelError(
+            "the model's weights are offloaded after enable_compatibility_mode changed them: TransformerLens runs some "
+            "such models with other weights than those it shows. Offload it without compatibility mode."
+        )
+    blocks = [getattr(model, stack, None) for stack in ("blocks", "encoder_blocks", "decoder_blocks")]
+    inside = set(modules_of(*blocks))
+    for name, module in empty:
+        if module in inside and module not in brought:
+            raise UnsupportedModelError(
+                f"{name} of a {type(module).__name__} lies on the meta device, and no hook of accelerate brings it in. "
+                "A Bridge that splits joint weights (GPT-2, GPT-NeoX) makes such copies of a model that was offloaded "
+                "before; load that model into memory."
+            )
+    stacks = [stack for stack in blocks if isinstance(stack, nn.Module)]
+    for block in chain.from_iterable(stack.children() for stack in stacks):
+        devices = _devices(block)
+        if len(devices) > 1:
+            raise UnsupportedModelError(
+                f"the weights of one {type(block).__name__} run on {', '.join(sorted(devices))}; those of a block must "
+                "be on one device, different blocks may be on several. Load the model with a device_map that names "
+                "whole blocks (no_split_module_classes does)."
+            )
+
+
+def _devices(block: nn.Module) -> set[str]:
+    """Where the weights of a block are when it runs."""
+    devices: set[str] = set()
+    for module in modules_of(block):
+        devices.update(str(weight.device) for weight in module.parameters(recurse=False) if not weight.is_meta)
+        for hook in offload_hooks(module):
+            if hook.execution_device is not None:
+                devices.add(str(torch.device(hook.execution_device)))
+    return devices
+
+
+def refuse_packed(name: str, weight: Tensor, module: nn.Module) -> None:
+    """Raise `UnsupportedModelError` for a weight that is quantised, or spread over processes."""
+    kind = type(weight)
+    if kind is nn.Parameter:
+        return
+    if is_traceable_wrapper_subclass(weight) or any(hasattr(weight, attribute) for attribute in PACKED):
+        raise UnsupportedModelError(
+            f"{name} of a {type(module).__name__} is a {kind.__module__}.{kind.__name__}: weights that are packed "
+            "(quantised), or spread over processes (tensor parallelism), are not read. Load the model in floating "
+            "point, in one process."
+        )
+
+
+def refuse_dropout(model: nn.Module) -> None:
+    """Raise `InvalidInputError` for a model in train mode, if that changes what it computes."""
+    inner = getattr(model, "original_model", None)  # a Bridge's own tree leaves some of its modules out
+    seen = set[nn.Module]()
+    trees = [tree for tree in (model, inner) if tree is not None]
+    for name, module in chain.from_iterable(tree.named_modules(memo=seen) for tree in trees):
+        if not module.training:
+            continue
+        rates = [value for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]
+        if isinstance(module, nn.Dropout):
+            rates.append(module.p)
+        if any(rate > 0 for rate in rates):
+            raise InvalidInputError(
+                f"the model is in train mode and {name or type(module).__name__} drops activations with probability "
+                f"{max(rates)}; two passes would differ. Call model.eval() first."
+            )
+        noise = [value for key, value in vars(module).items() if "jitter" in key and isinstance(value, float)]
+        if any(size > 0 for size in noise):
+            raise InvalidInputError(
+                f"the model is in train mode and {name or type(module).__name__} multiplies what it reads by random "
+                f"numbers (jitter noise of {max(noise)}); two passes would differ. Call model.eval() first."
+            )
+
+
+# ------------------------------------------------------------------ what is not in the weights
+
+WITHOUT_INFLUENCE = {
+    "name", "model_name", "name_or_path", "architectures", "model_type", "problem_type", "loss_type",
+    "transformers_version", "tokenizer_class", "tokenizer_name", "tokenizer_prepends_bos", "tokenizer_appends_eos",
+    "default_prepend_bos", "default_padding_side", "seed", "init_mode", "init_weights", "initializer_range",
+    "initializer_factor", "initializer_cutoff_factor", "init_std", "checkpoint_index", "checkpoint_label_type",
+    "checkpoint_value", "from_checkpoint", "trust_remote_code", "n_params", "device", "n_devices", "dtype",
+    "torch_dtype", "training", "is_training", "gradient_checkpointing", "use_cache", "return_dict",
+    "output_attentions", "output_hidden_states", "output_router_logits", "router_aux_loss_coef", "pretraining_tp",
+    "use_attn_result", "use_attn_in", "use_split_qkv_input", "use_hook_mlp_in", "use_hook_tokens", "is_caching",
+    "context_level", "attn_implementation", "generation_config", "kernel_config", "all_tied_weights_keys", "optional",
+    "conversion_rule", "cfg", "config", "disable_warnings", "label2id", "in_features", "out_features", "nx", "nf",
+    "num_embeddings", "embedding_dim", "normalized_shape", "max_seq_len_cached", "alibi", "hook_dict", "mod_dict",
+    "submodules", "real_components", "hook_aliases", "property_aliases", "hooks_to_cache",
+}  # fmt: skip
+"""Attributes that change no number of a run in eval mode, or that a run itself writes."""
+
+CONFIGURATIONS = ("cfg", "config")
+"""Attributes under which modules hold a configuration."""
+
+PLAIN = (bool, int, float, complex, str, type(None))
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+ACTING = (*PLAIN, *FUNCTIONS, np.generic, Tensor, list, tuple, dict, set, frozenset)
+
+ROTARY_TABLES = ("rotary_sin", "rotary_cos")
+"""Buffers of a HookedTransformer that grow with the prompt."""
+
+_readings: "WeakKeyDictionary[Any, _Reading]" = WeakKeyDictionary()  # by model
+
+
+def configuration(model: nn.Module) -> Mapping[str, str]:
+    """What decides a model's numbers besides its weights, as it is now: where it lies, and its value as text.
+
+    The same mapping, read-only, is returned until something changes; another call compares every value, and writes no
+    text. Attributes without influence on the numbers of a run are left out, as are hooks, devices and dtypes, and what
+    a run itself leaves in a model. Functions and classes of modules are known by their names, functions without a name
+    by their code; buffers by a digest of a sample (`sampled`), so that a
+    lone changed number in a large one may go unnoticed, as does a method that is put into a class.
+
+    Args:
+        model: a TransformerLens model.
+
+    Returns:
+        Texts by place, in the order of the modules: ``{"cfg.eps": "1e-05", "blocks.0.attn.attn_scale": "8", …}``.
+    """
+    reading = _readings.get(model)
+    if reading is None or not reading.is_of(model):
+        reading = _readings[model] = _Reading(model)
+    return reading.read()
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    """The differences of two configurations, in words; what changed alike in many layers is one of them.
+
+    Args:
+        before, after: see `configuration`; either may be `compact`.
+
+    Returns:
+        Such as ``"blocks.*.attn.attn_scale: 8 -> 4 (12 places)"``; empty where they agree.
+    """
+    if before is after:
+        return []
+    places = defaultdict[tuple[str, str, str], list[str]](list)
+    everywhere = dict.fromkeys([*after, *before])
+    listed = {_pattern(place) for place in everywhere if "*" not in place}
+    for place in everywhere:
+        then = _value(before, place)
+        now = _value(after, place)
+        # what one of the two says of all layers at once is compared layer by layer with the other
+        if then != now and not ("*" in place and place in listed):
+            places[_pattern(place), then, now].append(place)
+    return [_difference(*key, where) for key, where in places.items()]
+
+
+def compact(texts: Mapping[str, str]) -> dict[str, str]:
+    """A configuration in which what is the same in every layer stands once, under ``"blocks.*.…"``; for files.
+
+    Nothing is lost: an attribute stands once only where all parts of that name have it, and parts that are not in every
+    layer are listed one by one.
+    """
+    values = defaultdict[str, list[str]](list)
+    for place, text in texts.items():
+        values[_pattern(place)].append(text)
+
+    def shared(pattern: str) -> bool:
+        everywhere = len(values[pattern]) == len(values.get(pattern.rpartition(".")[0], ()))
+        return everywhere and len(set(values[pattern])) == 1
+
+    patterns = {pattern for pattern in list(values) if shared(pattern)}
+    return {_pattern(place) if _pattern(place) in patterns else place: text for place, text in texts.items()}
+
+
+def _value(texts: Mapping[str, str], place: str) -> str:
+    return texts.get(place, texts.get(_pattern(place), "(not there)"))
+
+
+def _pattern(place: str) -> str:
+    return sub(r"(?<=\.)\d+(?=\.|$)", "*", place)
+
+
+def _difference(pattern: str, then: str, now: str, places: Sequence[str]) -> str:
+    where = places[0]
+    count = ""
+    if len(places) > 1:
+        where = pattern
+        count = f" ({len(places)} places)"
+    where = where.replace("._original_component", "")  # a Bridge's parts hand on what they wrap
+    return f"{where}: {then} -> {now}{count}"
+
+
+class _Reading:
+    """Where a model's configuration lies, collected once, and what was read there last.
+
+    It holds modules and configurations by weak references alone, so that it keeps no model alive.
+    """
+
+    def __init__(self, model: nn.Module):
+        parts = dict(_parts(model))
+        self.parts = [ref(part) for part in parts.values()]
+        self.inside = [ref(part) for held in map(vars, parts.values()) for part in _inside(held)]
+        self.counts = [len(vars(part)) for part in parts.values()]
+        self.names = [_names(vars(part), top=part is model) for part in parts.values()]
+        self.classes = {where or "class": _name_of(type(part)) for where, part in parts.items()}
+        self.places: list[str] = []
+        for kind in (0, 1):  # attributes, then buffers
+            for where, names in zip(parts, self.names, strict=True):
+                self.places += [_joined(where, name) for name in names[kind]]
+        self.values: list[Any] = []
+        self.numbers = torch.zeros(0)
+        self.texts: Mapping[str, str] = {}
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether the model is still put together of the same modules, configurations and attributes."""
+        parts = [part() for part in self.parts]
+        if any(part is None for part in parts):
+            return False
+        holders = [vars(part) for part in parts]
+        inside = [part for held in holders for part in _inside(held)]
+        if len(inside) != len(self.inside) or not all(map(is_, inside, [part() for part in self.inside])):
+            return False
+        counts = [len(held) for held in holders]
+        for place, held in enumerate(holders):
+            if counts[place] != self.counts[place] and _names(held, top=not place) != self.names[place]:
+                return False
+        self.counts = counts  # a Bridge's parts note private things in themselves as they run
+        return True
+
+    def read(self) -> Mapping[str, str]:
+        """See `configuration`."""
+        holders = [vars(part()) for part in self.parts]
+        values: list[Any] = []
+        samples: list[Tensor] = []
+        for held, (attributes, buffers) in zip(holders, self.names, strict=True):
+            values += [_comparable(held.get(name)) for name in attributes]
+            samples += [_buffer_sample(held, name) for name in buffers]
+        numbers = _joined_numbers(samples)
+        if not self.texts or values != self.values or not torch.equal(numbers, self.numbers):
+            texts = [*map(_text, values), *map(_digest, samples)]
+            self.values = values
+            self.numbers = numbers
+            self.texts = MappingProxyType(self.classes | dict(zip(self.places, texts, strict=True)))
+        return self.texts
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A model's modules and configurations by name, each once; no hook points, which hold no numbers, nor dropouts."""
+    seen = set[int]()
+    stack: list[tuple[str, Any]] = [("", model)]
+    while stack:
+        where, part = stack.pop()
+        held = vars(part)
+        if id(part) in seen or "fwd_hooks" in held or isinstance(part, nn.Dropout):
+            continue
+        seen.add(id(part))
+        yield where, part
+        inner: list[tuple[str, Any]] = [(name, held[name]) for name in CONFIGURATIONS if name in held]
+        if not isinstance(part, nn.Module):
+            inner = list(held.items())
+        inside = held.get("original_model")
+        if inside is not None:  # its configuration by this name, and not by that of the first block that has it
+            inner.append(("original_model.config", vars(inside).get("config")))
+        inner = [(name, value) for name, value in inner if _is_configuration(value)]
+        inner += [*held.get("_modules", {}).items(), ("original_model", inside)]
+        # from the end: the first one is taken from the stack first
+        stack += [(_joined(where, name), value) for name, value in reversed(inner) if value is not None]
+
+
+def _is_configuration(value: Any) -> bool:
+    return hasattr(value, "to_dict") and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type)
+
+
+def _inside(held: Mapping[str, Any]) -> list[Any]:
+    """The modules and configurations that a module holds."""
+    if "_modules" not in held:
+        return []
+    configurations = [held[name] for name in CONFIGURATIONS if _is_configuration(held.get(name))]
+    modules = [*held["_modules"].values(), held.get("original_model")]
+    return [part for part in (*modules, *configurations) if part is not None]
+
+
+def _names(held: Mapping[str, Any], top: bool) -> tuple[list[str], list[str]]:
+    """The attributes and the buffers that may act; of TransformerLens' own model only attributes that are functions."""
+    kinds = FUNCTIONS if top else ACTING
+    attributes = [name for name, value in held.items() if isinstance(value, kinds) and _acts(held, name)]
+    return attributes, [name for name in held.get("_buffers", ()) if not _is_dynamic(held, name)]
+
+
+def _acts(held: Mapping[str, Any], name: str) -> bool:
+    if name.startswith("_") or name in WITHOUT_INFLUENCE or "drop" in name:
+        return False
+    if name == "forward" and "_hf_hook" in held:  # accelerate's, which brings in weights that are offloaded
+        return False
+    return not isinstance(held[name], nn.Parameter) and not _is_dynamic(held, name)
+
+
+def _is_dynamic(held: Mapping[str, Any], name: str) -> bool:
+    """Whether a run writes it: the frequencies of rotary positions that are stretched with the prompt."""
+    kind = str(held.get("rope_type"))
+    if "dynamic" in kind or "longrope" in kind:
+        return "original" not in name and name.endswith(("inv_freq", "attention_scaling", "max_seq_len_cached"))
+    return name in ROTARY_TABLES and getattr(held.get("cfg"), "use_dynamic_ntk_rope", False)
+
+
+def _buffer_sample(held: Mapping[str, Any], name: str) -> Shaped[Tensor, "n"]:
+    """A sample of a buffer's numbers."""
+    buffer = held["_buffers"].get(name)
+    if buffer is None or buffer.is_meta:
+        return torch.zeros(0)
+    if name in ROTARY_TABLES:  # longer prompts add rows
+        buffer = buffer[: held["cfg"].n_ctx]
+    return sampled(buffer.detach())
+
+
+def _joined_numbers(samples: Sequence[Tensor]) -> Shaped[Tensor, "n"]:
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *map(_as_doubles, samples)])
+
+
+def _as_doubles(sample: Shaped[Tensor, "n"]) -> Float[Tensor, "m"]:
+    """Numbers on the CPU; of complex ones, both parts."""
+    if sample.is_complex():
+        sample = torch.view_as_real(sample).flatten()
+    return sample.cpu().double()
+
+
+def _digest(sample: Shaped[Tensor, "n"]) -> str:
+    digest = hashlib.sha256(_joined_numbers([sample]).numpy().tobytes()).hexdigest()
+    return f"{sample.numel()} numbers, {digest[:16]}"
+
+
+def _comparable(value: Any) -> Any:
+    """A value as it is compared with a later one: what may be written to in place as text."""
+    if type(value) in PLAIN:
+        return value
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    """A value in words, the same in another process."""
+    if isinstance(value, Tensor):
+        return _digest(sampled(value.detach()))
+    if isinstance(value, np.generic):
+        return _text(value.item())
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_text(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, set | frozenset):
+        return _text(sorted(value, key=str))
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    if isinstance(value, FUNCTIONS):
+        return _function(value)
+    if isinstance(value, PLAIN):
+        return str(value)
+    return _name_of(type(value))
+
+
+def _function(function: Any) -> str:
+    """A function by its name; one that no name leads to, by its code and what it was closed over."""
+    if isinstance(function, partial):
+        return f"partial({_function(function.func)}, {_text(function.args)}, {_text(function.keywords)})"
+    if isinstance(function, MethodType):
+        return f"{_name_of(function.__func__)} of {_name_of(type(function.__self__))}"
+    name = _name_of(function)
+    if "<" not in name:
+        return name
+    inside = [_code(function.__code__), _text(function.__defaults__ or ())]
+    inside += [_text(cell.cell_contents) for cell in function.__closure__ or ()]
+    return f"{name} ({hashlib.sha256(repr(inside).encode()).hexdigest()[:16]})"
+
+
+def _code(code: CodeType) -> str:
+    constants = [_constant(value) for value in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+def _constant(value: Any) -> str:
+    return _code(value) if isinstance(value, CodeType) else repr(value)
+
+
+def _name_of(thing: Any) -> str:
+    return f"{getattr(thing, '__module__', None) or 'builtins'}.{getattr(thing, '__qualname__', repr(thing))}"
+
+
+def _joined(where: str, name: str) -> str:
+    return f"{where}.{name}".removeprefix(".")
+
+
+# ------------------------------------------------------------------ what holds as long as the weights do
+
+Value = TypeVar("Value")
+
+
+class OncePerWeights(Generic[Value]):
+    """One value for each model, which holds as long as its weights have the versions that they had.
+
+    A model is held weakly: its value goes with it. Weights whose versions are unknown (those of a copied pass) have no
+    value, and none is stored for them.
+
+    >>> from tensorlens_tl.models.lifecycle import OncePerWeights
+    >>> layouts = OncePerWeights()
+    >>> layouts.set(model, frozen.capture.weights, "pre")
+    >>> layouts.get(model, frozen.capture.weights)
+    'pre'
+    """
+
+    def __init__(self) -> None:
+        self._stored: WeakKeyDictionary[nn.Module | HookedModel, tuple[list[tuple[object, ...]], Value]] = (
+            WeakKeyDictionary()
+        )
+
+    def get(self, model: nn.Module | HookedModel, weights: WeightState) -> Value | None:
+        """The value that was stored for a model with these weights.
+
+        Args:
+            model: whose value it is.
+            weights: the model's weights now.
+
+        Returns:
+            The value; None where none was stored, or for other weights.
+        """
+        versions, value = self._stored.get(model, (None, None))
+        return value if versions is not None and versions == weights.versions else None
+
+    def set(self, model: nn.Module | HookedModel, weights: WeightState, value: Value) -> None:
+        """Store a value, in place of any other one of this model.
+
+        Args:
+            model: whose value it is.
+            weights: the weights that it holds for.
+            value: what `get` gives from now on.
+        """
+        if weights.versions is not None:
+            self._stored[model] = (weights.versions, value)
+
+
+# ------------------------------------------------------------------ copies of a model that has run
+
+Model = TypeVar("Model")
+
+
+def copied(model: Model) -> Model:
+    """A deep copy of a model, whatever it has run.
+
+    Modules keep tensors of their last run (the attention of a Bridge of GPT-2 its patterns), which have a gradient's
+    history that torch refuses to copy; the copy has them without.
+
+    Raises:
+        TypeError, RuntimeError, AttributeError: a part of the model cannot be copied.
+
+    >>> from tensorlens_tl.models.lifecycle import copied
+    >>> bridge = tlens.load_demo_model(kind="bridge")
+    >>> logits = bridge(text)
+    >>> torch.equal(copied(bridge)(text), logits)
+    True
+    """
+    without_history: dict[int, Any] = {}
+    module: Any = model
+    for part in whole(module):
+        for value in vars(part).values():
+            for tensor in _tensors(value):
+                if not tensor.is_leaf:
+                    without_history[id(tensor)] = tensor.detach().clone()
+    return copy.deepcopy(model, without_history)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in an attribute, also in lists, tuples and tables of them."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
