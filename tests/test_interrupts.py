@@ -9,7 +9,7 @@ from conftest import hooks_left
 
 import tensorlens_tl as tlens
 from tensorlens_tl.hooks import is_attached, lock_of, take_off_leftovers
-from tensorlens_tl.hooks.placing import run_placing
+from tensorlens_tl.hooks.running import run_placing
 from tensorlens_tl.testing import model_names, tiny_model
 
 MODELS = [name for name in ("bridge/llama", "hooked/ln") if name in model_names()]

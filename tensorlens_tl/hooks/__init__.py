@@ -1,16 +1,21 @@
 """Where TransformerLens lets us look and hold on: hook points, capture, freezing, and which hooks are on a model."""
 
-from tensorlens_tl.hooks.additions import Passed, StreamPlace, StreamPoint, hooked_stream_points, passing
-from tensorlens_tl.hooks.calls import CallChange, changed_calls
 from tensorlens_tl.hooks.capture import (
+    CallChange,
+    Passed,
     SomeLogits,
+    StreamPlace,
+    StreamPoint,
     capture,
+    changed_calls,
     check_finite,
     from_cache,
     graph_of,
+    hooked_stream_points,
     keep_in,
     logits_at,
     observe,
+    passing,
     run_until,
     states_and_logits,
 )
@@ -22,30 +27,29 @@ from tensorlens_tl.hooks.freeze import (
     replace,
     whole_hooks,
 )
-from tensorlens_tl.hooks.inspection import (
-    PlacedHook,
-    foreign_hooks,
-    hook_numbers,
-    hooks_on,
-    is_attached,
-    other_hooks,
-    refuse_attached,
-    unembeds_by_libraries as unembeds_by_libraries,
-    with_other_names,
-)
-from tensorlens_tl.hooks.loops import without_numbers as without_numbers
-from tensorlens_tl.hooks.placing import Placing, take_off_leftovers
 from tensorlens_tl.hooks.points import AttentionPoints, BlockPoints, CallPoint, Ends, ModelPoints, model_points
 from tensorlens_tl.hooks.running import (
     FwdHook,
+    PlacedHook,
+    Placing,
+    foreign_hooks,
+    hook_numbers,
     hook_points,
     hooked,
+    hooks_on,
     in_this_thread,
+    is_attached,
     listed_once,
     lock_of,
+    other_hooks,
     progress_hooks,
+    refuse_attached,
     run,
+    take_off_leftovers,
+    unembeds_by_libraries as unembeds_by_libraries,
     unheld_run,
+    with_other_names,
+    without_numbers as without_numbers,
 )
 
 __all__ = [

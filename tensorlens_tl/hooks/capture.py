@@ -1,22 +1,286 @@
-"""One forward pass, and what it leaves behind."""
+"""One forward pass, and what it leaves behind: at hook points, and where TransformerLens has none.
 
+A hook point is the identity. Its module's input is what the model computes, and its output what hooks make of that:
+the difference is what user-installed hooks add to the residual stream, steering vectors and what acts like them. The
+routing of experts and some patterns are seen in what modules are called with, or give.
+"""
+
+import inspect
+import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
-from tensorlens_tl.hooks.calls import seen_calls
-from tensorlens_tl.hooks.inspection import other_hooks, unembeds_by_libraries
-from tensorlens_tl.hooks.loops import numbered
-from tensorlens_tl.hooks.points import CallPoint
-from tensorlens_tl.hooks.running import FwdHook, hook_points, in_this_thread, run
-from tensorlens_tl.models import HookedModel
+from tensorlens_tl.hooks.points import PATTERN, BlockPoints, CallPoint, ModelPoints
+from tensorlens_tl.hooks.running import (
+    FwdHook,
+    Placing,
+    hook_points,
+    in_this_thread,
+    numbered,
+    other_hooks,
+    run,
+    unembeds_by_libraries,
+)
+from tensorlens_tl.models import BlockView, HookedModel, ModelView
+
+# ------------------------------------------------------------------ what modules are called with, or give
+
+
+@contextmanager
+def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None]) -> Generator[None, None, None]:
+    """Inside, `see` is shown the tensors at `calls`, detached, whenever this thread calls their modules.
+
+    Raises:
+        UnsupportedModelError: afterwards, where a module was not called; inside, where it is called again, or with
+            something else.
+    """
+    if not calls:
+        yield
+        return
+    home = threading.get_ident()
+    seen = set[str]()
+
+    def note(name: str, value: Any) -> None:
+        call = calls[name]
+        what = f"{name} ({type(call.module).__name__}, {call.argument})"
+        if call.optional and (name in seen or not isinstance(value, Tensor)):
+            return
+        if name in seen:
+            raise UnsupportedModelError(f"{what} is called several times in one forward pass; that cannot be frozen.")
+        if value is None and name.endswith(PATTERN):
+            raise UnsupportedModelError(
+                f"{what} is no pattern over all pairs of tokens: attention within windows, or fused attention. Fused "
+                "attention shows its pattern where the Hugging Face model is loaded with attn_implementation='eager'."
+            )
+        if not isinstance(value, Tensor):
+            raise UnsupportedModelError(f"{what} is {type(value).__name__}, not a tensor.")
+        seen.add(name)
+        see(name, value.detach())
+
+    def before(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() == home:
+            arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            note(name, arguments.get(calls[name].argument))
+
+    def after(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if threading.get_ident() == home:
+            note(name, calls[name].read(output))
+
+    with Placing() as placing:
+        for name, call in calls.items():
+            _put(placing, call, partial(before, name), partial(after, name))
+        yield
+    silent = [name for name, call in calls.items() if name not in seen and not call.optional]
+    if silent:
+        raise UnsupportedModelError(
+            f"{silent[0]}: {type(calls[silent[0]].module).__name__} was not called in a forward pass (fused experts?). "
+            "Load the Hugging Face model with experts_implementation='eager'."
+        )
+
+
+def _put(placing: Placing, call: CallPoint, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Put one of two hooks on a module, as what is seen there is an argument or the output."""
+    if call.argument == "output":
+        placing.on_module(call.module, after)
+    else:
+        placing.on_module(call.module, before, before=True)
+
+
+class CallChange(NamedTuple):
+    """What a module is called with, or its output, changed.
+
+    Attributes:
+        point: where.
+        change: from the arguments of the call by name, and the tensor at `point`, to what stands in its place.
+    """
+
+    point: CallPoint
+    change: Callable[[Mapping[str, Any], Tensor], Tensor]
+
+
+@contextmanager
+def changed_calls(changes: Sequence[CallChange]) -> Generator[None, None, None]:
+    """Inside, calls of some modules are changed in this thread.
+
+    Raises:
+        UnsupportedModelError: afterwards, where a module was not called; inside, where there is no tensor to change.
+    """
+    home = threading.get_ident()
+    called = set[int]()
+
+    def tensor_of(number: int, value: Any) -> Tensor:
+        called.add(number)
+        if not isinstance(value, Tensor):
+            point = changes[number].point
+            what = f"{type(point.module).__name__}, {point.argument}"
+            raise UnsupportedModelError(f"{what}: {type(value).__name__}, and no tensor that could be changed.")
+        return value
+
+    def before(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != home:
+            return None
+        point, change = changes[number]
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        tensor = tensor_of(number, bound.arguments.get(point.argument))
+        bound.arguments[point.argument] = change(bound.arguments, tensor)
+        return bound.args, bound.kwargs
+
+    def after(number: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if threading.get_ident() != home:
+            return None
+        change = changes[number].change
+        if isinstance(output, tuple):
+            return (change({}, tensor_of(number, output[0])), *output[1:])
+        return change({}, tensor_of(number, output))
+
+    with Placing() as placing:
+        for number, change in enumerate(changes):
+            _put(placing, change.point, partial(before, number), partial(after, number))
+        yield
+    for number, change in enumerate(changes):
+        if number not in called and not change.point.optional:
+            module = type(change.point.module).__name__
+            raise UnsupportedModelError(
+                f"{module} was not called in a forward pass (fused experts?), so that nothing could be changed there. "
+                "Load the Hugging Face model with experts_implementation='eager'."
+            )
+
+
+# ------------------------------------------------------------------ what hooks add to the stream
+
+StreamPlace = Literal["attention", "middle", "mlp", "late", "end"]
+"""Where in a block something joins the stream: with what attention writes, after that has joined it, with what the MLP
+writes, after that has joined it (and before a norm around the sum), or after the whole block."""
+
+
+@dataclass(frozen=True)
+class StreamPoint:
+    """A hook point whose tensor is the residual stream, or becomes a part of it as it stands.
+
+    Attributes:
+        name: of the hook point.
+        layer: the block.
+        place: where in the block.
+        inside: whether it is the output of a sublayer's own module, before the block's factor.
+    """
+
+    name: str
+    layer: int
+    place: StreamPlace
+    inside: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Passed:
+    """What a hook point's module was given, and what it gave."""
+
+    before: Float[Tensor, "..."]
+    after: Float[Tensor, "..."]
+
+
+def hooked_stream_points(view: ModelView, points: ModelPoints) -> list[StreamPoint]:
+    """The points of the stream that somebody else's hooks are on, in the order of the pass."""
+    names = other_hooks(view.model)
+    if not names or view.is_encoder_decoder or view.loop is not None:
+        return []
+    known = hook_points(view.model)
+    hooked = {id(known[name]) for name in names if name in known}
+    unseen = {id(known[point.name]): point for point in reversed(_stream_points(view, points, known))}
+    return [point for module, point in reversed(unseen.items()) if module in hooked]
+
+
+def _stream_points(view: ModelView, points: ModelPoints, known: dict[str, Any]) -> list[StreamPoint]:
+    """Every point of the stream that a model has."""
+    stream: list[StreamPoint] = []
+    for layer, (block, of_block) in enumerate(zip(view.blocks, points.blocks, strict=True)):
+        norms = {id(known.get(f"{block.name}.{norm}.hook_out")) for norm in block.norms}
+        for place, (name, module, factor) in _writes(block, of_block).items():
+            if name is None:
+                continue
+            scaled = factor != 1 and known[name] is not known.get(module)
+            if scaled and module in known:
+                stream.append(StreamPoint(module, layer, place, inside=True))
+            inside = view.is_bridge and not scaled and id(known[name]) not in norms
+            stream.append(StreamPoint(name, layer, place, inside))
+        sums: dict[str, StreamPlace] = {f"{block.name}.{name}": place for name, place in _sums(view).items()}
+        if layer + 1 < len(view.blocks):
+            sums[f"{view.blocks[layer + 1].name}.hook_resid_pre"] = "end"
+        stream += [StreamPoint(name, layer, place) for name, place in sums.items()]
+    return [point for point in stream if point.name in known]
+
+
+def _writes(block: BlockView, points: BlockPoints) -> dict[StreamPlace, tuple[str | None, str, float]]:
+    """By place, the point of what a sublayer writes, that of its module's output, and the block's factor between them.
+
+    Where the two are one hook point, or the factor is 1, they show the same; Granite's blocks have a hook point of
+    their own after the factor.
+    """
+    attention = f"{block.name}.{block.parts.mixer_name}.hook_out"
+    mlp = f"{block.name}.{block.parts.mlp_name}.hook_out"
+    return {
+        "attention": (points.attention_write, attention, block.attention_factor),
+        "mlp": (points.mlp_write, mlp, block.branch_factor),
+    }
+
+
+def _sums(view: ModelView) -> dict[str, StreamPlace]:
+    """The points of a block that hold the stream itself; a Bridge's `hook_resid_mid` is what the second norm reads."""
+    if view.is_hooked_encoder:
+        return {"hook_resid_mid": "middle", "hook_resid_post": "late", "hook_normalized_resid_post": "end"}
+    if view.is_bridge:
+        return {"hook_resid_post": "end"}
+    return {"hook_resid_mid": "middle", "hook_resid_post": "end"}
+
+
+@contextmanager
+def passing(
+    view: ModelView,
+    points: Sequence[StreamPoint],
+    see: Callable[[StreamPoint, Passed], None],
+    *,
+    instead: Callable[[Tensor], Tensor] | None = None,
+) -> Generator[None, None, None]:
+    """Inside, `see` is shown what goes through some hook points in this thread, before hooks and after them.
+
+    Args:
+        view: of the model.
+        points: which.
+        see: called with each of them.
+        instead: what their hooks are given in the place of what the model computes, from that.
+    """
+    known = hook_points(view.model) if points else {}
+    home = threading.get_ident()
+    entered: dict[str, Tensor] = {}
+
+    def before(point: StreamPoint, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != home:
+            return None
+        x = args[0] if instead is None else instead(args[0])
+        entered[point.name] = x.detach().clone()  # a hook may write into it
+        return (x, *args[1:]), kwargs
+
+    def after(point: StreamPoint, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if threading.get_ident() == home:
+            see(point, Passed(entered.pop(point.name), output.detach()))
+
+    with Placing() as placing:
+        for point in points:
+            module = known[point.name]
+            placing.on_module(module, partial(before, point), before=True)
+            placing.on_module(module, partial(after, point))
+        yield
+
+
+# ------------------------------------------------------------------ one forward pass
 
 
 def observe(

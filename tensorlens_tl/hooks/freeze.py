@@ -195,7 +195,7 @@ def _check_fired(name: str, fired: set[str]) -> None:
 
 
 def _marked(function: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Recognised by `tensorlens_tl.hooks.inspection`; idle in a run that is to be the model's own."""
+    """Recognised by `tensorlens_tl.hooks.running`; idle in a run that is to be the model's own."""
 
     def hook(tensor: Tensor, *, hook: Any) -> Tensor | None:
         if is_unheld():

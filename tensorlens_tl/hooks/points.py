@@ -32,8 +32,7 @@ from typing import Any
 from torch import nn
 
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks.loops import START, numbered
-from tensorlens_tl.hooks.running import hook_points
+from tensorlens_tl.hooks.running import START, hook_points, numbered
 from tensorlens_tl.models import BlockView, ModelView, require_one_stream, require_scaled_weights
 from tensorlens_tl.models.names import END_NORM
 from tensorlens_tl.models.parameters import NormWeights, innermost

@@ -1,28 +1,345 @@
-"""Running a model: one thread at a time, and nobody else's hooks taken for our own.
+"""Running a model with hooks on it: one thread at a time, everything taken off again, and nobody else's taken for ours.
 
 Hooks live on the model, so two runs of one model at once would see each other's. Whatever the library runs holds the
 model's lock; its observing hooks ignore runs of other threads, and hooks that hold activations fixed ignore a run that
 is to be the model's own. What a user runs in another thread is outside this lock: use ``frozen.attached()`` there,
 which holds it.
+
+An interrupt (Ctrl-C) can come between any two instructions, also while hooks are put on or taken off. So what takes
+something off is noted before it is put on, does no harm if it is done twice, and is done twice: an interrupt that comes
+during the first time leaves the second. Where even that is cut short, by a second interrupt or between the two, it is
+taken off as the placing is freed; a traceback that somebody keeps holds it, so the next run on the model takes off what
+is left too (`take_off_leftovers`).
+
+Some hook points fire several times in a forward pass (`tensorlens_tl.models.loops`). TransformerLens calls the hooks of
+such a point again each time it fires, and does not say which time it is. Here a point that fires n times has n names
+besides its own, ``"L_blocks.0@3.hook_in"``, and the hooks at these names are put on it as one, which counts.
+
+Somebody else's code can act on a run in three ways: a TransformerLens hook at a hook point, one of torch's own hooks on
+any module, or a `forward` that was put in the place of a module's own. All three are found and named here. What the
+libraries that a model is made of do themselves is not somebody else's.
 """
 
+import sys
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch import nn
+import torch.nn.modules.module as torch_modules
+from torch import Tensor, nn
 
 from tensorlens_tl.algebra.numerics import refuse_autocast
 from tensorlens_tl.algebra.progress import is_watched, note_progress
 from tensorlens_tl.errors import FrozenModelError
-from tensorlens_tl.hooks.loops import without_numbers
-from tensorlens_tl.hooks.placing import Placing, run_placing, take_off_leftovers
-from tensorlens_tl.models import HookedModel, is_looped
+from tensorlens_tl.models import HookedModel, call_counts, is_looped
 from tensorlens_tl.models.offload import lock_of as lock_of, whole
+from tensorlens_tl.models.parameters import innermost
+
+# ------------------------------------------------------------------ putting hooks on, and taking them off
+
+TORCH_TABLES = ("_forward_hooks", "_forward_pre_hooks")
+BESIDE_THEM = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+"""Where torch keeps a module's forward hooks by number, and what else it notes about them by the same number."""
+
+_runs: "WeakKeyDictionary[Any, WeakSet[Placing]]" = WeakKeyDictionary()  # by model; one whose run has ended is gone
+
+EDITED = "A forward hook edited hook_scale/hook_normalized on the native-autograd path"
+"""How a Bridge's norm begins to warn that its scale was edited, and that its output is then computed from it."""
+
+
+class Placing:
+    """What was put on a model, to be taken off again: in a ``with``, or by `take_off`, twice in a ``finally``."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._hooked: list[tuple[Any, Any]] = []
+        self.frame = 0
+
+    def __enter__(self) -> "Placing":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self.take_off()
+        finally:
+            self.take_off()
+
+    def __del__(self) -> None:
+        self.take_off()
+
+    def take_off(self) -> None:
+        """Take off what is on the model; again, where that was interrupted."""
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
+        self._hooked.clear()
+
+    def then(self, undo: Callable[[], None]) -> None:
+        """Note what undoes a step, before the step; it must do no harm where there is nothing to undo, or twice."""
+        self._undo.append(undo)
+
+    def at_points(self, model: Any, points: Mapping[str, Any], hooks: Iterable[tuple[Any, Callable[..., Any]]]) -> None:
+        """Put hooks at hook points, by their names or filters of names, as ``run_with_hooks`` does."""
+        level = model.context_level + 1
+
+        def leave() -> None:
+            model.context_level = level - 1
+
+        self.then(leave)
+        model.context_level = level
+        for name, function in hooks:
+            names = filter(name, points) if callable(name) else [name]
+            for point in {id(points[at]): points[at] for at in names}.values():
+                self.then(lambda point=point, function=function: _off_point(point, function))
+                point.add_hook(function, level=level)
+                self._hooked.append((point, function))
+        if any(str(point.name).endswith((".hook_scale", ".hook_normalized")) for point, _ in self._hooked):
+            self._expecting_edits()
+
+    def _expecting_edits(self) -> None:
+        """Leave out the warning that a norm's scale was edited, which is what hooks of ours there are for.
+
+        Only this warning, in this thread, as long as the hooks are on. `warnings.catch_warnings` would put back what
+        another thread has changed meanwhile, and would make every other warning be said again after each run.
+        """
+        filters: Any = warnings.filters
+        ignored: Any = ("ignore", _InThisThread(EDITED), UserWarning, None, 0)
+
+        def restore() -> None:
+            now: Any = warnings.filters
+            for listed in (filters, now):  # a `catch_warnings` inside has its own list
+                if ignored in listed:
+                    listed.remove(ignored)
+
+        self.then(restore)
+        filters.insert(0, ignored)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every hook that was put at a hook point is still there: somebody may have called `reset_hooks`."""
+        return all(any(handle.user_hook is function for handle in point.fwd_hooks) for point, function in self._hooked)
+
+    def on_module(self, module: nn.Module, function: Callable[..., Any], *, before: bool = False) -> None:
+        """Put one of torch's forward hooks on a module; `before` it runs, it is given keyword arguments too."""
+        self.then(lambda: _off_module(module, lambda hook: hook is function))
+        if before:
+            module.register_forward_pre_hook(function, with_kwargs=True)
+        else:
+            module.register_forward_hook(function)
+
+    def instead_of(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        """Put a function in the place of one of a module's own, such as ``"forward"``."""
+        attributes = vars(module)
+        replaced = attributes.get(name)
+
+        def restore() -> None:
+            if replaced is None:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = replaced
+
+        self.then(restore)
+        attributes[name] = function
+
+
+class _InThisThread:
+    """A beginning of messages of the thread that made this, as a filter of warnings asks for it."""
+
+    def __init__(self, beginning: str) -> None:
+        self._beginning = beginning
+        self._home = threading.get_ident()
+
+    def match(self, message: str) -> bool:
+        return threading.get_ident() == self._home and message.startswith(self._beginning)
+
+
+def run_placing(model: Any) -> Placing:
+    """A placing of one run, that the model's next run takes off if this one is cut short.
+
+    To be called by the function that takes it off, while it holds the model's lock.
+    """
+    take_off_leftovers(model, 2)
+    placing = Placing()
+    placing.frame = id(sys._getframe(1))
+    _runs.setdefault(model, WeakSet()).add(placing)
+    return placing
+
+
+def take_off_leftovers(model: Any, depth: int = 1) -> None:
+    """Take off what runs left on a model that are no longer running; whoever calls this holds the model's lock.
+
+    >>> from tensorlens_tl.hooks import take_off_leftovers
+    >>> take_off_leftovers(model)
+    """
+    runs = list(_runs.get(model, ()))
+    if not runs:
+        return
+    frame = sys._getframe(depth).f_back
+    running = set[int]()  # by this thread alone, which holds the lock
+    while frame is not None:
+        running.add(id(frame))
+        frame = frame.f_back
+    for placing in runs:
+        if placing.frame not in running:
+            placing.take_off()
+
+
+def _off_point(point: Any, function: Callable[..., Any]) -> None:
+    """Take a hook off a hook point, also one that torch knows already and TransformerLens not yet, or no longer."""
+    point.fwd_hooks[:] = [handle for handle in point.fwd_hooks if handle.user_hook is not function]
+    _off_module(
+        point, lambda hook: any(_content(cell) is function for cell in getattr(hook, "__closure__", None) or ())
+    )
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _off_module(module: nn.Module, is_ours: Callable[[Any], bool]) -> None:
+    tables = vars(module)
+    for table in TORCH_TABLES:
+        for number in [number for number, hook in list(tables[table].items()) if is_ours(hook)]:
+            for other in BESIDE_THEM:
+                tables[other].pop(number, None)
+            tables[table].pop(number, None)
+
+
+# ------------------------------------------------------------------ points that fire several times
+
+START = "embed.hook_out"
+"""A hook point that fires once, at the start of each forward pass."""
+
+
+@dataclass(frozen=True, eq=False)
+class NumberedPoint:
+    """What a hook point shows the n-th time.
+
+    Attributes:
+        name: with the number.
+        at: the name of the point.
+        number: counted from 0.
+    """
+
+    name: str
+    at: str
+    number: int
+
+
+_numbered: "WeakKeyDictionary[Any, dict[int, NumberedPoint]]" = WeakKeyDictionary()  # by hook point
+
+
+def numbered(model: Any, points: Mapping[str, Any]) -> dict[str, Any]:
+    """Hook points by name, and those of a loop also by number; names of one point share their numbered points."""
+    if not is_looped(model):
+        return dict(points)
+    known = dict(points)
+    counts = call_counts(model)
+    for name, point in points.items():
+        stack, _, rest = name.partition("_")
+        if stack not in counts or not rest.startswith(("blocks.", "ln_final.")):
+            continue
+        head, inside = _split(name)
+        for number in range(counts[stack]):
+            name_of_call = f"{head}@{number}.{inside}"
+            of_point = _numbered.setdefault(point, {})
+            known[name_of_call] = of_point.setdefault(number, NumberedPoint(name_of_call, name, number))
+    return known
+
+
+def _split(name: str) -> tuple[str, str]:
+    """``"L_blocks.0"`` or ``"L_ln_final"``, and the rest of a name."""
+    parts = name.split(".")
+    length = 2 if parts[0].endswith("blocks") else 1
+    return ".".join(parts[:length]), ".".join(parts[length:])
+
+
+def without_numbers(
+    model: Any, points: Mapping[str, Any], hooks: Sequence[tuple[Any, Callable[..., Any]]]
+) -> list[tuple[Any, Callable[..., Any]]]:
+    """Hooks as TransformerLens takes them: those at numbered points are put together for each point.
+
+    Args:
+        model: any TransformerLens model.
+        points: its hook points by name.
+        hooks: names, or filters of names, and what is called there.
+    """
+    if not is_looped(model):
+        return list(hooks)
+    known = numbered(model, points)
+    placed: list[tuple[Any, Callable[..., Any]]] = []
+    counting: dict[int, _Counting] = {}
+    for wanted, function in hooks:
+        names = [wanted] if isinstance(wanted, str) else list(filter(wanted, known))
+        wanted_points = {id(known[name]): known[name] for name in names if name in known}
+        placed += [(name, function) for name in names if not isinstance(known.get(name), NumberedPoint)]
+        for point in wanted_points.values():
+            if isinstance(point, NumberedPoint):
+                at = counting.setdefault(id(points[point.at]), _Counting(point.at))
+                at.hooks.setdefault(point.number, []).append((point, function))
+    if not counting:
+        return placed
+    return [(START, _restart(counting.values())), *((at.name, at.hook()) for at in counting.values()), *placed]
+
+
+@dataclass(eq=False)
+class _Counting:
+    """The hooks of one point, by the number of the time they are called.
+
+    Attributes:
+        name: of the point.
+        hooks: a numbered point and a function each.
+        times: how often the point has fired in this forward pass, by thread.
+    """
+
+    name: str
+    hooks: dict[int, list[tuple[NumberedPoint, Callable[..., Any]]]] = field(default_factory=dict)
+    times: dict[int, int] = field(default_factory=dict)
+
+    def hook(self) -> Callable[..., Any]:
+        """What is called whenever the point fires."""
+
+        def hook(tensor: Tensor, *, hook: Any) -> Tensor | None:
+            home = threading.get_ident()
+            number = self.times.get(home, 0)
+            self.times[home] = number + 1
+            result = tensor
+            for point, function in self.hooks.get(number, ()):
+                changed = function(result, hook=point)
+                result = result if changed is None else changed
+            return None if result is tensor else result
+
+        functions = [function for at in self.hooks.values() for _, function in at]
+        return _marked(hook, all(getattr(function, "holds_fixed", False) for function in functions))
+
+
+def _restart(counting: Iterable[_Counting]) -> Callable[..., Any]:
+    """A hook that starts to count again."""
+    points = list(counting)
+
+    def hook(tensor: Tensor, *, hook: Any) -> None:
+        for point in points:
+            point.times.pop(threading.get_ident(), None)
+
+    return _marked(hook, True)
+
+
+def _marked(hook: Callable[..., Any], holds_fixed: bool) -> Callable[..., Any]:
+    """Recognised by `hooks_on`."""
+    hook.holds_fixed = holds_fixed  # pyright: ignore[reportFunctionMemberAccess]
+    return hook
+
+
+# ------------------------------------------------------------------ runs
 
 FwdHook = tuple[Any, Callable[..., Any]]
 """A hook point's name (or a filter of names) and what is called there, as TransformerLens takes them."""
@@ -213,3 +530,204 @@ def _in_thread(home: int, function: Callable[..., Any], tensor: Any, *, hook: An
     if threading.get_ident() != home:
         return None
     return function(tensor, hook=hook)
+
+
+# ------------------------------------------------------------------ which hooks are on a model
+
+LIBRARIES = ("transformer_lens.", "transformers.", "accelerate.", "torch.", "tensorlens_tl.whitening.")
+"""Whose functions on a module are part of the model: they prepare its weights, or observe."""
+
+OURS = "tensorlens_tl."
+"""Whose functions are on a module only while the library runs the model."""
+
+TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module keeps the hooks that torch's `register_…` methods put on it."""
+
+EVERY_MODULE = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+"""Where torch keeps hooks that act on every module there is."""
+
+
+class PlacedHook(NamedTuple):
+    """One hook on a model.
+
+    Attributes:
+        point: a hook point's name; of what is not at one, the module's name and what is there.
+        function: what is called.
+        permanent: whether it belongs to the model.
+        number: torch's own number of the hook, which no other hook of this process has.
+    """
+
+    point: str
+    function: Any
+    permanent: bool
+    number: int
+
+    @property
+    def holds_fixed(self) -> bool:
+        """Whether it belongs to a frozen pass."""
+        return getattr(self.function, "holds_fixed", False)
+
+
+def hooks_on(model: Any) -> list[PlacedHook]:
+    """Every hook on a model, at one name of its hook point or module; a Bridge of 4.x has a few permanent ones of its
+    own."""
+    return [*_at_points(model), *_on_modules(model)]
+
+
+def is_attached(model: Any) -> bool:
+    """Whether hooks of a frozen pass are on the model.
+
+    >>> from tensorlens_tl.hooks import is_attached
+    >>> with frozen.attached():
+    ...     print(is_attached(model))
+    True
+    >>> is_attached(model)
+    False
+    """
+    return any(hook.holds_fixed for hook in _at_points(model))
+
+
+def refuse_attached(model: Any) -> None:
+    """Raise `FrozenModelError` if hooks of a frozen pass are on the model: a run would not be its own.
+
+    Another thread's run, or its attached pass, is waited for.
+    """
+    with lock_of(model):
+        take_off_leftovers(model)
+        attached = is_attached(model)
+    if attached:
+        raise FrozenModelError("a frozen pass is attached to this model; leave its `with frozen.attached():` first.")
+
+
+def foreign_hooks(model: Any) -> list[PlacedHook]:
+    """Somebody else's hooks: neither a frozen pass's nor those of the libraries that the model is made of.
+
+    Another thread's run is waited for, as its hooks would be taken for somebody else's.
+    """
+    with lock_of(model):
+        take_off_leftovers(model)
+        placed = [
+            hook
+            for hook in _at_points(model)
+            if not hook.holds_fixed and not _module_of(hook.function).startswith("transformer_lens.")
+        ]
+        return [*placed, *_on_modules(model, foreign=True)]
+
+
+def unembeds_by_libraries(model: Any) -> bool:
+    """Whether the classes that turn a stream into logits are those of the libraries, whose logits of one position
+    depend on no other: the model's own, that of the model it wraps, and all of its unembedding's.
+
+    >>> from tensorlens_tl.hooks import unembeds_by_libraries
+    >>> unembeds_by_libraries(model)
+    True
+    """
+    unembed = getattr(model, "unembed", nn.Identity())
+    parts = [model, getattr(model, "original_model", model), *unembed.modules(), *innermost(unembed).modules()]
+    return all(type(part).__module__.startswith((*LIBRARIES, OURS)) for part in parts)
+
+
+def other_hooks(model: Any) -> list[str]:
+    """The names of the points and modules where `foreign_hooks` are, each once.
+
+    >>> from tensorlens_tl.hooks import other_hooks
+    >>> with model.hooks([("embed.hook_out", lambda activation, hook: activation)]):
+    ...     print(other_hooks(model))
+    ['embed.hook_out']
+    """
+    return list(dict.fromkeys(hook.point for hook in foreign_hooks(model)))
+
+
+def with_other_names(model: Any, names: Sequence[str]) -> list[str]:
+    """Names of hook points and modules, a hook point's other names beside the first: a Bridge's have several.
+
+    >>> from tensorlens_tl.hooks import with_other_names
+    >>> bridge = tlens.testing.tiny_model("bridge/gpt2")
+    >>> with_other_names(bridge, ["blocks.0.ln2.hook_in", "blocks.0.mlp (torch hook)"])
+    ['blocks.0.ln2.hook_in (blocks.0.hook_resid_mid)', 'blocks.0.mlp (torch hook)']
+    """
+    points = hook_points(model)
+    shown: list[str] = []
+    for name in names:
+        others = [other for other, point in points.items() if other != name and point is points.get(name)]
+        shown.append(f"{name} ({', '.join(others)})" if others else name)
+    return shown
+
+
+def hook_numbers(model: Any) -> frozenset[int]:
+    """What tells the `foreign_hooks` of now from those of another time."""
+    return frozenset(hook.number for hook in foreign_hooks(model))
+
+
+def _at_points(model: Any) -> Iterator[PlacedHook]:
+    """What TransformerLens put at hook points.
+
+    Most models have nothing there, which their modules tell: a Bridge of 3.9 takes much longer to list hook points.
+    """
+    if not any(vars(module).get("fwd_hooks") or vars(module).get("bwd_hooks") for module in modules(model)):
+        return
+    points = {id(point): (name, point) for name, point in reversed(hook_points(model).items())}
+    for name, point in points.values():
+        for handle in (*point.fwd_hooks, *point.bwd_hooks):
+            permanent = bool(getattr(handle, "is_permanent", False))
+            yield PlacedHook(name, getattr(handle, "user_hook", None), permanent, handle.hook.id)
+
+
+def _on_modules(model: Any, *, foreign: bool = False) -> Iterator[PlacedHook]:
+    """Torch's own hooks, and functions in the place of a module's `forward`; those alone that neither the libraries nor
+    we put there, if `foreign`: a loaded Bridge has a dozen of the libraries' per block."""
+    names: dict[int, str] = {}
+    for module, function, number, what in _registered(model):
+        permanent = _is_of_libraries(function)
+        if foreign and (permanent or _module_of(function).startswith(OURS)):
+            continue
+        names = names or _names(model)
+        yield PlacedHook(f"{names.get(id(module), 'the model')} ({what})", function, permanent, number)
+    for table in EVERY_MODULE:
+        for number, function in (getattr(torch_modules, table, None) or {}).items():
+            permanent = _is_of_libraries(function)
+            if not (foreign and (permanent or _module_of(function).startswith(OURS))):
+                yield PlacedHook("every module (torch hook)", function, permanent, number)
+
+
+def _registered(model: Any) -> Iterator[tuple[nn.Module, Any, int, str]]:
+    """Each module with a function on it, torch's number of it, and what it is."""
+    for module in modules(model):
+        attributes = vars(module)
+        for table in TABLES:
+            for number, function in attributes[table].items():
+                if not _module_of(function).startswith("transformer_lens."):  # what is at a hook point is listed there
+                    yield module, function, number, "torch hook"
+        if "forward" in attributes:
+            yield module, attributes["forward"], id(attributes["forward"]), "forward replaced"
+
+
+def _names(model: Any) -> dict[int, str]:
+    """Every module's name in a model, by the shortest way to it."""
+    names: dict[int, str] = {}
+    inner = getattr(model, "original_model", None)  # a Bridge's own tree leaves some of its modules out
+    ways = {"": model} if inner is None else {"": model, "original_model.": inner}
+    for prefix, tree in ways.items():
+        shortest: dict[int, str] = {}
+        for name, module in tree.named_modules(remove_duplicate=False):
+            name = (prefix + name).removesuffix(".") or "the model"
+            shortest[id(module)] = min(shortest.get(id(module), name), name, key=len)
+        names = shortest | names
+    return names
+
+
+def _is_of_libraries(function: Any) -> bool:
+    return _module_of(function).startswith(LIBRARIES)
+
+
+def _module_of(function: Any) -> str:
+    """The name of the module that a function was written in."""
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__module__", None) or ""
