@@ -34,15 +34,11 @@ from tensorlens_tl.algebra import (
 from tensorlens_tl.algebra.positions import RowPositions
 from tensorlens_tl.algebra.secants import (
     CrossKeyResponse,
-    DecayResponse,
     KeyResponse,
     Offset,
-    Placed,
     QueryResponse,
     RankOne,
     Rotation,
-    ScanResponse,
-    ScanRun,
     ScoreSecant,
     logarithmic_mean,
 )
@@ -110,25 +106,6 @@ def score_secant(kv_heads=4, heads=4):
     return ScoreSecant.of(logarithmic_mean(*logs), torch.rand(BATCH, heads, POS), 0.5, queries, keys, values, kv_heads)
 
 
-def scan_response(channels=2, states=2):
-    """The secant of a scan of two models; its input is as wide as that of the other maps."""
-    runs = [
-        ScanRun(
-            normal(BATCH, POS, channels),
-            torch.rand(BATCH, POS, channels, dtype=torch.float64),
-            -normal(channels, states).exp(),
-            normal(BATCH, POS, states),
-            normal(BATCH, POS, states),
-        )
-        for _ in "ab"
-    ]
-    return ScanResponse(*runs)
-
-
-def decay_response(d_value=3):
-    return DecayResponse(normal(BATCH, WIDTH, POS, POS).tril(-1), normal(BATCH, WIDTH, POS, d_value))
-
-
 def cross_secant(queries, keys, kv_heads=4, heads=4):
     """The same of queries that attend to other positions than their own."""
     logs = tuple(normal(BATCH, heads, queries, keys).log_softmax(-1) for _ in "ab")
@@ -154,12 +131,6 @@ def chain_with_reads():
 
 
 MAPS = {
-    "scan response": lambda: scan_response(),
-    "decay response": lambda: decay_response(),
-    "placed": lambda: Placed(2, WIDTH, 12),
-    "decays of a bias": lambda: decay_response() @ MAPS["linear"](),
-    "scan response of a bias": lambda: scan_response() @ MAPS["linear"](),
-    "taken again": lambda: Placed(2, 3, WIDTH).T,
     "offset": lambda: Offset(normal(BATCH, POS, WIDTH), "L0.W_V"),
     "rank one": lambda: RankOne(normal(BATCH, POS, WIDTH), normal(BATCH, POS, WIDTH)),
     "rank one by head": lambda: RankOne(normal(BATCH, POS, WIDTH), normal(BATCH, POS, WIDTH), groups=4),

@@ -109,7 +109,6 @@ def test_queries_in_chunks(name):
     whole = tlens.attribute(change, 5, query="all")
     parts = tlens.attribute(change, 5, query="all", memory=change.row_bytes)
     assert close(parts.scores, whole.scores, 1e-12)
-    assert change.row_bytes > change.a.row_bytes or name == "bridge/lfm2"
 
 
 def test_some_heads_of_a_mixer_are_refused():
@@ -143,10 +142,10 @@ def test_a_mixer_is_the_sum_of_its_weights(name):
     base, tuned = models_of(name)
     by_matrix = tlens.compare_models(base, tuned, some_tokens(), 5, 9)
     parts = [term for term in by_matrix.names if term.startswith("L0.mixer.")]
-    assert {term.split(".")[2] for term in parts} >= {"W_out"}
+    assert {f"{part}.weight" for part in ("out_proj", "o_proj", "output")} & {term[9:] for term in parts}
     for by in ("component", "head"):
         grouped = tlens.compare_models(base, tuned, some_tokens(), 5, 9, by=by)
-        assert close(grouped[parts[0].rpartition(".")[0]], sum(by_matrix[term] for term in parts))
+        assert close(grouped["L0.mixer"], sum(by_matrix[term] for term in parts))
 
 
 @pytest.mark.parametrize("models", [1, 2])

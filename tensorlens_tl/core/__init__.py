@@ -1,6 +1,7 @@
 """A run whose gradient is a linear map, by a rule: no architecture is described here, only kinds of operations."""
 
 from tensorlens_tl.core.linearise import Linearised, activation, refuse_other_functions, ruled
+from tensorlens_tl.core.pairs import Paired, paired
 from tensorlens_tl.core.recorded import Recorded, gradients, recordable
 from tensorlens_tl.core.rules import (
     ATTNLRP,
@@ -31,6 +32,7 @@ __all__ = [
     "SECANT",
     "TANGENT",
     "Linearised",
+    "Paired",
     "Recorded",
     "Rule",
     "activation",
@@ -40,6 +42,7 @@ __all__ = [
     "gates_held",
     "gradients",
     "held",
+    "paired",
     "recordable",
     "refuse_other_functions",
     "rule_of",

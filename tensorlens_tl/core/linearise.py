@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from tensorlens_tl.core.choices import CHOOSES, ChoiceError, Trace, by_runs
 from tensorlens_tl.core.families import held_of, held_pieces
+from tensorlens_tl.core.pairing import Pairing, beside_other_weights
 from tensorlens_tl.core.rules import ONES, Ones, Operation, Rule, calling_module, halves, stands
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import Placing, lock_of
@@ -75,6 +76,9 @@ ADDED: dict[str, tuple[int | str, ...]] = {
     **dict.fromkeys(("where",), (0, 1, 2, "input", "other")),
 }  # fmt: skip
 """Operations that add up what they are given, and where what they add stands."""
+
+WITH_STEPS = _names("layer_norm rms_norm") | MOMENTS
+"""Operations that are put together of others, each of which is given its own weights."""
 
 LIKE = _names("to type_as view_as reshape_as expand_as")
 """Operations whose other argument only says of which kind the result is."""
@@ -148,6 +152,7 @@ class Linearised(TorchFunctionMode):
         super().__init__()
         self.rule = rule
         self.trace: Trace | None = None
+        self.pairing: Pairing | None = None
         self.constants: list[tuple[str, Tensor]] = []
         self.ones = Ones() if rule.affine else None
         self._entered: list[Token[Ones | None]] = []
@@ -187,7 +192,8 @@ class Linearised(TorchFunctionMode):
         live = [x for x in _tensors(given) if _is_live(x)]
         if not live:
             with torch.no_grad():
-                return _fixed(func(*args, **kwargs))  # a view of a parameter requires a gradient even here
+                out = _fixed(func(*args, **kwargs))  # a view of a parameter requires a gradient even here
+            return out if self.pairing is None else self.pairing.named(out, _tensors((*args, *kwargs.values())))
         if self.ones is not None and name in ADDED:
             args, kwargs = _with_constants(name, args, kwargs, live[0].dtype, self.ones)
         if self.ones is not None and name == "pad":
@@ -196,10 +202,18 @@ class Linearised(TorchFunctionMode):
             return self._split(func(*args, **kwargs), args[0], kwargs.get("dim", args[2] if len(args) > 2 else 0))
         if name == "linalg_solve_triangular" and not args[0].requires_grad:
             return func(*args, **kwargs)
+        if self.pairing is not None:
+            return self._of_pair(func, name, args, kwargs, live)
         if self.rule.runs == 2:
             if name in CHOOSES or (name == "gather" and self.trace is not None):
                 return self._chosen(func, name, args, kwargs)
             args, live = self._beside(name, args, kwargs, live)
+        return self._operation(func, name, args, kwargs, live)
+
+    def _operation(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], live: list[Tensor]
+    ) -> Any:
+        """An operation on live values, linear or as the rule has it."""
         if name in LINEAR or (len(live) == 1 and (name in MATMUL or name in MULTIPLY)):
             return func(*args, **kwargs)
         if name in IN_PLACE:
@@ -291,6 +305,62 @@ class Linearised(TorchFunctionMode):
 
     # ------------------------------------------------------------------ two runs
 
+    def _of_pair(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], live: list[Tensor]
+    ) -> Any:
+        """An operation of a run that is paired with another: weights and other held values may differ."""
+        assert self.pairing is not None
+        changed = args[0] if _is_in_place(name) else None
+        if changed is not None:
+            self.pairing.before_change(changed)
+        if name == "activation" and self.pairing.names and _has_weights(args[1]):
+            with self:  # an activation with weights of its own, by its operations
+                return args[1](args[0])
+        if name in CHOOSES:
+            chosen = _fixed(func(*args, **kwargs))
+            self.pairing.choose([x for x in _tensors([chosen]) if not x.is_floating_point()])
+            return chosen
+        beside = [
+            x for x in _tensors((*args, *kwargs.values()))
+            if x is not changed and x.numel() and not any(x is of for of in live) and name not in LIKE
+        ]  # fmt: skip
+        self.pairing.choose([x for x in beside if not x.is_floating_point()])
+        held = [x for x in beside if x.is_floating_point() and self.pairing.may_differ(x)]
+        if not held or name in WITH_STEPS:
+            return self._operation(func, name, args, kwargs, live)
+        other = self.pairing.beside(held, live)
+        if other is None:
+            return self._operation(func, name, args, kwargs, live)
+        if name in DIVIDE and len(held) == 1 and args[1] is held[0]:
+            inverse = self.pairing.named(1 / held[0].detach(), held)
+            others = [1 / other[0][0]], other[1]
+            return self._beside_others(torch.mul, "mul", (args[0], inverse), {}, live, [inverse], others)
+        return self._beside_others(func, name, args, kwargs, live, held, other)
+
+    def _beside_others(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], live: list[Tensor],
+        held: list[Tensor], other: tuple[list[Tensor], list[Tensor]],
+    ) -> Tensor:  # fmt: skip
+        """An operation beside values that are others in the second run."""
+        assert self.pairing is not None
+        if _is_in_place(name) or name not in LINEAR | MATMUL | MULTIPLY:
+            raise UnsupportedModelError(
+                f"{name} in {calling_module()}: {self.pairing.name_of(held[0]) or 'what it is given'} is not the same "
+                "in both runs, and the operation is not linear in it. Ask about each run by itself."
+            )
+
+        def operation(stands_for: Callable[[Tensor], Tensor]) -> Tensor:
+            put = {id(x): stands_for(x) for x in (*held, *live)}
+            with torch.no_grad():
+                return func(*(_put(arg, put) for arg in args), **{key: _put(arg, put) for key, arg in kwargs.items()})
+
+        def of_means(stands_for: Callable[[Tensor], Tensor]) -> Tensor:
+            put = {id(x): stands_for(x) for x in held}
+            means = {key: _put(arg, put) for key, arg in kwargs.items()}
+            return self._operation(func, name, tuple(_put(arg, put) for arg in args), means, live)
+
+        return beside_other_weights(self.pairing, operation, of_means, held, live, other)
+
     def constant(self, name: str, value: Tensor) -> Tensor:
         """A value that no source gives, as a source by itself."""
         leaf = value.detach().clone()
@@ -380,8 +450,16 @@ class Linearised(TorchFunctionMode):
 
 
 @contextmanager
-def ruled(model: HookedModel | nn.Module, rule: Rule | None) -> Generator[Linearised | None, None, None]:
-    """Inside, runs of a model, or of a module, have gradients by a rule, or for None the model's own."""
+def ruled(
+    model: HookedModel | nn.Module, rule: Rule | None, pairing: Pairing | None = None
+) -> Generator[Linearised | None, None, None]:
+    """Inside, runs of a model, or of a module, have gradients by a rule, or for None the model's own.
+
+    Args:
+        model: runs inside.
+        rule: of its operations.
+        pairing: with those of another run, by which they are paired.
+    """
     if rule is None:
         yield None
         return
@@ -390,7 +468,8 @@ def ruled(model: HookedModel | nn.Module, rule: Rule | None) -> Generator[Linear
         _mark_activations(model, placing)
         if rule.affine:
             _hold_factors(model, placing, linearised)
-        if rule.runs == 2:
+        linearised.pairing = pairing
+        if rule.runs == 2 and pairing is None:
             _run_by_run(model, linearised, placing)
         yield linearised
 
@@ -459,6 +538,12 @@ def _padded(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any], o
 
 def _is_in_place(name: str) -> bool:
     return name in ("__setitem__", "__iadd__", "__isub__") or (name.endswith("_") and not name.endswith("__"))
+
+
+def _has_weights(function: Any) -> bool:
+    """Whether a function is a method of a module with weights."""
+    module = getattr(function, "__self__", None)
+    return isinstance(module, nn.Module) and any(True for _ in module.parameters())
 
 
 def _is_live(x: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra import ZERO, MixingMap, note_bias
 from tensorlens_tl.algebra.memory import joined
-from tensorlens_tl.algebra.positions import Where
-from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.algebra.positions import Where, shared, widened
 
 ROW_BYTES = 256 * 2**20
 """What the rows that go through a graph at once may take, as far as the ends of the graph tell."""
@@ -34,6 +33,7 @@ class Recorded(MixingMap):
         shape: how many prompts and positions there are.
         across: whether an output position may depend on another input position.
         offset: what the map adds besides, ``output − push(given)`` unless it is counted elsewhere.
+        cut: the positions that it is cut to, where the others do not matter.
 
     >>> from tensorlens_tl.core import Linearised, RELP
     >>> z = torch.tensor([[[2.0]]], requires_grad=True)
@@ -48,6 +48,7 @@ class Recorded(MixingMap):
     shape: tuple[int, int]
     across: bool = True
     offset: Float[Tensor, "batch pos d_out"] | None = None
+    cut: slice = field(default_factory=lambda: slice(None))
 
     def __repr__(self) -> str:
         return f"Recorded({list(self.given.shape)} → {list(self.output.shape)})"
@@ -65,13 +66,13 @@ class Recorded(MixingMap):
     @property
     def bias(self) -> Tensor:
         """The offset."""
-        return ZERO if self.offset is None else self.offset
+        return ZERO if self.offset is None else self.offset[..., self.cut, :]
 
     def at(self, where: Where) -> "Recorded":
-        """All of it: a run is not cut to some positions."""
-        if where == slice(0, self.shape[1]):
-            return self
-        raise UnsupportedModelError("a recorded run has all its positions; ask about all of them.")
+        """Cut to neighbouring positions."""
+        where = shared(where)
+        assert isinstance(where, slice)
+        return replace(self, cut=slice(*where.indices(self.shape[1])))
 
     def norm_bound(self) -> float:
         """The Frobenius norm, by as many pulls as the output has numbers."""
@@ -80,19 +81,30 @@ class Recorded(MixingMap):
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         note_bias(g, self.bias, biases)
-        rows = g.reshape(-1, *self.output.shape).to(self.output)
-        pulled = joined(gradients(self.output, self.given, part) for part in rows.split(self._at_once))
-        return pulled.reshape(*g.shape[:-1], -1).to(g)
+        pulled = self.pulled_to(self.given, g).reshape(*g.shape[:-2], self.shape[1], -1)
+        return pulled[..., self.cut, :].to(g)
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        x = x.expand(*x.shape[:-3], *self.shape, -1)
-        rows = x.reshape(-1, *self.given.shape).to(self.given)
+        x = x.expand(*x.shape[:-3], *self.shape, -1) if self.cut == slice(None) else x
+        rows = self._among_all(x).reshape(-1, *self.given.shape)
+        pushed = self.pushed_from(self.given, rows).reshape(*x.shape[:-2], self.shape[1], -1)
+        pushed = pushed[..., self.cut, :].to(x)
+        return pushed if self.offset is None or not affine else pushed + self.bias
+
+    def pulled_to(self, place: Tensor, g: Float[Tensor, "*rows batch pos d_out"]) -> Float[Tensor, "row ..."]:
+        """Vectors at the end pulled to any value of the graph, in its own shape."""
+        rows = self._among_all(g).reshape(-1, *self.output.shape).to(self.output)
+        return joined(gradients(self.output, place, part) for part in rows.split(self._at_once))
+
+    def pushed_from(self, place: Tensor, rows: Float[Tensor, "row ..."]) -> Float[Tensor, "row ..."]:
+        """What any value of the graph gives the output, of rows in its own shape."""
         cotangent = torch.zeros_like(self.output, requires_grad=True)
         with torch.enable_grad():  # what is pulled back is linear in the cotangent, and its derivative pushes
-            pulled = gradients(self.output, self.given, cotangent[None], create_graph=True)[0]
-        pushed = joined(gradients(pulled, cotangent, part) for part in rows.split(self._at_once))
-        pushed = pushed.reshape(*x.shape[:-1], -1).to(x)
-        return pushed if self.offset is None or not affine else pushed + self.offset
+            pulled = gradients(self.output, place, cotangent[None], create_graph=True)[0]
+        return joined(gradients(pulled, cotangent, part) for part in rows.to(place).split(self._at_once))
+
+    def _among_all(self, vectors: Float[Tensor, "*rows some d"]) -> Float[Tensor, "*rows pos d"]:
+        return widened(vectors, self.cut.start or 0, self.shape[1])
 
     @property
     def _at_once(self) -> int:

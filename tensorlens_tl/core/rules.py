@@ -278,7 +278,9 @@ def secant(pair: Callable[[Tensor], tuple[Tensor, Tensor]], spread: Callable[[Te
     def by_slope(f: Operation, z: Tensor) -> Tensor:
         """A function by its slope between the values of both runs."""
         out = f(z.detach())
-        return stands(out, z * spread(slope(lambda middle: derivative(f, middle), pair(z), pair(out))))
+        steep = slope(lambda middle: derivative(f, middle), pair(z), pair(out))
+        steep.masked_fill_(steep.isnan(), 0)  # −∞ in both runs, where a mask was added
+        return stands(out, z * spread(steep))
 
     def by_logarithmic_mean(f: Operation, scores: Tensor, dim: int) -> Tensor:
         """A softmax by the logarithmic mean of both patterns."""

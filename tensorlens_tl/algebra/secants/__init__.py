@@ -9,8 +9,6 @@ transformer has one. Bars are means of a and b, Δ is a's value minus b's:
 | activation φ | Δφ = (Δφ/Δz)·Δz, and φ' at the midpoint where Δz is tiny (`slope`) |
 | norm, c the centred input | Δ(c/σ) = mean(1/σ)·Δc + c̄·Δ(1/σ), Δ(1/σ) = −mean(2c̄·Δc) / (2σ̄·σ_a·σ_b) |
 | softmax | ΔP_k = L_k·(Δs_k − Σ_j w_j·Δs_j), w = L/ΣL, with the logarithmic mean L_k = ΔP_k / Δln P_k |
-| scan h_t = α_t·h_{t−1} + B_t·u_t | one more, Δh_t = ᾱ_t·Δh_{t−1} + h̄_{t−1}·Δα_t + Δ(B_t·u_t) (`ScanResponse`) |
-| pattern Γ_ij·⟨q_i, k_j⟩ of decays Γ | Γ̄·Δ⟨q, k⟩ + mean(⟨q, k⟩)·L·Δln Γ, L the logarithmic mean (`DecayedProducts`) |
 
 Where a = b each of them is the derivative. The midpoint rule of products is their Shapley value for two factors; the
 rule of activations is DeepLIFT's rescale rule (Shrikumar et al. 2017); the logarithmic mean comes from index
@@ -20,12 +18,10 @@ of a row in either run, as the softmax is.
 
 from tensorlens_tl.algebra.secants.attention import CrossKeyResponse, KeyResponse, QueryResponse, ScoreSecant
 from tensorlens_tl.algebra.secants.change import Change
-from tensorlens_tl.algebra.secants.decays import DecayedProducts, DecayResponse
-from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, Placed, RankOne, Rotation
+from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, RankOne, Rotation
 from tensorlens_tl.algebra.secants.numbers import logarithmic_mean, mean_share, slope
 from tensorlens_tl.algebra.secants.parts import (
     bias_name,
-    convolution_secant,
     linear_secant,
     norm_secant,
     offset_terms,
@@ -34,26 +30,18 @@ from tensorlens_tl.algebra.secants.parts import (
     scale_response,
     without_offsets,
 )
-from tensorlens_tl.algebra.secants.scans import WORKING_ARRAYS, ScanResponse, ScanRun
 
 __all__ = [
-    "WORKING_ARRAYS",
     "Change",
     "CrossKeyResponse",
-    "DecayResponse",
-    "DecayedProducts",
     "KeyResponse",
     "MatrixChange",
     "Offset",
-    "Placed",
     "QueryResponse",
     "RankOne",
     "Rotation",
-    "ScanResponse",
-    "ScanRun",
     "ScoreSecant",
     "bias_name",
-    "convolution_secant",
     "linear_secant",
     "logarithmic_mean",
     "mean_share",

@@ -14,14 +14,12 @@ from tensorlens_tl.algebra.primitives import Diagonal, Linear, Norm
 from tensorlens_tl.algebra.secants.maps import Offset, RankOne
 from tensorlens_tl.algebra.secants.numbers import slope
 from tensorlens_tl.algebra.secants.parts import (
-    convolution_secant,
     gain_secant,
     linear_secant,
     norm_secant,
     same,
     scale_response,
 )
-from tensorlens_tl.algebra.state_space import CausalConvolution
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,11 +71,6 @@ class Change:
     def written(self, a: Linear, b: Linear, name: str) -> Chain:
         """The secant up to the outputs of a matrix, whose values nobody needs; see `linear`."""
         return Chain((*self.stages, Chain(linear_secant(a, b, self.a, self.b, name))))
-
-    def convolved(self, a: CausalConvolution, b: CausalConvolution, name: str) -> "Change":
-        """Through a short convolution of either run; see `convolution_secant`."""
-        secant = convolution_secant(a, b, self.a, self.b, name)
-        return Change(a(self.a), b(self.b), (*self.stages, *secant))
 
     def elementwise(
         self,

@@ -1,4 +1,4 @@
-"""Maps that secants need besides the primitives: what is added by name, rank one, rotations, some channels of more."""
+"""Maps that secants need besides the primitives: what is added by name, rank one, rotations."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -6,7 +6,6 @@ from typing import final
 
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap, note_bias
 from tensorlens_tl.algebra.numerics import product
@@ -198,42 +197,3 @@ class Rotation(PositionwiseMap):
     def _times(self, x: Tensor, matrices: Tensor) -> Tensor:
         heads = x.unflatten(-1, (-1, self.d_head))
         return (heads @ matrices.to(x)).flatten(-2)
-
-
-@final
-@dataclass(frozen=True, eq=False, repr=False)
-class Placed(PositionwiseMap):
-    """Vectors as some channels of wider ones, whose others are zero.
-
-    Attributes:
-        first: the first of these channels.
-        size: how many there are.
-        width: of the wider vectors.
-
-    >>> from tensorlens_tl.algebra.secants import Placed
-    >>> Placed(first=1, size=2, width=4)(torch.tensor([[[5.0, 6.0]]]))
-    tensor([[[0., 5., 6., 0.]]])
-    """
-
-    first: int
-    size: int
-    width: int
-
-    def __repr__(self) -> str:
-        return f"Placed({self.size} of {self.width})"
-
-    @property
-    def bias(self) -> Tensor:
-        return ZERO
-
-    def at(self, where: Where) -> "Placed":
-        return self
-
-    def norm_bound(self) -> float:
-        return 1.0
-
-    def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        return pad(x, (self.first, self.width - self.first - self.size))
-
-    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
-        return g[..., self.first : self.first + self.size]

@@ -1,7 +1,8 @@
-"""Secants of the parts that two runs share: a linear layer, a short convolution, a norm."""
+"""Secants of the parts that two runs share: a linear layer, a norm."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -14,7 +15,6 @@ from tensorlens_tl.algebra.primitives import Diagonal, Linear, Norm
 from tensorlens_tl.algebra.routing import Branch, Routed
 from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, RankOne
 from tensorlens_tl.algebra.segments import Segment
-from tensorlens_tl.algebra.state_space import CausalConvolution
 
 
 def linear_secant(
@@ -37,33 +37,6 @@ def linear_secant(
         zero = a.weight.new_zeros(a.weight.shape[1])
         shift = (zero if a.offset is None else a.offset) - (zero if b.offset is None else b.offset)
         stages.append(Offset(shift[None, None], bias_name(name)))
-    return tuple(stages)
-
-
-def convolution_secant(
-    a: CausalConvolution,
-    b: CausalConvolution,
-    x_a: Float[Tensor, "batch pos channel"],
-    x_b: Float[Tensor, "batch pos channel"],
-    name: str,
-) -> tuple[AffineMap, ...]:
-    """Δ of a short convolution: that of Δx by the mean weights, and what weights and offsets add where they differ.
-
-    Args:
-        a, b: the convolution of either run.
-        x_a, x_b: what it reads.
-        name: of its weights; its offset is ``"{name}.b"``.
-    """
-    length = x_a.shape[-2]
-    if same(a.weight, b.weight):
-        stages: list[AffineMap] = [CausalConvolution(a.weight, length=length)]
-    else:
-        change = CausalConvolution(a.weight - b.weight).push((x_a + x_b) / 2)
-        stages = [CausalConvolution((a.weight + b.weight) / 2, length=length), Offset(change, name)]
-    if not same(a.offset, b.offset):
-        zero = torch.zeros_like(a.weight[:, 0])
-        shift = (zero if a.offset is None else a.offset) - (zero if b.offset is None else b.offset)
-        stages.append(Offset(shift[None, None], f"{name}.b"))
     return tuple(stages)
 
 
@@ -168,8 +141,25 @@ def pull_noting(
         case Routed():
             _note_routed(m, g, note)
             return m.pull(g)
+        case Noted():
+            for offset, pulled in m.noted(g):
+                note(offset, pulled)
+            return m.pull(g)
         case _:
             return m.pull(g)
+
+
+@runtime_checkable
+class Noted(Protocol):
+    """A map that is not put together of others and has constants by name."""
+
+    def noted(self, g: Float[Tensor, "*rows batch pos d"]) -> list[tuple[Offset, Tensor]]:
+        """Each constant, and what a vector at the end is pulled to there, the last of the map first."""
+        ...
+
+    def pull(self, g: Float[Tensor, "*rows batch pos d"]) -> Float[Tensor, "*rows batch pos d_in"]:
+        """The adjoint."""
+        ...
 
 
 def _pull_segment(

@@ -42,6 +42,3 @@ class NoMixing:
         """Zero, as the map of an empty hidden vector."""
         nothing = x.new_zeros(x.shape[-1], 1)
         return Chain((Linear(nothing), Linear(nothing.mT)))
-
-    def require_response(self) -> None:
-        """It responds to nothing, which is read."""

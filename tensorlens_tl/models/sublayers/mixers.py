@@ -8,6 +8,7 @@
 | time mixing | `rwkv` | RWKV-4 |
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -116,15 +117,21 @@ class Mixer:
             shapes.append(weights.A.shape)
         return f"{type(weights).__name__} of {', '.join('×'.join(map(str, shape)) for shape in shapes)}"
 
-    def require_response(self) -> None:
-        """Refuse a part whose response to another input is not read: what stands in the place of a norm and is none."""
-        weights = self.weights
-        if not isinstance(weights, MambaWeights):
-            return
-        try:
-            weights.norm_weights()
-        except UnsupportedModelError as error:
-            raise self.refuse(f"{type(self.module).__name__}: {error}") from None
+    def runs(self, mask: Mask | None) -> Callable[[Tensor], Tensor]:
+        """The module as a function of what it reads, by operations of torch where it has kernels of its own, too."""
+        forward = next(filter(None, (getattr(self.module, name, None) for name in PLAIN)))
+        takes_mask = mask is not None and "attention_mask" in inspect.signature(forward).parameters
+        options = {"attention_mask": mask.long()} if takes_mask and mask is not None else {}
+
+        def run(x: Tensor) -> Tensor:
+            out = forward(x, **options)
+            return out[0] if isinstance(out, tuple) else out
+
+        return run
+
+
+PLAIN = ("torch_forward", "slow_forward", "forward")
+"""Methods of a mixer that compute it without kernels of its own, the last of them where there are none."""
 
 
 def read_mixer(module: nn.Module, refuse: Callable[[str], UnsupportedModelError] = UnsupportedModelError) -> Mixer:

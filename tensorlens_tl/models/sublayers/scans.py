@@ -19,7 +19,7 @@ modules, the norms of Δ, B and C among them, round to float32 in float64 models
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jaxtyping import Float
@@ -30,7 +30,7 @@ from tensorlens_tl.algebra import Chain, Diagonal, SelectiveScan, Sum
 from tensorlens_tl.algebra.numerics import maybe, plus
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.activations import is_elementwise
-from tensorlens_tl.models.parameters import NormWeights, innermost, tried_norm
+from tensorlens_tl.models.parameters import innermost
 from tensorlens_tl.models.sublayers.mixing import (
     Ends,
     Entry,
@@ -78,25 +78,6 @@ class MambaWeights:
         scan = SelectiveScan(wide(delta), wide(self.A), wide(B)[:, :, None], wide(C)[:, :, None])
         gate = silu(into.projected[..., len(self.D) :])
         return into.chain(_beside(scan, self.D), gate, None)
-
-    def norm_weights(self) -> list[NormWeights | None]:
-        """The norms of the three parts as what they are made of, None where there is none.
-
-        Raises:
-            UnsupportedModelError: one that is neither a LayerNorm nor an RMSNorm.
-        """
-        states = self.A.shape[-1]
-        widths = (len(self.W_delta), states, states)
-        return [_norm_weights(norm, width) for norm, width in zip(self.norms, widths, strict=True)]
-
-
-def _norm_weights(norm: Callable[[Tensor], Tensor], width: int) -> NormWeights | None:
-    if not isinstance(norm, nn.Module) or isinstance(norm, nn.Identity):
-        return None
-    read = tried_norm(norm, None, width=width)
-    if read.is_plain:  # FalconMamba's have a gain of another width, which nothing reads
-        return replace(read, gain=None, shift=None)
-    return read
 
 
 @dataclass(frozen=True)

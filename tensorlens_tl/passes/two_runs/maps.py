@@ -2,35 +2,27 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, Norm
-from tensorlens_tl.algebra.secants import WORKING_ARRAYS, Change, Offset, norm_secant
+from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Linear, Norm
+from tensorlens_tl.algebra.secants import Change, Offset, norm_secant
+from tensorlens_tl.core import paired
 from tensorlens_tl.hooks import StreamPoint
 from tensorlens_tl.models import BlockView, Layout, Within
 from tensorlens_tl.models.names import ENCODER_NORM
-from tensorlens_tl.models.sublayers import (
-    ChannelMixWeights,
-    DeltaWeights,
-    Mamba2Weights,
-    MambaWeights,
-    Mixer,
-    NoMixing,
-    TimeMixWeights,
-)
+from tensorlens_tl.models.parameters import innermost
+from tensorlens_tl.models.sublayers import ChannelMixWeights, Mixer, NoMixing
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.blocks import Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.two_runs.attention import attention_secant, score_routes as attention_score_routes
 from tensorlens_tl.passes.two_runs.cross import CrossSecant, cross_score_routes, cross_secant
 from tensorlens_tl.passes.two_runs.experts import Mixture, experts_secant
-from tensorlens_tl.passes.two_runs.mixers import mixer_secant
 from tensorlens_tl.passes.two_runs.mlps import activated, hidden_secant
-from tensorlens_tl.passes.two_runs.rwkv import channel_mix_secant
 from tensorlens_tl.passes.two_runs.values import (
     BlockValues,
     CrossValues,
@@ -195,15 +187,13 @@ class SecantMaps(Blocks):
         of_a, of_b = mixers
         assert of_a is not None
         assert of_b is not None
-        read = Change(parts.of_a.attention, parts.of_b.attention)
+        a, b = parts.of_a.attention, parts.of_b.attention
         if isinstance(of_a, NoMixing) or isinstance(of_b, NoMixing):
-            return of_a(read.a, None)
-        keep = None if bool(self.mask.all()) else self.mask[..., None].to(read.a)
-        secant = mixer_secant(of_a.weights, of_b.weights, read, keep, f"L{layer}")
-        if factor == 1:
-            return secant
-        *inside, out = secant.stages
-        return Chain((*inside, Chain((out, Diagonal(read.a.new_full((1, 1, 1), factor))))))
+            return of_a(a, None)
+        mask = None if bool(self.mask.all()) else self.mask
+        modules = (of_a.module, of_b.module)
+        secant = paired(of_a.runs(mask), of_b.runs(mask), modules, a, b, f"L{layer}.mixer")
+        return Chain((secant, Identity() if factor == 1 else Diagonal(a.new_full((1, 1, 1), factor))))
 
     @property
     def mask(self) -> Bool[Tensor, "batch pos"]:
@@ -255,9 +245,11 @@ class SecantMaps(Blocks):
 
     def _mlp_secant(self, layer: int, read: Change) -> Chain:
         """The secant of the two runs' MLPs, or of what they have in the place of one."""
-        of_a, of_b = (maps.view.blocks[layer].mlp for maps in (self.a, self.b))
-        if isinstance(of_a, ChannelMixWeights) and isinstance(of_b, ChannelMixWeights):
-            return channel_mix_secant(of_a, of_b, read, f"L{layer}")
+        if isinstance(self.view.blocks[layer].mlp, ChannelMixWeights):
+            modules = [innermost(maps.view.blocks[layer].parts.mlp) for maps in (self.a, self.b)]
+            runs = (partial(_first_of, modules[0]), partial(_first_of, modules[1]))
+            secant = paired(*runs, (modules[0], modules[1]), read.a, read.b, f"L{layer}.channel_mix")
+            return Chain((secant, Identity()))
         dense_a = self.a.view.blocks[layer].dense_mlp
         dense_b = self.b.view.blocks[layer].dense_mlp
         assert dense_a is not None
@@ -336,18 +328,13 @@ class SecantMaps(Blocks):
         return Chain((*inside.stages, norm_secant(norm_a, norm_b, inside.a, inside.b, "head.ln")))
 
 
+def _first_of(module: nn.Module, x: Tensor) -> Tensor:
+    """What a module gives, of several things the first."""
+    out = module(x)
+    return out[0] if isinstance(out, tuple) else out
+
+
 def _numbers(block: BlockView, pos: int) -> int:
-    """How many numbers a vector takes for each position where a block mixes them."""
+    """How many numbers a vector takes for each position where a block attends."""
     with block.loaded():
-        heads = 0 if block.mixer is not None else 3 * block.attention.heads * pos
-        mixer = block.mixer or block.beside
-        if mixer is None:
-            return heads
-        weights = mixer.weights
-    if isinstance(weights, Mamba2Weights | DeltaWeights):
-        return max(heads, 3 * weights.heads * pos)
-    if isinstance(weights, MambaWeights):  # of a channel at least; of more, `CHUNK_BYTES` in all
-        return max(heads, WORKING_ARRAYS * weights.A.shape[-1])
-    if isinstance(weights, TimeMixWeights):  # of a quotient: both sums, each with what it is of
-        return 6 * len(weights.A)
-    return heads
+        return 0 if block.mixer is not None else 3 * block.attention.heads * pos

@@ -341,9 +341,6 @@ def refuse_without_secant(view: ModelView) -> None:
         with block.loaded():
             if block.mixer is None:
                 require_scores(block)
-            mixer = block.mixer or block.beside
-            if mixer is not None:
-                mixer.require_response()
 
 
 SIZES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp")

@@ -1,0 +1,184 @@
+"""A module in two runs: the exact linear map from the difference of what it reads to the difference of what it gives.
+
+The second run goes first, and notes what its operations are given. Then the first run is recorded, and each of its
+operations passes on the secant between its own values and those of the second (`rules.secant`). Nothing here knows what
+the module computes. Where the runs are of two models, what other weights add are constants with the weights' names.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tensorlens_tl.algebra import ZERO, MixingMap, note_bias
+from tensorlens_tl.algebra.positions import Where
+from tensorlens_tl.algebra.secants import Offset
+from tensorlens_tl.core.linearise import refuse_other_functions, ruled
+from tensorlens_tl.core.pairing import Constant, Pairing, other_way
+from tensorlens_tl.core.recorded import Recorded, gradients, recordable
+
+Numbers = Callable[[Tensor], Tensor]
+"""A module as a function of what it reads."""
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Paired(MixingMap):
+    """From the difference of what a module reads in two runs to the difference of what it gives.
+
+    Attributes:
+        linear: along the secants.
+        constants: what other weights add.
+
+    >>> from tensorlens_tl.core import paired
+    >>> a, b = torch.tensor([[[3.0]]]), torch.tensor([[[1.0]]])
+    >>> square = paired(lambda x: x * x, lambda x: x * x, torch.nn.Identity(), torch.nn.Identity(), a, b)
+    >>> square(a - b)
+    tensor([[[8.]]])
+    """
+
+    linear: Recorded
+    constants: tuple[Constant, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Paired({list(self.linear.given.shape)} → {list(self.linear.output.shape)})"
+
+    @property
+    def positions(self) -> int | None:
+        """As many as the runs have."""
+        return self.linear.positions
+
+    @property
+    def bias(self) -> Tensor:
+        """What all other weights add."""
+        return sum((self._pushed(constant) for constant in self.constants), start=ZERO)
+
+    def at(self, where: Where) -> "Paired":
+        """Cut to neighbouring positions."""
+        return replace(self, linear=self.linear.at(where))
+
+    def norm_bound(self) -> float:
+        """That of the linear part."""
+        return self.linear.norm_bound()
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        pushed = self.linear._forward(x, affine)
+        return pushed + self.bias.to(pushed) if affine and self.constants else pushed
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        if biases is not None and self.constants:
+            note_bias(g, self.bias.to(g), biases)
+        return self.linear._backward(g, biases)
+
+    def noted(self, g: Float[Tensor, "*rows batch pos d"]) -> list[tuple[Offset, Tensor]]:
+        """What each weight adds, and a vector at the end pulled to it, the last first; see `pull_noting`."""
+        noted: list[tuple[Offset, Tensor]] = []
+        for constant in reversed(self.constants):
+            place = self._place(constant)
+            pulled = self._by_position(self.linear.pulled_to(constant.leaf, g), place)
+            vectors = self._by_position(constant.added[None], place)[0]
+            offset = Offset(vectors, constant.name, constant.change)
+            noted.append((offset, pulled.reshape(*g.shape[:-1], -1)))
+        return noted
+
+    def _pushed(self, constant: Constant) -> Float[Tensor, "batch pos d"]:
+        """What a constant gives at the end."""
+        pushed = self.linear.pushed_from(constant.leaf, constant.added[None])
+        return pushed.reshape(*self.linear.shape, -1)[..., self.linear.cut, :]
+
+    def _by_position(self, rows: Float[Tensor, "row ..."], place: "_Place") -> Float[Tensor, "row batch pos d"]:
+        """Numbers of a value inside the module as vectors of positions."""
+        batch, length = self.linear.shape
+        rows = rows.unflatten(1, (batch, -1))
+        if place.dim is None:
+            rows = torch.nn.functional.pad(rows.flatten(2)[:, :, None], (0, 0, place.at, length - 1 - place.at))
+        else:
+            rows = rows.movedim(place.dim + 1, 2)
+            if rows.shape[2] > length and rows.shape[2] % length == 0:  # heads of a position lie in one row
+                rows = rows.unflatten(2, (length, -1))
+        return rows[:, :, :length][:, :, self.linear.cut].flatten(3)
+
+    def _place(self, constant: Constant) -> "_Place":
+        """Where positions are in a value inside the module.
+
+        Where it is not the only dimension of their number, it is one whose first index only the first position of a
+        module that looks back reaches, and whose last one the last. A value without one is at the last position that
+        reaches it.
+        """
+        batch, length = self.linear.shape
+        sizes = constant.leaf.unflatten(0, (batch, -1)).shape
+        dims = [dim for dim in range(1, len(sizes)) if sizes[dim] >= length]
+        alike = [dim for dim in dims if sizes[dim] == length]
+        if len(alike) == 1 and len(sizes) > 3:
+            return _Place(alike[0])
+
+        def reaching(dim: int, index: int) -> list[bool]:
+            chosen = torch.zeros_like(constant.leaf)
+            chosen.unflatten(0, (batch, -1)).select(dim, index).fill_(1.0)
+            return self._reaching(constant.before, chosen)
+
+        for dim in sorted(dims, key=lambda dim: sizes[dim] != length):
+            each = sizes[dim] // length if sizes[dim] % length == 0 else 1
+            if not any(reaching(dim, 0)[1:]) and reaching(dim, each * (length - 1))[-1]:
+                return _Place(dim)
+        everywhere = self._reaching(constant.before, torch.ones_like(constant.leaf))
+        return _Place(None, max((position for position, reaches in enumerate(everywhere) if reaches), default=0))
+
+    def _reaching(self, value: Tensor, weights: Tensor) -> list[bool]:
+        """Whether each position of what the module reads reaches a weighted sum of some value inside it."""
+        given = gradients(value, self.linear.given, weights[None])[0]
+        return given.flatten(2).any(-1).any(0).tolist()
+
+
+class _Place(NamedTuple):
+    """Where positions are in a value inside a module, once its prompts are the first dimension.
+
+    Attributes:
+        dim: which dimension; None where all of it is at one position.
+        at: that position.
+    """
+
+    dim: int | None
+    at: int = 0
+
+
+def paired(
+    first: Numbers, second: Numbers, modules: tuple[nn.Module, nn.Module], a: Tensor, b: Tensor, name: str = ""
+) -> Paired:
+    """The difference of what a module gives in two runs, as a linear map of the difference of what it reads.
+
+    Args:
+        first, second: the module of either run, as a function of what it reads, `[batch, pos, d]`.
+        modules: what they call, one module or those of two models.
+        a, b: what it reads in either run.
+        name: what the names of its weights begin with.
+
+    Raises:
+        UnsupportedModelError: the two runs take different ways, or an operation that no rule knows.
+    """
+    weights = {} if modules[0] is modules[1] else [dict(module.named_parameters()) for module in modules]
+    names = [{id(weight): _readable(f"{name}.{key}") for key, weight in of.items()} for of in weights] or [{}, {}]
+    with recordable(), torch.enable_grad():
+        noted = Pairing(names[1])
+        _run(second, modules[1], noted, b)
+        mine = Pairing(names[0], noted)
+        given, output = _run(first, modules[0], mine, a)
+    if len(mine.values) != len(noted.values) or len(mine.choices) != len(noted.choices):
+        raise other_way()
+    refuse_other_functions([output])
+    return Paired(Recorded(given, output, (a.shape[0], a.shape[1])), tuple(mine.constants))
+
+
+def _readable(name: str) -> str:
+    """A weight's name without the wrappers of a Bridge."""
+    return name.replace("._original_component", "").strip(".")
+
+
+def _run(function: Numbers, module: nn.Module, pairing: Pairing, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What a module is given, and gives, in one run."""
+    given = x.detach().clone().requires_grad_(True)
+    with ruled(module, pairing.rule, pairing):
+        return given, function(given)
