@@ -126,13 +126,7 @@ class Folder:
         return (self.path / MANIFEST).is_file()
 
     def begin(self, manifest: Manifest, resume: bool) -> Manifest:
-        """Write the manifest, or resume the run whose manifest is in the folder.
-
-        Raises:
-            InvalidInputError: the folder cannot be written, holds something else, or holds a run of another model, data
-                or options; or it holds a run and `resume` is False.
-            FileFormatError: its manifest is damaged or from a newer version.
-        """
+        """Write the manifest, or resume the run whose manifest is in the folder."""
         import filelock
 
         self._check_ours()  # also before anything is written
@@ -181,11 +175,7 @@ class Folder:
             )
 
     def manifest(self) -> Manifest:
-        """The run that was begun here.
-
-        Raises:
-            FileFormatError: there is none, or it is damaged, changed, or from a newer version.
-        """
+        """The run that was begun here."""
         path = self.path / MANIFEST
         if self.path.is_file():
             raise FileFormatError(
@@ -255,11 +245,7 @@ class Folder:
             lock.release()
 
     def write_shard(self, manifest: Manifest, number: int, table: "pa.Table") -> None:
-        """Write one shard in one step, sealed.
-
-        Raises:
-            OSError: it cannot be written, as on a full disk; what was written before is whole.
-        """
+        """Write one shard in one step, sealed."""
         import pyarrow.parquet as pq
 
         with self._whole(self.shard(number)) as temporary:
@@ -268,11 +254,7 @@ class Folder:
             pq.write_table(whole, temporary, write_page_checksum=True, write_statistics=False)
 
     def read_shard(self, manifest: Manifest, number: int, columns: Sequence[str] | None = None) -> "pa.Table":
-        """One shard, or some of its columns and always `row`.
-
-        Raises:
-            FileFormatError: damaged or changed, of another run, or with other rows than the manifest says.
-        """
+        """One shard, or some of its columns and always `row`."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -291,24 +273,6 @@ class Folder:
         if problem is not None:
             raise FileFormatError(f"{path}: {problem}. Delete it and run again to write it again.")
         return table
-
-    def columns(self, number: int) -> list[str]:
-        """The names of a shard's columns.
-
-        Raises:
-            FileFormatError: damaged.
-        """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        path = self.shard(number)
-        try:
-            return list(pq.read_schema(path).names)
-        except (pa.ArrowException, OSError, ValueError) as error:
-            why = " ".join(str(error).split())
-            raise FileFormatError(
-                f"{path}: damaged ({why}). Delete it and run the same command again, which writes it once more."
-            ) from error
 
     def done(self, manifest: Manifest) -> int:
         """How many rows are in shards that are written."""

@@ -12,7 +12,7 @@ import torch
 from tensorlens_tl._arguments import check_choice, checked_names, plain
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.datasets.folder import Folder
-from tensorlens_tl.datasets.work import facts_in, unpacked, unpacked_terms
+from tensorlens_tl.datasets.work import facts_in, schema, unpacked, unpacked_terms
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import Attribution, Evaluation, Terms, area
 
@@ -165,7 +165,7 @@ class DatasetResults:
             frame = frame.sort_values("row", kind="stable", ignore_index=True)
             return _chosen(frame, columns)
         if columns is not None and self.shards:
-            _check_columns(columns, self._folder.columns(self.shards[0]))
+            _check_columns(columns, schema(self.manifest.double).names)
         tables = list(self.tables(columns))
         if not tables:
             raise InvalidInputError(f"{self.path}: no row is done yet.")
@@ -358,11 +358,7 @@ def _evaluation(curves: torch.Tensor, units: list[str], facts: Mapping[str, Any]
 
 
 def _stored(frame: "pd.DataFrame", row: Mapping[str, Any], result: Attribution) -> "pd.DataFrame":
-    """Without the lines of source tokens whose scores were not stored, and with their sum as one line per query.
-
-    Raises:
-        InvalidInputError: scores with further axes.
-    """
+    """Without the lines of source tokens whose scores were not stored, and with their sum as one line per query."""
     import pandas as pd
 
     if result.scores.ndim != 3:

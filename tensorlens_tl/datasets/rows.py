@@ -117,17 +117,7 @@ def check_columns(columns: Mapping[str, str] | None, options: Mapping[str, Any])
 
 
 def read_rows(view: ModelView, source: RowSource, reading: Reading) -> Rows:
-    """Every row of a data set, tokenized; a row that is no prompt has an error instead.
-
-    Args:
-        view: the model, whose tokenizer and context count.
-        source: a file (see `FILES`), a Hugging Face data set, a data frame, or any iterable of tables
-            (``{"text": ...}``), texts, or lists of token ids.
-        reading: which columns hold what, and what becomes of long texts.
-
-    Raises:
-        InvalidInputError: no row, no such file or column, or two rows with one id.
-    """
+    """Every row of a data set, tokenized; a row that is no prompt has an error instead."""
     columns = reading.columns or {}
     rows = Rows(options={option: [] for option in columns})
     number_of = dict[str, int]()
@@ -303,11 +293,7 @@ def _check_unicode(value: str, column: str) -> None:
 
 
 def _token_ids(view: ModelView, value: Any, column: str, prepend_bos: bool | None) -> np.ndarray:
-    """One row's token ids.
-
-    Raises:
-        InvalidInputError: it is neither a text nor token ids, is empty, or is outside the vocabulary.
-    """
+    """One row's token ids."""
     value = plain(value)
     if value is None or (isinstance(value, float) and value != value):  # a data frame's gap
         raise InvalidInputError(f"{column}: missing")

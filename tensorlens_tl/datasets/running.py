@@ -123,12 +123,7 @@ def attribute_dataset(
 
 
 def work_of(method: str, keep: str, options: Mapping[str, Any], columns: Mapping[str, str] | None) -> Work:
-    """What `attribute_dataset` computes of each row.
-
-    Raises:
-        RegistryError: unknown method.
-        InvalidInputError: an unknown option, column or `keep`.
-    """
+    """What `attribute_dataset` computes of each row."""
     check_columns(columns, options)
     if method not in CIRCUITS and method not in list_methods():
         raise RegistryError(unknown_method(method, [*list_methods(), *CIRCUITS]))
@@ -270,11 +265,7 @@ class Job:
         return tagged({"model": model_identity(self.model), "data": self.rows.identity(), **self.work.identity()})
 
     def try_some(self) -> None:
-        """Refuse options that no row works with, before anything is written.
-
-        Raises:
-            InvalidInputError: no row is a prompt, or the first that are tried all fail.
-        """
+        """Refuse options that no row works with, before anything is written."""
         good = sorted(self.rows.prompts(), key=lambda row: len(self.rows.tokens[row]))
         error = None
         tried = dict.fromkeys(good[share * (len(good) - 1) // (PROBED - 1)] for share in range(PROBED))
@@ -285,11 +276,7 @@ class Job:
         raise InvalidInputError(f"{self.work.name}: no row works of those that were tried ({len(tried)}). {error}")
 
     def write(self, manifest: Manifest, shard: int) -> None:
-        """Compute and write one shard.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Compute and write one shard."""
         records: list[Record] = []
         facts: dict[str, Any] = {}
         with one_reading():
@@ -318,13 +305,7 @@ class Job:
 
 
 def run_work(view: ModelView, rows: Rows, work: Work, options: RunOptions) -> DatasetResults:
-    """Do some work with every row of a data set, and write the results as Parquet shards.
-
-    Args:
-        view, rows: see `read_prompts`.
-        work: what is computed of each row.
-        options: how the run is cut into batches and written.
-    """
+    """Do some work with every row of a data set (see `read_prompts`), and write the results as Parquet shards."""
     job = Job(view.model, rows, work, Folder(Path(options.out).absolute()))
     if not job.folder.begun():
         job.try_some()
@@ -393,11 +374,7 @@ def write_once(job: Job, manifest: Manifest, shard: int, wait: bool) -> bool:
 
 
 def run_on_ray(job: Job, manifest: Manifest, options: RunOptions) -> Iterator[int]:
-    """Write the missing shards; gives the number of each once it is written.
-
-    Raises:
-        InvalidInputError: Ray is not installed, or `load_model` loads another model.
-    """
+    """Write the missing shards; gives the number of each once it is written."""
     try:
         import ray  # pyright: ignore[reportMissingImports]
         import ray.data  # pyright: ignore[reportMissingImports]

@@ -121,12 +121,7 @@ def run_rows(
 
     The rows are run together; where that fails, each half is, and so on down to single rows. A row that fails by itself
     is a record with its error. Whole results that are saved are of all rows or of one: there, single rows come next.
-
-    Args:
-        work: what is computed.
-        model: a TransformerLens model.
-        tokens: each row's token ids.
-        per_row: options of which every row has another value, `[row]`.
+    `per_row` are options of which every row has another value.
     """
 
     def run(rows: Sequence[int]) -> tuple[list[Record], Any]:
@@ -190,10 +185,6 @@ class MethodWork(Work):
         name: the method.
         keep, options: see `attribute_dataset`.
         of_rows: the options of which every row has another value.
-
-    Raises:
-        RegistryError: unknown method.
-        InvalidInputError: an unknown option or `keep`.
     """
 
     name: str
@@ -283,11 +274,7 @@ class Attributions(MethodWork):
 
 
 def entry_limit(keep: str) -> int | None:
-    """How many scores of each query are stored: None for all of them.
-
-    Raises:
-        InvalidInputError: neither ``"scores"``, ``"all"`` nor ``"top:N"``.
-    """
+    """How many scores of each query are stored: None for all of them."""
     if keep in ("scores", "all"):
         return None
     if isinstance(keep, str) and keep.startswith("top:") and keep[4:].isdecimal() and int(keep[4:]) > 0:
@@ -432,10 +419,7 @@ def _row_of_prompt(
 ) -> Record:
     """What a row says of a prompt besides its scores: its tokens, its queries among them, its target and its numbers.
 
-    Args:
-        result, number: a result, and which of its prompts.
-        is_real: which queries are the prompt's, and none of padding.
-        numbers: of each query, `[batch, query]`; a result that lacks some has no entry of them.
+    The prompt's queries are those that are real; `numbers` are `[batch, query]`, and those that are missing no entry.
     """
     real = result.mask[number].cpu()
     queries = result.queries[number].cpu()[is_real]

@@ -272,9 +272,13 @@ def spearman(
     >>> round(evaluate.spearman(ranks, -ranks, torch.ones(1, 3, dtype=torch.bool)).item(), 6)
     -1.0
     """
-    first, second = (_centred_ranks(t, mask) for t in (a, b))
-    size = first.norm(dim=-1) * second.norm(dim=-1)
-    return torch.where(size > 0, (first * second).sum(-1) / size, torch.nan)
+    return correlation(*(_centred_ranks(t, mask) for t in (a, b)))
+
+
+def correlation(a: Float[Tensor, "*any part"], b: Float[Tensor, "*any part"]) -> Float[Tensor, "*any"]:
+    """The correlation over parts of numbers less their means; NaN for constant ones."""
+    size = a.norm(dim=-1) * b.norm(dim=-1)
+    return torch.where(size > 0, (a * b).sum(-1) / size, torch.nan)
 
 
 def _centred_ranks(scores: Tensor, mask: Tensor) -> Tensor:

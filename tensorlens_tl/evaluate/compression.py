@@ -113,8 +113,12 @@ def compression(
         names[label] = []
         for plans_at_ratio in by_ratio:
             plan = _best(view, questions, plans_at_ratio, chosen_on, choose_by)
-            if ratios:
-                _check_label(label, ratios[len(rows[label])], plan)
+            if ratios and "mlp" not in plan.options:  # with MLPs beside the attention the ratio is the attention's
+                ratio = ratios[len(rows[label])]
+                if plan.ratio < 0.99 * ratio:
+                    raise InvalidInputError(
+                        f"plans: {label!r} at ratio {ratio:g} holds a plan of ratio {plan.ratio:.3g}."
+                    )
             rows[label].append(_measure(view, questions, reported, plan))
             names[label].append(f"{plan.label}, layers {list(plan.layers)}, ratio {plan.ratio:.3g}")
             bar.update()
@@ -192,11 +196,7 @@ class Questions:
 
     @classmethod
     def of(cls, view: ModelView, task: Any) -> "Questions":
-        """A task of any kind.
-
-        Raises:
-            InvalidInputError: none, or one whose parts do not fit together.
-        """
+        """A task of any kind."""
         if view.unembedding is None:
             raise UnsupportedModelError(f"compression: {view.description} predicts no tokens.")
         if isinstance(task, KnownAnswers):
@@ -309,12 +309,6 @@ def _best(
             best = plan
             least = plan_cost
     return best
-
-
-def _check_label(label: str, ratio: float, plan: Plan) -> None:
-    """A plan under a ratio has it; with MLPs beside the attention the ratio is the attention's."""
-    if "mlp" not in plan.options and plan.ratio < 0.99 * ratio:
-        raise InvalidInputError(f"plans: {label!r} at ratio {ratio:g} holds a plan of ratio {plan.ratio:.3g}.")
 
 
 def _plan(view: ModelView, candidate: Candidate) -> Plan:

@@ -367,11 +367,7 @@ def _marked(positions: tuple[frozenset[int], ...], pos: int) -> Bool[Tensor, "ba
 
 
 def _named(parts: frozenset[str], names: list[str], choice: KnownChoice) -> Bool[Tensor, "part"]:
-    """True at the components of these names.
-
-    Raises:
-        InvalidInputError: there is none of a name.
-    """
+    """True at the components of these names."""
     missing = sorted(parts - set(names))
     if missing:
         raise InvalidInputError(
@@ -524,11 +520,7 @@ def _possible(graph: ContributionGraph) -> Iterator[tuple[Place, Place]]:
 
 
 def _known(true: frozenset[Any], scores: Scored, what: str) -> frozenset[Any]:
-    """The truth, where the model has all of it.
-
-    Raises:
-        InvalidInputError: it has not.
-    """
+    """The truth, where the model has all of it."""
     missing = sorted(map(str, true - scores.keys()))
     if missing:
         some = ", ".join(map(str, list(scores)[:8]))

@@ -29,7 +29,7 @@ from tensorlens_tl._arguments import check_choice, checked_names, nearest
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.circuits.compare import METHODS, SYNONYMS, edge_scores, patch_scores, run_circuits
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.evaluate.checks import spearman
+from tensorlens_tl.evaluate.checks import correlation, spearman
 from tensorlens_tl.evaluate.scorers import PROMPTS_AT_ONCE, RANDOM, Names, predictions
 from tensorlens_tl.evaluate.tasks import Pairs, PromptPairs
 from tensorlens_tl.models import ModelLike
@@ -114,9 +114,10 @@ def patching_agreement(
     for part in work.parts():
         scores = torch.stack([part.scores(by, name, steps=steps, memory=memory) for name in chosen]).double().cpu()
         truth = part.scores(by, "patching", steps=steps, memory=memory).double().cpu()
+        centred = (values - values.mean(-1, keepdim=True) for values in (scores, truth))
         every_part = torch.ones_like(truth, dtype=torch.bool)
         ranks_agree = spearman(scores, truth.expand_as(scores), every_part)
-        correlations.append(torch.stack([_pearson(scores, truth), ranks_agree]))
+        correlations.append(torch.stack([correlation(*centred), ranks_agree]))
     return Evaluation(
         kind=f"agreement with patching: {work.pairs.name}, by {by}",
         values=torch.cat(correlations, dim=-1),
@@ -215,11 +216,7 @@ def circuit_faithfulness(
 
 
 def _prepare_folder(folder: str | Path | None) -> None:
-    """Create the folder for circuits where there is none.
-
-    Raises:
-        InvalidInputError: a file has its name, or the folder above it is missing.
-    """
+    """Create the folder for circuits where there is none."""
     if folder is None or Path(folder).is_dir():
         return
     if Path(folder).exists() or not Path(folder).parent.is_dir():
@@ -233,11 +230,7 @@ def _faithfulness(
     clean: Float[Tensor, "prompt"],
     corrupted: Float[Tensor, "prompt"],
 ) -> Float[Tensor, "metric method prompt step"]:
-    """The curves below CPR and CMD, from the logit differences of circuits, the model and the corrupted prompts.
-
-    Raises:
-        InvalidInputError: clean and corrupted prompts give one mean logit difference.
-    """
+    """The curves below CPR and CMD, from the logit differences of circuits, the model and the corrupted prompts."""
     gap = (clean - corrupted).mean()
     if not float(gap.abs()) > 1e-6 * float((clean.abs() + corrupted.abs()).mean()):
         raise InvalidInputError(
@@ -388,12 +381,3 @@ def _mean_scores(parts: Sequence[FrozenPairs], method: str, steps: int, seed: in
         first.config,
         provenance=first.provenance,
     )
-
-
-def _pearson(
-    scores: Float[Tensor, "method batch part"], truth: Float[Tensor, "batch part"]
-) -> Float[Tensor, "method batch"]:
-    """The correlation over parts, NaN for constant scores."""
-    first, second = (values - values.mean(-1, keepdim=True) for values in (scores, truth))
-    size = first.norm(dim=-1) * second.norm(dim=-1)
-    return torch.where(size > 0, (first * second).sum(-1) / size, torch.nan)

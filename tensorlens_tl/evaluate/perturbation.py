@@ -17,7 +17,7 @@ prompts can be measured with the same fractions. (TensorLens 2026, Figures 3 to 
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -35,7 +35,6 @@ from tensorlens_tl.datasets import (
     Engine,
     LoadModel,
     Reading,
-    Rows,
     RowSource,
     RunOptions,
     read_prompts,
@@ -267,14 +266,40 @@ def perturbation_dataset(
     reading = Reading(text, id, columns, truncate, prepend_bos)
     run = RunOptions(out, reading, tokens_per_batch, resume, progress, engine, load_model, num_actors, num_gpus)
     view, prompts = read_prompts(model, rows, run.reading)
-    work = _work(view, prompts, test, replacement, explained, tuple(columns or ()), skip=methods is None)
+    token_ids = [prompts.tokens[row] for row in prompts.prompts()]
+    # a token's embedding is the same at every position: the mean over all rows needs their counts alone
+    counts = torch.from_numpy(sum(np.bincount(ids, minlength=view.d_vocab) for ids in token_ids))
+    longest = max(token_ids, key=len).tolist()
+    prompt = prepare(view, [longest])
+    try:
+        position = test.query_of(view, prompt)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"perturbation: the longest row cannot be tested. {error}") from error
+    by = replacement_of(view, prompt, replacement, vocabulary_mean(view, counts))
+    scorers, skipped = usable(test.scorers, freeze(view.model, [longest]), position, skip=methods is None)
+    options = {
+        "methods": {scorer.label: [_name(scorer.method), repr(dict(scorer.options))] for scorer in scorers},
+        "skipped": sorted(skipped),
+        "fractions": test.steps,
+        "replacement": by.name,
+        "query": test.query,
+        "metrics": test.names,
+        **{name: getattr(test, name) for name in ("order", "absolute", "hidden", "seed")},
+    }
+    if by.name == RESAMPLED:
+        options["draws"] = test.draws
+    options |= explained
+    words = explained_in_words(view, target, minus)
+    if columns:
+        words = SEVERAL_TARGETS
+    described = test.described(view, by, scorers, len(token_ids), words)
+    work = _Perturbing(test, by, scorers, skipped, explained, described, options)
     return run_work(view, prompts, work, run)
 
 
 # ------------------------------------------------------------------ the test
 
 
-@dataclass(frozen=True)
 class PerturbationTest:
     """What is measured of prompts; see `perturbation` for each option. It can be pickled where its scorers can.
 
@@ -283,50 +308,40 @@ class PerturbationTest:
         steps: the shares of tokens that are replaced.
         names: of the metrics.
         working_bytes: what perturbed runs may allocate.
-
-    Raises:
-        InvalidInputError: see `perturbation`.
     """
 
-    methods: InitVar[Methods]
-    query: PerturbationQuery
-    fractions: InitVar[Fractions]
-    metrics: InitVar[Metrics]
-    order: Order
-    absolute: bool
-    hidden: Hidden
-    seed: int
-    draws: WholeNumber
-    memory: InitVar[Memory]
-    scorers: list[Scorer] = field(init=False)
-    steps: list[float] = field(init=False)
-    names: list[str] = field(init=False)
-    working_bytes: int = field(init=False)
-
-    def __post_init__(self, methods: Methods, fractions: Fractions, metrics: Metrics, memory: Memory) -> None:
-        checked = {
-            "scorers": scorers_of(methods, seed=self.seed),
-            "steps": _fractions(fractions),
-            "names": _metrics(metrics, self.query),
-            "working_bytes": in_bytes(memory),
-            "draws": whole_number("draws", self.draws, 1),
-        }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-        if self.order not in ("descending", "ascending"):
-            raise InvalidInputError(f"order={self.order!r}; use 'descending' (most relevant first) or 'ascending'.")
-        if self.hidden not in ("unembedded", "output"):
+    def __init__(
+        self,
+        methods: Methods,
+        query: PerturbationQuery,
+        fractions: Fractions,
+        metrics: Metrics,
+        order: Order,
+        absolute: bool,
+        hidden: Hidden,
+        seed: int,
+        draws: WholeNumber,
+        memory: Memory,
+    ) -> None:
+        self.scorers = scorers_of(methods, seed=seed)
+        self.query: PerturbationQuery = query
+        self.steps = _fractions(fractions)
+        self.names = _metrics(metrics, query)
+        self.working_bytes = in_bytes(memory)
+        self.draws = whole_number("draws", draws, 1)
+        self.order: Order = order
+        self.absolute = absolute
+        self.hidden: Hidden = hidden
+        self.seed = seed
+        if order not in ("descending", "ascending"):
+            raise InvalidInputError(f"order={order!r}; use 'descending' (most relevant first) or 'ascending'.")
+        if hidden not in ("unembedded", "output"):
             raise InvalidInputError(
-                f"hidden={self.hidden!r}; use 'unembedded' or 'output' (what blocks and final norm give)."
+                f"hidden={hidden!r}; use 'unembedded' or 'output' (what blocks and final norm give)."
             )
 
     def query_of(self, view: ModelView, prompt: Prompt) -> int | Literal["all"]:
-        """The query of some prompts as methods take it, "all" for the mean; prompts and model are checked.
-
-        Raises:
-            InvalidInputError: prompts of special tokens alone, or too short for the query.
-            UnsupportedModelError: a metric needs a prediction, and the model has none.
-        """
+        """The query of some prompts as methods take it, "all" for the mean; prompts and model are checked."""
         query = _query(self.query, prompt)
         predicts = bool(set(OF_PREDICTION) & set(self.names))
         if predicts and query != "all":
@@ -337,11 +352,7 @@ class PerturbationTest:
         return query
 
     def check_explained(self, target: TokenLike, minus: TokenLike) -> None:
-        """Refuse tokens that this test cannot be about.
-
-        Raises:
-            InvalidInputError: a mean over queries, or a method that holds no token against another.
-        """
+        """Refuse tokens that this test cannot be about."""
         if self.query == "mean" and (target is not None or minus is not None):
             raise InvalidInputError("query='mean' has no single prediction; leave target= and minus= out.")
         if minus is not None:
@@ -349,11 +360,7 @@ class PerturbationTest:
                 scorer.check_minus()
 
     def check_generated(self, minus: TokenLike) -> None:
-        """Refuse what cannot be measured of a stretch of generated text.
-
-        Raises:
-            InvalidInputError: another query, or a method that explains no such stretch; names it.
-        """
+        """Refuse what cannot be measured of a stretch of generated text."""
         if self.query != "last":
             raise InvalidInputError(
                 f"query={self.query!r}: span= chooses among the generated tokens; leave query= out."
@@ -373,7 +380,7 @@ class PerturbationTest:
         query: Int[Tensor, "prompt query"] | None = None,
     ) -> PerturbedRuns:
         """The live model on some prompts, checked by `query_of`; or at the queries of a stretch of generated text."""
-        replacements = drawn(view, prompt, replacement, int(self.draws), self.seed)
+        replacements = drawn(view, prompt, replacement, self.draws, self.seed)
         at = _query(self.query, prompt) if query is None else query
         of_output = self.hidden == "output"
         return PerturbedRuns(view, prompt, at, replacements, self.names, of_output, self.working_bytes, target, minus)
@@ -383,7 +390,9 @@ class PerturbationTest:
     ) -> Float[Tensor, "metric method prompt step"]:
         """The damage done to each prompt after each step."""
         prompt = runs.prompt
-        allowed = replaceable(runs)
+        allowed = perturbable(ModelView(runs.model), prompt)
+        if runs.is_stretch and runs.positions is not None:  # what stands before the stretch, which itself stays
+            allowed &= torch.arange(allowed.shape[1]) <= runs.positions[:, :1].cpu()
         counts = _counts(allowed, self.steps)
         curves = torch.zeros(len(self.names), len(scorers), len(prompt.tokens), len(self.steps), dtype=torch.float64)
         ties_of = random_scores(self.seed)
@@ -411,16 +420,7 @@ class PerturbationTest:
         target: str = "",
         span: str = "",
     ) -> dict[str, Any]:
-        """What an Evaluation says besides the numbers.
-
-        Args:
-            view: the model.
-            replacement: what tokens were replaced by.
-            scorers: the methods.
-            prompts: their number.
-            target: what is explained, where that is named.
-            span: which generated tokens that is about.
-        """
+        """What an Evaluation says besides the numbers: of how many prompts, and what is explained where it is named."""
         settings = {
             **view.provenance(),
             "prompts": prompts,
@@ -457,15 +457,6 @@ def explained_in_words(view: ModelView, target: TokenLike, minus: TokenLike) -> 
     if target is None:
         target = FIRST_CHOICE
     return logit_label(view, target, minus, capped=True)
-
-
-def replaceable(runs: PerturbedRuns) -> Bool[Tensor, "prompt pos"]:
-    """True at the tokens of these runs that may be replaced; of generated text, those before the stretch."""
-    allowed = perturbable(ModelView(runs.model), runs.prompt)
-    if not runs.is_stretch or runs.positions is None:
-        return allowed
-    first = runs.positions[:, :1].cpu()
-    return allowed & (torch.arange(allowed.shape[1]) <= first)
 
 
 def rank(
@@ -540,11 +531,7 @@ def _query(query: PerturbationQuery, prompt: Prompt) -> int | Literal["all"]:
 
 
 def _counts(allowed: Bool[Tensor, "prompt pos"], steps: Sequence[float]) -> Int[Tensor, "prompt step"]:
-    """How many tokens each step replaces: its share rounded, and at least one, so that short prompts need no others.
-
-    Raises:
-        InvalidInputError: a prompt of which no token may be replaced.
-    """
+    """How many tokens each step replaces: its share rounded, and at least one, so that short prompts need no others."""
     tokens = allowed.sum(1)
     counts = (tokens[:, None] * torch.tensor(steps, dtype=torch.float64) + 0.5).long()
     counts[:, 1:].clamp_(min=1)
@@ -617,11 +604,7 @@ class _Perturbing(Work):
 
 
 def _check_columns(columns: Mapping[str, str], explained: Mapping[str, Any]) -> None:
-    """Refuse tokens of rows that cannot be distinguished from those of all rows.
-
-    Raises:
-        InvalidInputError: an unknown column, one that is also an option, or a list of tokens.
-    """
+    """Refuse tokens of rows that cannot be distinguished from those of all rows."""
     unknown = sorted(set(columns) - {"target", "minus"})
     if unknown:
         raise InvalidInputError(f"columns: {unknown[0]!r} is not one of target, minus.")
@@ -631,47 +614,6 @@ def _check_columns(columns: Mapping[str, str], explained: Mapping[str, Any]) -> 
     for name, value in explained.items():
         if not isinstance(plain(value), str | int):
             raise InvalidInputError(f"{name}={value!r}: pass one token for every row; columns= names a column of them.")
-
-
-def _work(
-    view: ModelView,
-    rows: Rows,
-    test: PerturbationTest,
-    replacement: ReplacementName,
-    explained: dict[str, Any],
-    columns: Sequence[str],
-    *,
-    skip: bool,
-) -> Work:
-    """The test of these rows: methods that fit the model, and what tokens are replaced by."""
-    prompts = [rows.tokens[row] for row in rows.prompts()]
-    # a token's embedding is the same at every position: the mean over all rows needs their counts alone
-    counts = torch.from_numpy(sum(np.bincount(ids, minlength=view.d_vocab) for ids in prompts))
-    longest = max(prompts, key=len).tolist()
-    prompt = prepare(view, [longest])
-    try:
-        query = test.query_of(view, prompt)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"perturbation: the longest row cannot be tested. {error}") from error
-    by = replacement_of(view, prompt, replacement, vocabulary_mean(view, counts))
-    scorers, skipped = usable(test.scorers, freeze(view.model, [longest]), query, skip)
-    options = {
-        "methods": {scorer.label: [_name(scorer.method), repr(dict(scorer.options))] for scorer in scorers},
-        "skipped": sorted(skipped),
-        "fractions": test.steps,
-        "replacement": by.name,
-        "query": test.query,
-        "metrics": test.names,
-        **{name: getattr(test, name) for name in ("order", "absolute", "hidden", "seed")},
-    }
-    if by.name == RESAMPLED:
-        options["draws"] = test.draws
-    options |= explained
-    words = explained_in_words(view, explained.get("target"), explained.get("minus"))
-    if columns:
-        words = SEVERAL_TARGETS
-    described = test.described(view, by, scorers, len(prompts), words)
-    return _Perturbing(test, by, scorers, skipped, explained, described, options)
 
 
 def _name(method: str | MethodFunction) -> str:

@@ -81,11 +81,7 @@ class PerturbedRuns:
     def _tokens_of(
         self, view: ModelView, target: TokenLike, minus: TokenLike
     ) -> tuple[Int[Tensor, "prompt query"] | None, Int[Tensor, "prompt query"] | None]:
-        """The tokens that each prompt is measured by, and those that they are compared with.
-
-        Raises:
-            InvalidInputError: no such token, both the same, or no logits to take them from.
-        """
+        """The tokens that each prompt is measured by, and those that they are compared with."""
         if self.positions is None:  # a mean over all queries is about no token
             return None, None
         prompts, queries = self.positions.shape
@@ -111,16 +107,7 @@ class PerturbedRuns:
     def _ranked(
         self, name: str, ids: Int[Tensor, "prompt query"], besides: Int[Tensor, "prompt query"] | None = None
     ) -> Int[Tensor, "prompt query"]:
-        """Token ids, with those in place that are named by the rank of their logits.
-
-        Args:
-            name: the argument's.
-            ids: as `token_ids` reads them.
-            besides: the targets, which a runner-up is none of.
-
-        Raises:
-            InvalidInputError: no logits to take them from.
-        """
+        """Token ids, with those that are named by the rank of their logits; a runner-up is none of `besides`."""
         words = {FIRST_CHOICE_ID: FIRST_CHOICE, RUNNER_UP_ID: RUNNER_UP}
         for number, word in words.items():
             if not bool((ids == number).any()):
@@ -184,11 +171,7 @@ class PerturbedRuns:
         return [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 
     def _between_whole(self, rows: Tensor, replaced: Tensor, placement: Placement) -> list[Tensor]:
-        """One run: a row by itself, or several between the first and the last of their prompts, whole.
-
-        Raises:
-            FrozenModelError: a whole prompt does not come out the same in another row.
-        """
+        """One run: a row by itself, or several between the first and the last of their prompts, whole."""
         if len(rows) == 1:
             return self._run(rows, replaced, placement)
         whole = torch.zeros_like(replaced[:1])
@@ -232,12 +215,8 @@ def _damage(
 ) -> Float[Tensor, "row"]:
     """One metric, from hidden states and logits of whole prompts and of perturbed ones.
 
-    Args:
-        metric: its name.
-        before, after: of whole prompts and of perturbed ones.
-        ids: the tokens that metrics of a prediction are about.
-        others: tokens whose numbers are subtracted, or None.
-        real: which queries count; falls of logits are summed over them, everything else is averaged.
+    Metrics of a prediction are about the tokens `ids`, less `others`. Falls of logits are summed over the queries that
+    are `real`, everything else is averaged.
     """
     counts = real.sum(1)
     if metric == "hs_mse":
@@ -285,12 +264,7 @@ def _vectors(hidden: Tensor, at: Int[Tensor, "row query"]) -> Float[Tensor, "row
 
 
 def replacement_of(view: ModelView, prompt: Prompt, name: ReplacementName, mean: Mean | None = None) -> Replacement:
-    """The replacement that a user names; None is ``"resampled"`` of a causal language model that reads tokens alone.
-
-    Raises:
-        InvalidInputError: ``"resampled"`` of another model; see also `Replacement.of`.
-        UnsupportedModelError: see `Replacement.of`.
-    """
+    """The replacement that a user names; None is ``"resampled"`` of a causal language model that reads tokens alone."""
     if name is not None and not (isinstance(name, str) and name == RESAMPLED):
         return Replacement.of(view, prompt, name, mean)
     why = not_causal(view)
@@ -313,9 +287,6 @@ def drawn(view: ModelView, prompt: Prompt, replacement: Replacement, draws: int,
 
     Each prompt is run by itself and without padding, and its draws depend on the seed, their number and its own tokens:
     they are the same in every batch.
-
-    Raises:
-        InvalidInputError: a vocabulary in which no other token is left; names the prompt.
     """
     if replacement.name != RESAMPLED:
         return [replacement]

@@ -118,11 +118,7 @@ def shipped_relations() -> dict[str, Relation]:
 
 
 def few_shot_text(template: str, examples: Sequence[Sample], subject: str, separator: str = "\n") -> str:
-    """A prompt: examples filled in with their objects, then the template with the subject alone.
-
-    Raises:
-        InvalidInputError: the template has no ``{}``.
-    """
+    """A prompt: examples filled in with their objects, then the template with the subject alone."""
     if template.count("{}") != 1:
         raise InvalidInputError(f"template={template!r}: it needs one {{}} for the subject.")
     statements = [f"{template.replace('{}', example.subject)} {example.object}" for example in examples]
@@ -197,11 +193,7 @@ def token_rows(model: ModelLike, texts: Sequence[str]) -> list[list[int]]:
 
 
 def of_one_length(rows: Sequence[Sequence[int]], names: Sequence[str], length: PromptLength) -> list[int]:
-    """Which rows are of one token length: all of them, the most common, or a number.
-
-    Raises:
-        InvalidInputError: unequal lengths where all must agree, or no row of that length.
-    """
+    """Which rows are of one token length: all of them, the most common, or a number."""
     lengths = Counter(map(len, rows))
     common = lengths.most_common(1)[0][0]
     target_length = common
@@ -501,11 +493,7 @@ def _jacobian(frozen: FrozenPass, row: int, layer: int, end: int) -> tuple[Tenso
 
 
 def unembed(frozen: FrozenPass, states: Float[Tensor, "prompt d_model"]) -> Float[Tensor, "prompt d_vocab"]:
-    """Logits of final states.
-
-    Raises:
-        UnsupportedModelError: the model predicts no tokens, or through a prediction head that is not linear.
-    """
+    """Logits of final states."""
     if frozen.view.unembedding is None or frozen.prediction_head() is not None:
         raise UnsupportedModelError(
             f"relation decoding reads tokens off the final state; {frozen.view.description} has no plain unembedding."

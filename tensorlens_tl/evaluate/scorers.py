@@ -168,11 +168,7 @@ class Scorer:
         return norm and not {"probes", "tol"} & set(self.options)
 
     def check_minus(self) -> None:
-        """Refuse a method that explains a token and cannot hold it against another.
-
-        Raises:
-            InvalidInputError: it is one, without an option `minus`.
-        """
+        """Refuse a method that explains a token and cannot hold it against another."""
         if isinstance(self.method, str) and self.needs_target and not get_method(self.method).takes("minus"):
             raise InvalidInputError(
                 f"minus: method {self.label!r} explains a token's logit and no difference of two. Leave it out, or "
@@ -180,11 +176,7 @@ class Scorer:
             )
 
     def check_stretch(self) -> None:
-        """Refuse a method that cannot explain a stretch of generated text.
-
-        Raises:
-            InvalidInputError: it says nothing about single queries, or is about a token or a direction of its own.
-        """
+        """Refuse a method that cannot explain a stretch of generated text."""
         if callable(self.method):
             return
         if not get_method(self.method).takes("query"):
@@ -205,14 +197,7 @@ class Scorer:
     ) -> Any:
         """What the method itself returns: an Attribution, or the output of a function.
 
-        Args:
-            frozen: the pass.
-            query: see `tensorlens_tl.passes.inputs.query_positions`; a `Stretch` has its own.
-            explained: the tokens that stand for `PREDICTED`; None is what the model predicts.
-
-        Raises:
-            InvalidInputError: the method's error, with the label in front.
-            MethodError: an error that is none of the library's.
+        Of a `Stretch` it has its own queries; None explains the token that the model predicts.
         """
         with _named(self.label):
             if callable(self.method):
@@ -257,7 +242,10 @@ class Scorer:
         explained: Explained | Stretch | None,
     ) -> Float[Tensor, "batch key"]:
         """An Attribution's scores of the query, or the mean over all, or those of a stretch."""
-        _check_axes(result)
+        if tuple(result.axes) != ("batch", "query", "key"):
+            raise InvalidInputError(
+                f"{result.method}: its axes are {result.axes}; choose options that leave batch, query and key."
+            )
         scores = result.scores[..., : frozen.mask.shape[1]]  # a source that is no token, such as a bias, has no rank
         if isinstance(explained, Stretch):
             if callable(self.method):
@@ -274,12 +262,7 @@ class Scorer:
     def __call__(
         self, frozen: FrozenPass, query: int | Literal["all"] = -1, explained: Explained | Stretch | None = None
     ) -> Float[Tensor, "batch pos"]:
-        """Scores of source tokens for one query, or averaged over all of them where it is "all".
-
-        Raises:
-            InvalidInputError: the method's error, with the label in front; also scores of another shape.
-            UnsupportedModelError: the method does not fit this model.
-        """
+        """Scores of source tokens for one query, or averaged over all of them where it is "all"."""
         scores = self.result(frozen, query, explained)
         if isinstance(scores, Attribution):
             scores = self._scores(scores, frozen, query, explained)
@@ -293,21 +276,9 @@ class Scorer:
         return scores
 
 
-def _check_axes(result: Attribution) -> None:
-    """Raise `InvalidInputError` where scores are not one for each prompt, query and source token."""
-    if tuple(result.axes) != ("batch", "query", "key"):
-        raise InvalidInputError(
-            f"{result.method}: its axes are {result.axes}; choose options that leave batch, query and key."
-        )
-
-
 @contextmanager
 def _named(label: str) -> Iterator[None]:
-    """A method's errors, with its label in front.
-
-    Raises:
-        MethodError: an error that is none of the library's.
-    """
+    """A method's errors, with its label in front."""
     try:
         yield
     except InvalidInputError as error:
@@ -323,11 +294,7 @@ def _is_predicted(value: object) -> bool:
 
 
 def query_rows(result: Attribution, frozen: FrozenPass, query: int) -> Int[Tensor, "batch 1"]:
-    """Where a query of a pass lies on a result's query axis, in each prompt.
-
-    Raises:
-        InvalidInputError: the result holds other queries.
-    """
+    """Where a query of a pass lies on a result's query axis, in each prompt."""
     positions = query_positions(frozen.prompt, query)
     matches = result.queries.to(positions.device) == positions
     if not bool(matches.any(1).all()):
@@ -339,12 +306,7 @@ def query_rows(result: Attribution, frozen: FrozenPass, query: int) -> Int[Tenso
 
 
 def scorers_of(methods: Methods = None, *, seed: int = 0) -> list[Scorer]:
-    """The methods of an evaluation, checked; see the module for what may be given. None is `STANDARD` and random.
-
-    Raises:
-        InvalidInputError: no method, one twice, or something that is no method.
-        RegistryError: an unknown name.
-    """
+    """The methods of an evaluation, checked; see the module for what may be given. None is `STANDARD` and random."""
     if methods is None:
         methods = [*STANDARD, RANDOM]
     if isinstance(methods, str):
@@ -414,10 +376,6 @@ def usable(
 
     Returns:
         The methods that work, and the refusals of the others by label.
-
-    Raises:
-        UnsupportedModelError, InvalidInputError: of a method that does not work, unless skipped.
-        MethodError: a method fails with an error that is none of the library's.
     """
     fitting = []
     refusals = {}

@@ -326,11 +326,7 @@ else:
 
 
 def _token_ids(what: str, value: TokenIds, axes: int) -> Int[Tensor, "..."]:
-    """Token ids as a tensor of so many axes; lists of them will do.
-
-    Raises:
-        InvalidInputError: texts, which only a model's tokenizer turns into tokens, or anything else.
-    """
+    """Token ids as a tensor of so many axes; lists of them will do."""
     shape = {1: "one for each prompt", 2: "rows of one length"}[axes]
     hint = f"pass token ids, {shape}, such as model.to_tokens(texts, padding_side='right')"
     first = value
@@ -689,11 +685,7 @@ class _Texts:
 
     @classmethod
     def of(cls, clean: Table, corrupted: Texts, answers: Answers, others: Answers) -> "_Texts":
-        """Two lists, or the columns of a table.
-
-        Raises:
-            InvalidInputError: a column that is missing, or lists of different lengths.
-        """
+        """Two lists, or the columns of a table."""
         if corrupted is None:
             columns = _columns(clean)
             if answers is None:
@@ -711,11 +703,7 @@ class _Texts:
         return cls(list(sides["clean"]), list(sides["corrupted"]), answers, others)
 
     def aligned(self, view: ModelView, prepend_bos: bool | None) -> tuple[list[list[int]], list[list[int]]]:
-        """The token ids of both prompts of every pair.
-
-        Raises:
-            InvalidInputError: a pair whose prompts have different lengths.
-        """
+        """The token ids of both prompts of every pair."""
         clean, corrupted = (tokenized(view, texts, prepend_bos) for texts in (self.clean, self.corrupted))
         for number, (first, second) in enumerate(zip(clean, corrupted, strict=True)):
             if len(first) != len(second):
@@ -724,11 +712,7 @@ class _Texts:
 
 
 def _columns(table: Any) -> dict[str, list[str]]:
-    """The columns of a frame, a mapping or a CSV file.
-
-    Raises:
-        InvalidInputError: no such file or table, or a column that is missing.
-    """
+    """The columns of a frame, a mapping or a CSV file."""
     import pandas as pd
 
     if isinstance(table, str | os.PathLike):

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     Shares = Literal["signed", "absolute"]
     """The weights of hops."""
 else:
-    Hops = Shares = Any  # what is wrong with them is said by `check_hops` and `check_shares`
+    Hops = Shares = Any  # what is wrong with them is said by `sent_on`
 
 SHARES = ("signed", "absolute")
 SIGNED = SHARES[0]
@@ -68,15 +68,6 @@ def check_hops(hops: Hops) -> int | None:
     if isinstance(hops, str) and hops == "all":
         return None
     return whole_number("hops", hops, least=0, why="a number of hops, or 'all'")
-
-
-def check_shares(shares: Shares) -> None:
-    """Refuse a kind of weights that does not exist.
-
-    Raises:
-        InvalidInputError: neither ``"signed"`` nor ``"absolute"``.
-    """
-    check_choice("shares", shares, SHARES)
 
 
 def divisors(totals: Float[Tensor, "batch token"], real: Bool[Tensor, "batch token"]) -> Float[Tensor, "batch token"]:
@@ -132,7 +123,7 @@ def sent_on(
         InvalidInputError: neither a number of at least 0 nor ``"all"``, or no such shares.
     """
     count = check_hops(hops)
-    check_shares(shares)
+    check_choice("shares", shares, SHARES)
     at = generated.to(scores)
     if shares == SIGNED:
         weights, bias_weights = _signed(links, link_bias, totals)

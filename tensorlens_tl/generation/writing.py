@@ -7,7 +7,7 @@ mended and written on. So a model whose ``generate`` is wrong (with whitening, s
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,18 +56,6 @@ def not_causal(view: ModelView) -> str | None:
     return None
 
 
-def refuse_non_causal(view: ModelView) -> None:
-    """Refuse a model that does not write text from left to right.
-
-    Raises:
-        UnsupportedModelError: an encoder, an encoder–decoder, a classifier, or a model of images or sound.
-    """
-    what = not_causal(view)
-    if what is None:
-        return
-    raise UnsupportedModelError(f"generated text: {view.description} {what}. A causal language model is needed.")
-
-
 def texts_of(
     view: ModelView,
     prompt: InputLike,
@@ -77,30 +65,25 @@ def texts_of(
     stop_at_eos: bool = True,
     prepend_bos: bool | None = None,
 ) -> list[Text]:
-    """Every prompt with what follows it, written by the model or given.
-
-    Args:
-        view: the model.
-        prompt: text, messages of a chat or token ids; one prompt or several.
-        max_new_tokens: write so many tokens, fewer where the model ends before.
-        continuation: or take this: the new text only, one for each prompt, as text or token ids. Text of a chat is
-            what the assistant answers.
-        stop_at_eos: end a text before the first end token that the model writes.
-        prepend_bos: as in TransformerLens.
-
-    Raises:
-        InvalidInputError: both or neither of `max_new_tokens` and `continuation`; a continuation that is empty, that
-            changes the prompt's tokens, or not one per prompt; nothing written; a text beyond the context.
-        UnsupportedModelError: not a causal language model.
-    """
-    refuse_non_causal(view)
+    """Every prompt with what follows it, written by the model or given; arguments as for `attribute_generation`."""
+    what = not_causal(view)
+    if what is not None:
+        raise UnsupportedModelError(f"generated text: {view.description} {what}. A causal language model is needed.")
     if (max_new_tokens is None) == (continuation is None):
         raise InvalidInputError(
             "max_new_tokens, continuation: pass one of them: how many tokens to write, or the text that was written."
         )
     if continuation is None:
         most = whole_number("max_new_tokens", max_new_tokens, least=1)
-        return _all_written(view, tokenized(view, prompt, prepend_bos), most, stop_at_eos)
+        prompts = tokenized(view, prompt, prepend_bos)
+        longest = max(map(len, prompts))
+        if longest + most > view.n_ctx:
+            raise InvalidInputError(
+                f"max_new_tokens={most}: with a prompt of {longest} tokens that goes beyond the context of "
+                f"{view.n_ctx}; ask for at most {view.n_ctx - longest}."
+            )
+        ends = end_tokens(view) if stop_at_eos else set[int]()
+        return [_written(view, ids, most, ends, number) for number, ids in enumerate(prompts)]
     chats = chats_in(prompt)
     prompt = plain_input(view, prompt)
     prompts = tokenized(view, prompt, prepend_bos)
@@ -111,18 +94,13 @@ def texts_of(
     elif isinstance(prompt, Sequence) and isinstance(prompt[0], str):
         texts = list(prompt)
     tokenize = partial(tokenized, view, prepend_bos=prepend_bos)
-    if chats is not None:
+    if chats is not None:  # what a chat template made has its special tokens already
         texts = [chat_text(view, chat) for chat in chats]
-        tokenize = partial(_as_it_stands, view)
+        tokenize = lambda text: [view.tokenizer(text, add_special_tokens=False)["input_ids"]]  # noqa: E731
     return [
         _continued(view, text, ids, more, tokenize)
         for text, ids, more in zip(texts, prompts, continuations, strict=True)
     ]
-
-
-def _as_it_stands(view: ModelView, text: str) -> list[list[int]]:
-    """The tokens of a text that a chat template made: it has its special tokens already."""
-    return [view.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
 def end_tokens(view: ModelView) -> set[int]:
@@ -141,31 +119,16 @@ def end_tokens(view: ModelView) -> set[int]:
 # ------------------------------------------------------------------ written by the model
 
 
-def _all_written(view: ModelView, prompts: list[list[int]], most: int, stop_at_eos: bool) -> list[Text]:
-    """Every prompt with its greedy continuation.
-
-    Raises:
-        InvalidInputError: a text beyond the context, or nothing written.
-    """
-    longest = max(map(len, prompts))
-    if longest + most > view.n_ctx:
-        raise InvalidInputError(
-            f"max_new_tokens={most}: with a prompt of {longest} tokens that goes beyond the context of "
-            f"{view.n_ctx}; ask for at most {view.n_ctx - longest}."
-        )
-    ends = end_tokens(view) if stop_at_eos else set[int]()
-    return [_written(view, ids, most, ends, number) for number, ids in enumerate(prompts)]
-
-
 def _written(view: ModelView, ids: list[int], most: int, ends: set[int], number: int) -> Text:
     """One prompt with its greedy continuation."""
     points = model_points(view)
     first = len(ids)
-    assert points.unembed_in is not None  # `refuse_non_causal`
+    assert points.unembed_in is not None  # of a causal language model
     with torch.no_grad(), unheld_run(view.model):
         refuse_dropout(view.model)
         refuse_attached(view.model)
-        text = ids + _before_end(_draft(view, ids, most, ends), ends)
+        draft = _draft(view, ids, most, ends)
+        text = ids + list(takewhile(lambda token: token not in ends, draft))
         while True:
             inputs = prepare(view, torch.tensor([text]))
             positions = torch.arange(first - 1, len(text), device=inputs.tokens.device)[None]
@@ -210,11 +173,6 @@ def _draft(view: ModelView, ids: list[int], most: int, ends: set[int]) -> list[i
         return output[0].tolist()[len(ids) : len(ids) + most]
     except Exception:  # a draft only saves time: what fails here for a reason fails in the plain run as well
         return []
-
-
-def _before_end(tokens: Sequence[int], ends: set[int]) -> list[int]:
-    stop = next((number for number, token in enumerate(tokens) if token in ends), len(tokens))
-    return list(tokens[:stop])
 
 
 # ------------------------------------------------------------------ given

@@ -8,16 +8,16 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_names, plain, whole_number, whole_slice
+from tensorlens_tl._arguments import check_choice, checked_names, plain, whole_number, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.generation.hops import (
+    SHARES,
     SIGNED,
     GeneratedTokens,
     Hops,
     Shares,
     check_hops,
-    check_shares,
     divisors,
     scores_and_bias,
     sent_on,
@@ -55,13 +55,7 @@ METHOD = "tensorlens"
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """What is asked about the generated tokens of a text; see `attribute_generation` for each attribute.
-
-    Raises:
-        RegistryError: no such method.
-        InvalidInputError: an option that it does not take; hops, which follow shares of logits, of another method than
-            `METHOD`.
-    """
+    """What is asked about the generated tokens of a text; see `attribute_generation` for each attribute."""
 
     span: Span
     hops: Hops
@@ -75,7 +69,7 @@ class _Question:
 
     def __post_init__(self) -> None:
         check_hops(self.hops)
-        check_shares(self.shares)
+        check_choice("shares", self.shares, SHARES)
         chosen = get_method(self.method)
         if self.method == METHOD:
             if self.options:

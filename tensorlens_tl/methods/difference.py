@@ -159,9 +159,6 @@ def _refuse_amplified(of: Difference, gap: float) -> None:
 
     A norm's secant grows with the shorter one, so that rounding in the longer one is multiplied from block to block.
     Runs that differ by rounding alone have a gap as well, and nothing to explain.
-
-    Raises:
-        NumericalError: naming the position.
     """
     lengths = [
         torch.stack([upcast(run.resid_pre(layer)).norm(dim=-1) for layer in range(of.a.n_layers)])
@@ -180,11 +177,7 @@ def _refuse_amplified(of: Difference, gap: float) -> None:
 
 
 def baseline_pass(frozen: FrozenPass, baseline: Any) -> FrozenPass:
-    """The run that a pass is compared with; see `difference` for what a baseline may be.
-
-    Raises:
-        InvalidInputError: no such baseline, or one of another length.
-    """
+    """The run that a pass is compared with; see `difference` for what a baseline may be."""
     if isinstance(baseline, FrozenPass):
         return baseline
     is_tensor = isinstance(baseline, Tensor)
@@ -242,11 +235,7 @@ def _with_tokens(frozen: FrozenPass, baseline: Any) -> FrozenPass:
 
 
 def _other_tokens(frozen: FrozenPass, baseline: Any) -> Int[Tensor, "#batch pos"]:
-    """The tokens of another prompt; of an encoder–decoder's source alone, before what its decoder has read, or of both.
-
-    Raises:
-        InvalidInputError: see `prepare`; or they are not as many.
-    """
+    """The tokens of another prompt; of an encoder–decoder's source alone, or of what its decoder has read as well."""
     encoder = frozen.prompt.encoder_length
     options: dict[str, Any] = {}
     decoder = None

@@ -64,13 +64,7 @@ def _kind(frozen: FrozenPass) -> Literal["post", "pre"]:
 
 
 def ff_scope(frozen: FrozenPass, scope: str | None) -> Scope:
-    """The scope itself, or the widest one for None, checked against the model's layout.
-
-    Raises:
-        UnsupportedModelError: parallel or attention-only blocks.
-        InvalidInputError: not a scope of this layout.
-        FrozenModelError: the model is no longer the one that the pass was taken from.
-    """
+    """The scope itself, or the widest one for None, checked against the model's layout."""
     frozen.check_fresh()
     sequential_mlp.check(frozen, "ff-ig")
     kind = _kind(frozen)

@@ -143,12 +143,7 @@ def _replacement(frozen: FrozenPass, replacement: Any) -> Replacement:
 
 
 def _refuse_deletion(frozen: FrozenPass) -> None:
-    """Refuse to delete what has a fixed place.
-
-    Raises:
-        InvalidInputError: images or sound, whole or beside the tokens.
-        UnsupportedModelError: an encoder–decoder, whose decoder's tokens are where its predictions are.
-    """
+    """Refuse to delete what has a fixed place."""
     if frozen.view.is_encoder_decoder:
         raise UnsupportedModelError(
             f"replacement={DELETE!r}: tokens of this {frozen.view.description} are replaced on either side, and not "

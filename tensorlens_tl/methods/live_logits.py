@@ -33,11 +33,6 @@ class LiveLogits:
         ids, others: the target token of each query, and the one that is subtracted, or None.
         real: True at queries that are real tokens.
         label: the same in words.
-
-    Raises:
-        InvalidInputError: several tokens, a query out of range or without a prediction, or dropout that is
-            on.
-        FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
     """
 
     def __init__(self, frozen: FrozenPass, target: TokenLike, minus: TokenLike, query: Query, what: str) -> None:
@@ -67,12 +62,7 @@ class LiveLogits:
     def check(self, states: Tensor, logits: Float[Tensor, "batch query d_vocab"]) -> None:
         """Refuse a run of the pass's prompts that unembeds something else than the pass did, or in another way.
 
-        Args:
-            states: the stream that was unembedded, at every position.
-            logits: what came of it at the queries.
-
-        Raises:
-            FrozenModelError: the live model is no longer that of the pass.
+        The stream that was unembedded is given at every position, and what came of it at the queries.
         """
         frozen = self.frozen
         name = frozen.points.unembed_in
@@ -142,11 +132,7 @@ class LiveLogits:
         bytes_per_query: int,
         memory: Memory,
     ) -> Iterator[tuple[slice, list[Float[Tensor, "query *shape"] | None]]]:
-        """Which queries, and the gradients of their numbers by each of some tensors; the graph is kept.
-
-        Raises:
-            NumericalError: they are not finite.
-        """
+        """Which queries, and the gradients of their numbers by each of some tensors; the graph is kept."""
         queries = numbers.shape[1]
         for rows in chunks(queries, bytes_per_query, memory if queries > 1 else None, "gradients"):
             seeds = numbers.new_zeros(len(rows), *numbers.shape)

@@ -121,11 +121,7 @@ def tensorlens(
 def _collapse(
     collapse: CollapseName | None, has_target: bool, predicts: bool, estimate: Mapping[str, Any], bias: Bias
 ) -> CollapseName:
-    """The collapse itself, or for None the one that the other options imply, checked against the options of others.
-
-    Raises:
-        InvalidInputError: an option that belongs to another collapse.
-    """
+    """The collapse itself, or for None the one that the other options imply, checked against the options of others."""
     estimates = any(option is not None for option in estimate.values())
     if collapse is None:
         collapse = "target" if has_target or predicts else "in_out"

@@ -176,9 +176,6 @@ class _Heads:
 
     Attributes:
         attends_once: whether one copy's attention may be computed for all, as hooks give what the heads mix.
-
-    Raises:
-        FrozenModelError: the live model gives others now.
     """
 
     def __init__(self, frozen: FrozenPass, live: LiveModel) -> None:
@@ -192,20 +189,16 @@ class _Heads:
         self._seen, _ = capture(frozen.model, frozen.inputs, [*inside, *streams], last=last)
         live.check({name: self._seen.pop(name) for name in streams})
 
-    def mixed(self, layer: int, rows: _Rows) -> Float[Tensor, "row batch query head d_head"]:
-        """What each head of self-attention gives at each place, without the token that is zeroed there."""
-        heads = self.frozen.points.blocks[layer].heads
-        assert heads is not None
+    def mixed(self, layer: int, rows: _Rows, *, across: bool) -> Float[Tensor, "row batch query head d_head"]:
+        """What each head of self- or cross-attention gives at each place, without the token that is zeroed there."""
+        points = self.frozen.points.blocks[layer]
         start, stop = self.frozen.capture.side(layer)
-        keys = range(start, stop)
-        return self._without(heads, self.frozen.pattern(layer), rows.of_side(start, stop), keys)
-
-    def mixed_across(self, layer: int, rows: _Rows) -> Float[Tensor, "row batch query head d_head"]:
-        """What each head of cross-attention gives at each place, without the token that is zeroed there."""
-        cross = self.frozen.points.blocks[layer].cross
-        assert cross is not None
-        start, stop = self.frozen.capture.side(layer)
-        return self._without(cross, self.frozen.cross_pattern(layer), rows.of_side(start, stop), range(start))
+        rows = rows.of_side(start, stop)
+        if across:
+            assert points.cross is not None
+            return self._without(points.cross, self.frozen.cross_pattern(layer), rows, range(start))
+        assert points.heads is not None
+        return self._without(points.heads, self.frozen.pattern(layer), rows, range(start, stop))
 
     def _without(
         self, heads: AttentionPoints, pattern: Float[Tensor, "batch head query key"], rows: _Rows, keys: range
@@ -300,11 +293,11 @@ class _Run:
         return hooks
 
     def _mixed(self, layer: int, z: Tensor, *, hook: Any) -> Tensor:
-        return self.heads.mixed(layer, self.rows).to(z).reshape(-1, *z.shape[1:])
+        return self.heads.mixed(layer, self.rows, across=False).to(z).reshape(-1, *z.shape[1:])
 
     def _mixed_across(self, layer: int, z: Tensor, *, hook: Any) -> Tensor:
         """Cross-attention, whose pattern is the pass's in the rows in which no token of the decoder is zeroed."""
-        mixed = self.heads.mixed_across(layer, self.rows).to(z).reshape(-1, *z.shape[1:])
+        mixed = self.heads.mixed(layer, self.rows, across=True).to(z).reshape(-1, *z.shape[1:])
         decoder = self.frozen.capture.side(layer)[0]
         as_in_pass = (self.rows.zeroed < decoder).all(-1).repeat_interleave(self.copies[1]).to(z.device)
         return torch.where(as_in_pass.view(-1, *(1 for _ in z.shape[1:])), mixed, z)
@@ -335,9 +328,6 @@ def _proven_layout(heads: _Heads, may_pack: bool) -> _Layout:
     """How rows may be filled: in any order, or as whole prompts.
 
     Another first input must reach no later layer, and positions in another order change nothing.
-
-    Raises:
-        UnsupportedModelError: layers do not read what hooks put at their inputs; naming the layer that ignores it.
     """
     frozen = heads.frozen
     x = frozen.resid_pre(0)

@@ -161,12 +161,7 @@ def split_options(method: Method, options: Mapping[str, Any]) -> tuple[dict[str,
 
 
 def _chosen(model: ModelLike | FrozenPass | Difference, name: str | None, rule: Rule | str | None) -> Method:
-    """The method of a name or a rule, or the default.
-
-    Raises:
-        RegistryError: no such name.
-        InvalidInputError: no such rule, or a method besides; it explains one run, and not the difference of two.
-    """
+    """The method of a name or a rule, or the default."""
     if rule is not None:
         if name is not None:
             raise InvalidInputError(f"attribute: method={name!r} and rule={rule!r} are two answers; leave one out.")
@@ -328,12 +323,7 @@ def method_of(rule: Rule, name: str) -> Method:
 
 
 def method_of_rule(rule: Any) -> Method:
-    """What `attribute` answers with for ``rule=``.
-
-    Raises:
-        InvalidInputError: no such rule.
-        UnsupportedModelError: from its function, a model of which the rule says nothing.
-    """
+    """What `attribute` answers with for ``rule=``."""
     chosen = rule_of(rule)
     names = [name for name, known in RULES.items() if known is chosen]
     return checking(method_of(chosen, f"rule={names[0] if names else 'own'}"))
