@@ -36,7 +36,6 @@ from tensorlens_tl.passes.inputs import like_length
 if TYPE_CHECKING:
     import pyarrow as pa
 
-
 FORMAT = "tensorlens_tl.dataset"
 VERSION = 2
 MANIFEST = "manifest.json"

@@ -20,17 +20,15 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
+    Quantiles = float | Sequence[float] | np.ndarray | torch.Tensor
+    """One share of the values, or several."""
+else:
+    Quantiles = Any  # what is no share is refused by `summary`
 
 ENDS = 1.96
 """Standard errors from a mean to the ends of its 95 % interval."""
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-
-if TYPE_CHECKING:
-    Quantiles = float | Sequence[float] | np.ndarray | torch.Tensor
-    """One share of the values, or several."""
-else:
-    Quantiles = Any  # what is no share is refused by `summary`
 
 
 class DatasetResults:

@@ -39,7 +39,6 @@ from tensorlens_tl.results.statistics import bootstrap_interval
 if TYPE_CHECKING:
     import pandas as pd
 
-if TYPE_CHECKING:
     CompressionTask = InputLike | KnownAnswers | tuple[Tensor, Tensor]
     """Prompts, prompts with known answers, or token ids and answers."""
 

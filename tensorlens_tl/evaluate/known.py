@@ -320,7 +320,7 @@ def known_attention(model: ModelLike, task: AttentionTask, methods: Names = None
                 ties = torch.rand(scores.shape, generator=generator, dtype=torch.float64)
                 # random scores are all equal, and ordered by ties alone
                 by_method = [torch.zeros_like(scores) if method == RANDOM else scores for method in chosen]
-                columns.append(torch.stack([_reciprocal(each, true, ties) for each in by_method]))
+                columns.append(torch.stack([ranking(each, true, ties)[0] for each in by_method]))
         values.append(torch.stack(columns))
         units += [f"prompt {number}, L{choice.layer}H{choice.head}" for number in range(len(task))]
         prompt_numbers = torch.arange(len(task))
@@ -375,12 +375,6 @@ def _named(parts: frozenset[str], names: list[str], choice: KnownChoice) -> Bool
             f"{', '.join(names)}."
         )
     return torch.tensor([name in parts for name in names])
-
-
-def _reciprocal(scores: Tensor, true: Bool[Tensor, "batch source"], ties: Tensor) -> Float[Tensor, "batch"]:
-    """1 / rank of the best-placed true source."""
-    ranks = rank(scores, torch.ones_like(true), "descending", ties)
-    return 1 / (ranks.masked_fill(~true, scores.shape[1]).amin(1) + 1).double()
 
 
 # ------------------------------------------------------------------ components

@@ -44,6 +44,10 @@ from tensorlens_tl.results import Evaluation, Result
 if TYPE_CHECKING:
     import pandas as pd
 
+    Data = InputLike | Sequence[Relation] | None
+    """Texts, token ids or images; relations, or None for those that come with the library."""
+else:
+    Data = Any  # our own errors say what is wrong
 
 FILE = Path(__file__).parent / "data" / "published.json"
 LENGTH = 128
@@ -77,12 +81,6 @@ KINDS = {
 
 RANKED = 3
 """From so many published numbers on, two orders of methods are compared."""
-
-if TYPE_CHECKING:
-    Data = InputLike | Sequence[Relation] | None
-    """Texts, token ids or images; relations, or None for those that come with the library."""
-else:
-    Data = Any  # our own errors say what is wrong
 
 
 @dataclass(frozen=True)

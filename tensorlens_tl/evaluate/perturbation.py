@@ -204,99 +204,6 @@ def perturbation(
     )
 
 
-@checked_names
-def perturbation_dataset(
-    model: ModelLike,
-    rows: RowSource,
-    out: str | os.PathLike[str],
-    methods: Methods = None,
-    *,
-    target: TokenLike = None,
-    minus: TokenLike = None,
-    columns: Mapping[str, str] | None = None,
-    query: PerturbationQuery = "last",
-    fractions: Fractions = FRACTIONS,
-    replacement: ReplacementName = None,
-    draws: WholeNumber = 3,
-    metrics: Metrics = METRICS,
-    order: Order = "descending",
-    absolute: bool = False,
-    hidden: Hidden = "unembedded",
-    seed: int = 0,
-    memory: Memory = None,
-    text: str = "text",
-    id: str = UNKNOWN_ID,
-    tokens_per_batch: int = 8192,
-    truncate: bool = False,
-    resume: bool = True,
-    progress: bool = True,
-    prepend_bos: bool | None = None,
-    engine: Engine = None,
-    load_model: LoadModel | None = None,
-    num_actors: int = 1,
-    num_gpus: float | int = 0,
-) -> DatasetResults:
-    """`perturbation` over every row of a data set, each row's curves written to Parquet shards.
-
-    The numbers are those of one call of `perturbation` with all rows; `DatasetResults.evaluation` gives them as one
-    `Evaluation`, with its table and comparisons. A row of which no token may be replaced is written with its
-    error. Called again with the same arguments, an interrupted run is resumed.
-
-    Args:
-        model: a TransformerLens model that reads text.
-        rows, out, text, id, tokens_per_batch, truncate, resume, progress, prepend_bos: see `tlens.attribute_dataset`.
-        methods, query, fractions, metrics, order, absolute, hidden, seed, memory: see `perturbation`. Functions among
-            the methods are known by their names alone when a run is resumed.
-        target, minus: see `perturbation`; the same of every row.
-        columns: the columns that hold each row's own `target` or `minus`: ``{"target": "answer"}``.
-        replacement, draws: see `perturbation`; ``"mean"`` is the token embedding's mean over all rows.
-        engine, load_model, num_actors, num_gpus: see `tlens.attribute_dataset`.
-
-    Raises:
-        InvalidInputError: what `perturbation` and `tlens.attribute_dataset` refuse.
-        UnsupportedModelError: the model cannot be frozen, or a metric needs a prediction and it has none.
-        FileFormatError: the folder's manifest or one of its shards is damaged.
-        OSError: a shard cannot be written; those before it are whole.
-    """
-    test = PerturbationTest(methods, query, fractions, metrics, order, absolute, hidden, seed, draws, memory)
-    explained = {name: value for name, value in (("target", target), ("minus", minus)) if value is not None}
-    _check_columns(columns or {}, explained)
-    named = explained | dict.fromkeys(columns or {}, "")
-    test.check_explained(named.get("target"), named.get("minus"))
-    reading = Reading(text, id, columns, truncate, prepend_bos)
-    run = RunOptions(out, reading, tokens_per_batch, resume, progress, engine, load_model, num_actors, num_gpus)
-    view, prompts = read_prompts(model, rows, run.reading)
-    token_ids = [prompts.tokens[row] for row in prompts.prompts()]
-    # a token's embedding is the same at every position: the mean over all rows needs their counts alone
-    counts = torch.from_numpy(sum(np.bincount(ids, minlength=view.d_vocab) for ids in token_ids))
-    longest = max(token_ids, key=len).tolist()
-    prompt = prepare(view, [longest])
-    try:
-        position = test.query_of(view, prompt)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"perturbation: the longest row cannot be tested. {error}") from error
-    by = replacement_of(view, prompt, replacement, vocabulary_mean(view, counts))
-    scorers, skipped = usable(test.scorers, freeze(view.model, [longest]), position, skip=methods is None)
-    options = {
-        "methods": {scorer.label: [_name(scorer.method), repr(dict(scorer.options))] for scorer in scorers},
-        "skipped": sorted(skipped),
-        "fractions": test.steps,
-        "replacement": by.name,
-        "query": test.query,
-        "metrics": test.names,
-        **{name: getattr(test, name) for name in ("order", "absolute", "hidden", "seed")},
-    }
-    if by.name == RESAMPLED:
-        options["draws"] = test.draws
-    options |= explained
-    words = explained_in_words(view, target, minus)
-    if columns:
-        words = SEVERAL_TARGETS
-    described = test.described(view, by, scorers, len(token_ids), words)
-    work = _Perturbing(test, by, scorers, skipped, explained, described, options)
-    return run_work(view, prompts, work, run)
-
-
 # ------------------------------------------------------------------ the test
 
 
@@ -544,6 +451,99 @@ def _counts(allowed: Bool[Tensor, "prompt pos"], steps: Sequence[float]) -> Int[
 
 
 # ------------------------------------------------------------------ over the rows of a data set
+
+
+@checked_names
+def perturbation_dataset(
+    model: ModelLike,
+    rows: RowSource,
+    out: str | os.PathLike[str],
+    methods: Methods = None,
+    *,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    columns: Mapping[str, str] | None = None,
+    query: PerturbationQuery = "last",
+    fractions: Fractions = FRACTIONS,
+    replacement: ReplacementName = None,
+    draws: WholeNumber = 3,
+    metrics: Metrics = METRICS,
+    order: Order = "descending",
+    absolute: bool = False,
+    hidden: Hidden = "unembedded",
+    seed: int = 0,
+    memory: Memory = None,
+    text: str = "text",
+    id: str = UNKNOWN_ID,
+    tokens_per_batch: int = 8192,
+    truncate: bool = False,
+    resume: bool = True,
+    progress: bool = True,
+    prepend_bos: bool | None = None,
+    engine: Engine = None,
+    load_model: LoadModel | None = None,
+    num_actors: int = 1,
+    num_gpus: float | int = 0,
+) -> DatasetResults:
+    """`perturbation` over every row of a data set, each row's curves written to Parquet shards.
+
+    The numbers are those of one call of `perturbation` with all rows; `DatasetResults.evaluation` gives them as one
+    `Evaluation`, with its table and comparisons. A row of which no token may be replaced is written with its
+    error. Called again with the same arguments, an interrupted run is resumed.
+
+    Args:
+        model: a TransformerLens model that reads text.
+        rows, out, text, id, tokens_per_batch, truncate, resume, progress, prepend_bos: see `tlens.attribute_dataset`.
+        methods, query, fractions, metrics, order, absolute, hidden, seed, memory: see `perturbation`. Functions among
+            the methods are known by their names alone when a run is resumed.
+        target, minus: see `perturbation`; the same of every row.
+        columns: the columns that hold each row's own `target` or `minus`: ``{"target": "answer"}``.
+        replacement, draws: see `perturbation`; ``"mean"`` is the token embedding's mean over all rows.
+        engine, load_model, num_actors, num_gpus: see `tlens.attribute_dataset`.
+
+    Raises:
+        InvalidInputError: what `perturbation` and `tlens.attribute_dataset` refuse.
+        UnsupportedModelError: the model cannot be frozen, or a metric needs a prediction and it has none.
+        FileFormatError: the folder's manifest or one of its shards is damaged.
+        OSError: a shard cannot be written; those before it are whole.
+    """
+    test = PerturbationTest(methods, query, fractions, metrics, order, absolute, hidden, seed, draws, memory)
+    explained = {name: value for name, value in (("target", target), ("minus", minus)) if value is not None}
+    _check_columns(columns or {}, explained)
+    named = explained | dict.fromkeys(columns or {}, "")
+    test.check_explained(named.get("target"), named.get("minus"))
+    reading = Reading(text, id, columns, truncate, prepend_bos)
+    run = RunOptions(out, reading, tokens_per_batch, resume, progress, engine, load_model, num_actors, num_gpus)
+    view, prompts = read_prompts(model, rows, run.reading)
+    token_ids = [prompts.tokens[row] for row in prompts.prompts()]
+    # a token's embedding is the same at every position: the mean over all rows needs their counts alone
+    counts = torch.from_numpy(sum(np.bincount(ids, minlength=view.d_vocab) for ids in token_ids))
+    longest = max(token_ids, key=len).tolist()
+    prompt = prepare(view, [longest])
+    try:
+        position = test.query_of(view, prompt)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"perturbation: the longest row cannot be tested. {error}") from error
+    by = replacement_of(view, prompt, replacement, vocabulary_mean(view, counts))
+    scorers, skipped = usable(test.scorers, freeze(view.model, [longest]), position, skip=methods is None)
+    options = {
+        "methods": {scorer.label: [_name(scorer.method), repr(dict(scorer.options))] for scorer in scorers},
+        "skipped": sorted(skipped),
+        "fractions": test.steps,
+        "replacement": by.name,
+        "query": test.query,
+        "metrics": test.names,
+        **{name: getattr(test, name) for name in ("order", "absolute", "hidden", "seed")},
+    }
+    if by.name == RESAMPLED:
+        options["draws"] = test.draws
+    options |= explained
+    words = explained_in_words(view, target, minus)
+    if columns:
+        words = SEVERAL_TARGETS
+    described = test.described(view, by, scorers, len(token_ids), words)
+    work = _Perturbing(test, by, scorers, skipped, explained, described, options)
+    return run_work(view, prompts, work, run)
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,7 +49,6 @@ from tensorlens_tl.results import Evaluation
 
 if TYPE_CHECKING:
     import pandas as pd
-
 
 SHIPPED = Path(__file__).parent / "data" / "relations"
 
@@ -177,8 +177,15 @@ def few_shot_prompts(
     ]
     rows = token_rows(model, texts)
     selected = of_one_length(rows, [sample.subject for sample in subjects], length)
-    view = ModelView(model)
-    ends = [_subject_end(view, template, rows[number], subjects[number], texts[number]) for number in selected]
+    rest = template.split("{}")[1]
+    ends = list[int]()
+    for number in selected:  # what comes after the subject is as long as the template's rest is by itself
+        (before,) = token_rows(model, [texts[number].removesuffix(rest)])
+        same = list(takewhile(lambda pair: pair[0] == pair[1], zip(before, rows[number], strict=False)))
+        if not same:
+            subject = subjects[number].subject
+            raise InvalidInputError(f"cannot find the subject {subject!r} among the tokens of its prompt.")
+        ends.append(len(same) - 1)
     return Prompts(
         torch.tensor([rows[number] for number in selected]),
         torch.tensor(ends),
@@ -213,35 +220,20 @@ def of_one_length(rows: Sequence[Sequence[int]], names: Sequence[str], length: P
     return selected
 
 
-def _subject_end(view: ModelView, template: str, tokens: Sequence[int], sample: Sample, text: str) -> int:
-    """The subject's last token: what comes after it is as long as the template's rest is by itself."""
-    before = text.removesuffix(template.split("{}")[1])
-    before_tokens = prepare(view, before).tokens[0].tolist()
-    same = 0
-    for token, other in zip(before_tokens, tokens, strict=False):
-        if token != other:
-            break
-        same += 1
-    if same == 0:
-        raise InvalidInputError(f"cannot find the subject {sample.subject!r} among the tokens of its prompt.")
-    return same - 1
-
-
 def of_common_length(model: ModelLike, template: str, samples: Sequence[Sample]) -> list[Sample]:
     """The samples whose prompts, alone and with their objects, have the most common token lengths (Appendix D).
 
     Few-shot prompts of any of them then have the same length.
     """
-    view = ModelView(model)
-
-    def lengths(sample: Sample) -> tuple[int, int]:
-        question = few_shot_text(template, [], sample.subject)
-        whole = f"{question} {sample.object}"
-        return prepare(view, question).tokens.shape[1], prepare(view, whole).tokens.shape[1]
-
-    token_lengths = [lengths(sample) for sample in samples]
+    token_lengths = [tuple(map(len, _question_and_answer(model, template, sample))) for sample in samples]
     common = Counter(token_lengths).most_common(1)[0][0]
     return [sample for sample, length in zip(samples, token_lengths, strict=True) if length == common]
+
+
+def _question_and_answer(model: ModelLike, template: str, sample: Sample) -> list[list[int]]:
+    """Token ids of a prompt without examples, and of the same with its object."""
+    question = few_shot_text(template, [], sample.subject)
+    return token_rows(model, [question, f"{question} {sample.object}"])
 
 
 def require_enough(have: int, m: int) -> None:
@@ -264,17 +256,6 @@ def leave_one_out(
     prompts = few_shot_prompts(model, template, samples, shown, length=length)
     require_enough(len(prompts.tokens), m)
     return Prompts(prompts.tokens[:m], prompts.subject_ends[:m], prompts.samples[:m])
-
-
-def object_tokens(model: ModelLike, template: str, samples: Sequence[Sample]) -> dict[Sample, int]:
-    """The first token of each object after its prompt."""
-    view = ModelView(model)
-    tokens = {}
-    for sample in samples:
-        question = few_shot_text(template, [], sample.subject)
-        position = prepare(view, question).tokens.shape[1]
-        tokens[sample] = int(prepare(view, f"{question} {sample.object}").tokens[0, position])
-    return tokens
 
 
 # ------------------------------------------------------------------ decoders
@@ -635,7 +616,10 @@ def _one_split(
     rest = shuffled[m:]
     questions = few_shot_prompts(model, template, rest, fitted[:shots])
     model_answers, logits = predictions(freeze(model, questions.tokens, verify=False))
-    true = object_tokens(model, template, shuffled)
+    true = dict[Sample, int]()  # the first token of each object after its prompt
+    for sample in shuffled:
+        question, answered = _question_and_answer(model, template, sample)
+        true[sample] = answered[len(question)]
     objects = torch.tensor([true[sample] for sample in questions.samples])
     if top_k is not None:
         known = (logits.topk(min(top_k, logits.shape[-1])).indices.cpu() == objects[:, None]).any(1)

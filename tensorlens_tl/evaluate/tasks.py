@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from numpy.typing import NDArray
 
-
 BOS = "<|bos|>"
 PAD = "<|pad|>"
 FILLERS = ("the", "of", "and", "to", "in", "is", "it", "on")

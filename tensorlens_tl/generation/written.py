@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 else:
     Span = Stretch = Any  # `_bounds` says what is wrong with it
 
-
 METHOD = "tensorlens"
 """The method whose own way with spans and hops generated text has."""
 
