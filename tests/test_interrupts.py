@@ -37,7 +37,7 @@ def _attached(model):
 class _Interrupting:
     """Raises KeyboardInterrupt at the n-th instruction that this thread runs in the files that place hooks."""
 
-    FILES = ("hooks/placing.py", "hooks/running.py", "hooks/calls.py", "live/layers.py", "hook_points.py")
+    FILES = ("hooks/running.py", "hooks/capture.py", "live/layers.py", "hook_points.py")
 
     def __init__(self, number):
         self.left = number

@@ -59,7 +59,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.algebra.secants import Offset
 from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
-from tensorlens_tl.circuits.live import NodeChange, NodeGradients, losses, sublayer_nodes
+from tensorlens_tl.circuits.live import NodeChange, NodeGradients, sublayer_nodes
 from tensorlens_tl.circuits.stream import (
     Pulled,
     Step,
@@ -587,11 +587,8 @@ def _live_scores(
 def pull_with_patterns(readout: StreamTarget, responses: Float[Tensor, "destination batch pos d"]) -> Pulled:
     """The target pulled through the frozen model, joined by gradients of the live one where queries and keys are read.
 
-    So a frozen pull also follows what acts through patterns, to the order that the gradients do.
-
-    Args:
-        readout: the target.
-        responses: its gradient by what every destination reads; only those of queries and keys join.
+    So a frozen pull also follows what acts through patterns, to the order that the gradients do. `responses` are the
+    gradients by what every destination reads; only those of queries and keys join.
     """
     by_step = defaultdict[int, list[Tensor]](list)
     first = 0
@@ -843,7 +840,7 @@ class _LiveNodes:
 
     def patched(self, memory: Memory) -> Float[Tensor, "batch query node"]:
         """What the target loses with each node patched, at all its positions."""
-        return losses(self.live, self.nodes, self.other, memory, "patches")
+        return self.live.losses(self.nodes, self.other, memory, "patches")
 
     def patched_at_positions(self, memory: Memory) -> Float[Tensor, "batch query node pos"]:
         """The same with each node patched at one position at a time."""
@@ -855,7 +852,7 @@ class _LiveNodes:
                 for place, position in enumerate(self.gradients.positions(point)):
                     changes.append(node._replace(points=(point,), position=place))
                     columns.append(number * pos + position)
-        lost = losses(self.live, changes, self.other, memory, "patches")
+        lost = self.live.losses(changes, self.other, memory, "patches")
         scores = lost.new_zeros(*lost.shape[:2], len(self.nodes) * pos)
         scores[..., columns] = lost
         return scores.unflatten(2, (-1, pos))

@@ -30,7 +30,7 @@ from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Linear, Norm, 
 from tensorlens_tl.algebra.memory import Memory, check_size, chunks
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
-from tensorlens_tl.circuits.live import LiveTarget, NodeChange, NodeGradients, losses, sublayer_nodes
+from tensorlens_tl.circuits.live import LiveTarget, NodeGradients, sublayer_nodes
 from tensorlens_tl.circuits.stream import (
     Stream,
     StreamTarget,
@@ -289,10 +289,9 @@ def total_effects(
             "ask about one of the passes of a difference."
         )
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
-    if rule is not None:
-        names, scores = _under(rule_of(rule), readout, by, nodes, memory)
-    elif live:
-        names, scores = _live(readout, by, nodes, memory)
+    if live or rule is not None:
+        chosen = None if rule is None else rule_of(rule)
+        names, scores = _in_live_model(readout, by, nodes, memory, chosen)
     else:
         names, scores = _frozen(readout, by, nodes)
     return Terms(names=names, scores=scores, **readout.fields())
@@ -332,33 +331,24 @@ def _frozen(
     return [names[number] for number in chosen], torch.cat(scores, dim=-1).transpose(0, 1)[..., chosen]
 
 
-def _under(
-    rule: Rule, readout: StreamTarget, by: str, nodes: Sequence[str] | None, memory: Memory
+def _in_live_model(
+    readout: StreamTarget, by: str, nodes: Sequence[str] | None, memory: Memory, rule: Rule | None
 ) -> tuple[list[str], Float[Tensor, "batch query term"]]:
-    question = "total_effects(rule=)"
-    check_rule(rule, readout.stream.run, question)
-    changes = _live_nodes(readout, question, by, nodes)
+    """Ablated in the live model, or by the gradients of a rule there."""
+    question = "total_effects(live=True)" if rule is None else "total_effects(rule=)"
+    if rule is not None:
+        check_rule(rule, readout.stream.run, question)
+    advice = "Leave live and rule out: the frozen model's effects are exact."
+    changes = list(sublayer_nodes(readout, question, by, advice))
+    changes = [changes[number] for number in _chosen([change.name for change in changes], nodes)]
+    names = [change.name for change in changes]
+    if rule is None:
+        return names, LiveTarget(readout, question).losses(changes, None, memory, "ablations")
     gradients = NodeGradients(readout, question, changes, rule)
     frozen = gradients.frozen
     at_nodes = gradients.at({name: frozen.activation(name) for name in frozen.capture.stream_names(0)}, memory)
     scores = gradients.products(gradients.values, at_nodes).sum(-1)  # over positions
-    return [change.name for change in changes], scores.transpose(0, 1)
-
-
-def _live(
-    readout: StreamTarget, by: str, nodes: Sequence[str] | None, memory: Memory
-) -> tuple[list[str], Float[Tensor, "batch query term"]]:
-    question = "total_effects(live=True)"
-    changes = _live_nodes(readout, question, by, nodes)
-    live = LiveTarget(readout, question)
-    return [change.name for change in changes], losses(live, changes, None, memory, "ablations")
-
-
-def _live_nodes(readout: StreamTarget, question: str, by: str, nodes: Sequence[str] | None) -> list[NodeChange]:
-    """The components, where the live model has them."""
-    advice = "Leave live and rule out: the frozen model's effects are exact."
-    changes = list(sublayer_nodes(readout, question, by, advice))
-    return [changes[number] for number in _chosen([change.name for change in changes], nodes)]
+    return names, scores.transpose(0, 1)
 
 
 # ------------------------------------------------------------------ one head by itself

@@ -75,13 +75,8 @@ class Examples:
     ) -> "Examples":  # fmt: skip
         """The largest of one batch: at most one example a row, of the k rows that are largest.
 
-        Args:
-            values: of every feature at every token, zero where it is not active.
-            tokens: token ids.
-            rows: the rows' numbers, rising.
-            lengths: real tokens of each row.
-            k: examples of a feature.
-            window: tokens before and after.
+        Values are those of every feature at every token, zero where it is not active; rows rise, lengths count real
+        tokens, and the window is how many tokens before and after.
         """
         sizes = values.abs()
         size = sizes.amax(dim=1)

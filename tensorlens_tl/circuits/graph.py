@@ -58,6 +58,7 @@ from tensorlens_tl.circuits.graph_nodes import (
     Dictionaries,
     FeatureSplit,
     Node,
+    Row,
     feature_splits,
     row_of,
     rows_alone,
@@ -144,12 +145,7 @@ class Edges:
     ) -> None:
         """Edges into an MLP, its neurons or its experts: what was written at a position stays there.
 
-        Args:
-            sublayer: what the nodes belong to.
-            nodes: its nodes.
-            first: the first one's row.
-            cotangent: what the target becomes at the hidden vector, pulled back.
-            carried: the sources.
+        The first node's row is `first`; `cotangent` is the target pulled back to the hidden vector.
         """
         parts = sublayer.split(cotangent[0, 0])
         reads = [sublayer.read_of(number) for number in range(len(nodes))]
@@ -164,13 +160,7 @@ class Edges:
                 first += len(alone)
 
     def into_rows(self, first: int, reads: Float[Tensor, "row pos d_model"], carried: Carried) -> None:
-        """Edges into nodes that take what was written at their position.
-
-        Args:
-            first: the first one's row.
-            reads: the target, pulled through each node to the stream.
-            carried: the sources.
-        """
+        """Edges into nodes that take what was written at their position; `reads` is the target pulled through each."""
         outputs = carried.outputs
         pos = outputs.shape[1]
         at = carried.positions
@@ -238,11 +228,7 @@ class Edges:
     ) -> None:
         """Edges from every position into whole nodes that mix positions, all nodes of a sublayer in one product.
 
-        Args:
-            first: the first one's row.
-            reads: what each of them reads.
-            cotangents: what the target becomes at each, pulled back.
-            carried: the sources.
+        Node by node: what it reads, and what the target becomes at it, pulled back.
         """
         outputs = carried.outputs
         pos = outputs.shape[1]
@@ -357,49 +343,6 @@ def kind_of_split(sublayer: Sublayer) -> str:
     return {"head": "sources", "mlp": "neurons"}.get(sublayer.node_kind, "")
 
 
-@dataclass(frozen=True, eq=False)
-class _Row:
-    """One node at every position, or one part of a node; `numbers` are the parts', −1 where there is none.
-
-    `side` are the only positions that it can be at, of an encoder–decoder those of one side.
-    """
-
-    name: str
-    kind: str
-    layer: int
-    weights: Float[Tensor, "pos"]
-    biases: Float[Tensor, "pos"]
-    numbers: Int[Tensor, "pos"] | None = None
-    side: tuple[int, int] | None = None
-
-    @property
-    def parts(self) -> Int[Tensor, "pos"]:
-        """The parts' numbers, −1 where the node is whole."""
-        if self.numbers is not None:
-            return self.numbers
-        return torch.full_like(self.weights, -1, dtype=torch.long)
-
-    @property
-    def exists(self) -> Bool[Tensor, "pos"]:
-        """Where there is a node."""
-        if self.numbers is not None:
-            return self.numbers >= 0
-        exists = torch.ones_like(self.weights, dtype=torch.bool)
-        if self.side is None:
-            return exists
-        start, stop = self.side
-        exists[:start] = False
-        exists[stop:] = False
-        return exists
-
-    @property
-    def names(self) -> list[str]:
-        """Its name at every position."""
-        if self.numbers is None:
-            return [self.name] * len(self.weights)
-        return [f"{self.name}{part}" for part in self.numbers.tolist()]
-
-
 @dataclass(eq=False)
 class GraphBuilder:
     """Walks the steps forwards with every source's output, and collects nodes and edges.
@@ -413,7 +356,7 @@ class GraphBuilder:
     edges: Edges
     choices: dict[str, Choice]
     splits: dict[int, FeatureSplit] = field(default_factory=dict[int, FeatureSplit])
-    rows: list[_Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     carried: list[int] = field(default_factory=list)
     prepared: dict[int, list[Node]] = field(default_factory=dict[int, "list[Node]"])
 
@@ -533,7 +476,7 @@ class GraphBuilder:
     ) -> int:
         if biases is None:
             biases = torch.zeros_like(weights)
-        self.rows.append(_Row(name, kind, layer, weights, biases, numbers, side))
+        self.rows.append(Row(name, kind, layer, weights, biases, numbers, side))
         return len(self.rows) - 1
 
     def _carried(self, outputs: Float[Tensor, "source pos d_model"]) -> Carried:
@@ -598,8 +541,7 @@ class GraphBuilder:
         first = len(self.rows)
         chosen = split.chosen(choice)
         rest = choice is not None
-        for row in split.rows(chosen, rest):
-            self._add(row.name, row.kind, split.layer, row.weights, row.biases, row.numbers)
+        self.rows += split.rows(chosen, rest)
         self._check_count(outputs.shape[1], split.layer)
         row = first
         carried = self._carried(outputs)

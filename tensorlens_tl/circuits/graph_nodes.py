@@ -24,10 +24,10 @@ x, and o what a source wrote,
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra.memory import chunks
@@ -79,6 +79,56 @@ class Choice:
 
 
 @dataclass(frozen=True, eq=False)
+class Row:
+    """One node at every position, or one part of a node.
+
+    Attributes:
+        name: of all of it; of a part without its number, which differs by position.
+        kind: such as head, mlp, feature or bias.
+        layer: −1 for none.
+        weights: what it contributes to the target.
+        biases: the part of the weight that is the bias of the node.
+        numbers: the parts', −1 where there is none; None where the node is whole.
+        side: the only positions that it can be at, of an encoder–decoder those of one side.
+    """
+
+    name: str
+    kind: str
+    layer: int
+    weights: Float[Tensor, "pos"]
+    biases: Float[Tensor, "pos"]
+    numbers: Int[Tensor, "pos"] | None = None
+    side: tuple[int, int] | None = None
+
+    @property
+    def parts(self) -> Int[Tensor, "pos"]:
+        """The parts' numbers, −1 where the node is whole."""
+        if self.numbers is not None:
+            return self.numbers
+        return torch.full_like(self.weights, -1, dtype=torch.long)
+
+    @property
+    def exists(self) -> Bool[Tensor, "pos"]:
+        """Where there is a node."""
+        if self.numbers is not None:
+            return self.numbers >= 0
+        exists = torch.ones_like(self.weights, dtype=torch.bool)
+        if self.side is None:
+            return exists
+        start, stop = self.side
+        exists[:start] = False
+        exists[stop:] = False
+        return exists
+
+    @property
+    def names(self) -> list[str]:
+        """Its name at every position."""
+        if self.numbers is None:
+            return [self.name] * len(self.weights)
+        return [f"{self.name}{part}" for part in self.numbers.tolist()]
+
+
+@dataclass(frozen=True, eq=False)
 class Node:
     """A head, MLP, expert or mixer at every position: its slots, and in the last row the rest of it, or all of it.
 
@@ -112,13 +162,7 @@ class Node:
 def whole(
     sublayer: Sublayer, hidden: Float[Tensor, "1 pos width"], cotangent: Float[Tensor, "1 1 pos width"]
 ) -> list[Node]:
-    """The sublayer's nodes as they are.
-
-    Args:
-        sublayer: what reads the stream and writes to it.
-        hidden: its hidden vector.
-        cotangent: what the target becomes there, pulled back.
-    """
+    """The sublayer's nodes as they are; `cotangent` is the target pulled back to its hidden vector."""
     shares = cotangent[0, 0] * hidden[0]
     bias_shares = cotangent[0, 0] * _hidden_bias(sublayer)
     weights, biases = (sublayer.split(part).sum(-1).T for part in (shares, bias_shares))
@@ -159,14 +203,7 @@ def rows_alone(
 def sources(
     sublayer: Sublayer, x: Float[Tensor, "1 pos d_model"], cotangent: Float[Tensor, "1 1 pos width"], choice: Choice
 ) -> list[Node]:
-    """What each head moves to each query from the tokens that give most, and from all others together.
-
-    Args:
-        sublayer: heads.
-        x: what it reads.
-        cotangent: what the target becomes at its hidden vector, pulled back.
-        choice: which tokens become nodes.
-    """
+    """What each head moves to each query from the tokens that give most, and from all others together; see `whole`."""
     pattern = sublayer.mixing.pattern[0]
     values = sublayer.values(x)[0]
     shares = token_pairs(sublayer, x, cotangent)[0, 0]
@@ -213,16 +250,6 @@ if TYPE_CHECKING:
     """Features of dictionaries, as a user passes them."""
 else:
     Dictionaries = Any  # our errors say what is wrong
-
-
-class FeatureRow(NamedTuple):
-    """One node at every position, or one slot of features; `numbers` are the features', −1 where there is none."""
-
-    name: str
-    kind: str
-    weights: Float[Tensor, "pos"]
-    biases: Float[Tensor, "pos"]
-    numbers: Int[Tensor, "pos"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,19 +300,21 @@ class FeatureSplit:
         slots = choice.of(shares)
         return table.T.gather(0, slots.clamp(min=0)).masked_fill(slots < 0, -1)
 
-    def rows(self, chosen: Int[Tensor, "slot pos"], rest: bool) -> list[FeatureRow]:
+    def rows(self, chosen: Int[Tensor, "slot pos"], rest: bool) -> list[Row]:
         """All nodes: features by slot, with `rest` the others together, the mean, the error, and b_dec."""
         features = self.features
         name = f"{self.prefix}{{}}".format
+        layer = self.layer
         filled = chosen >= 0
         at = chosen.clamp(min=0)
         position, feature = features.index[:, 1:].T
         encoder_biases = self.gains * features.dictionary.b_enc[feature]
         zero = self.weights.new_zeros(len(self.cotangent))
         rows = [
-            FeatureRow(
+            Row(
                 name("F"),
                 "feature",
+                layer,
                 self.weights[row] * held,
                 encoder_biases[row] * held,
                 feature[row].masked_fill(~held, -1),
@@ -297,15 +326,15 @@ class FeatureSplit:
             weights, biases = (
                 zero.index_add(0, position[others], part[others]) for part in (self.weights, encoder_biases)
             )
-            rows.append(FeatureRow(name("F.rest"), "feature", weights, biases))
+            rows.append(Row(name("F.rest"), "feature", layer, weights, biases))
         g = upcast(self.cotangent)
-        rows += [FeatureRow(name(of), "feature", (g * x).sum(-1), zero) for of, x in self._mean.items()]
+        rows += [Row(name(of), "feature", layer, (g * x).sum(-1), zero) for of, x in self._mean.items()]
         constant = (g * self._b_dec).sum(-1)
         biases = -zero.index_add(0, position, encoder_biases) - constant
         return [
             *rows,
-            FeatureRow(name("error"), "error", (g * features.error[0]).sum(-1), biases),
-            FeatureRow(name("b_dec"), "bias", constant, zero),
+            Row(name("error"), "error", layer, (g * features.error[0]).sum(-1), biases),
+            Row(name("b_dec"), "bias", layer, constant, zero),
         ]
 
     def outputs(self, chosen: Int[Tensor, "slot pos"], rest: bool) -> Float[Tensor, "row pos d_model"]:
@@ -399,11 +428,6 @@ class FeatureSplit:
 
 def feature_splits(dictionaries: Any, stream: Stream, pulled: Pulled) -> dict[int, FeatureSplit]:
     """Where each dictionary takes the stream apart: by the step before which it stands, or how many there are.
-
-    Args:
-        dictionaries: one `Features` object, several, or None.
-        stream: of one prompt.
-        pulled: one target, pulled back along it.
 
     Raises:
         InvalidInputError: what is no `Features` object or one of another pass, a transcoder, two dictionaries at one

@@ -6,7 +6,7 @@ at nodes are the model's own, or those of a rule.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -29,117 +29,6 @@ from tensorlens_tl.models.sublayers import ExpertsWeights, Routing
 from tensorlens_tl.passes import FrozenPass, PassLike, note_rounding
 from tensorlens_tl.passes.live import Copies, EarlierLayers, prove_obedience, repeated
 
-# ------------------------------------------------------------------ the target of a live run
-
-
-class LiveTarget:
-    """A target of the live model.
-
-    Attributes:
-        readout: the target of the pass.
-        frozen: the pass.
-        question: the function that was called, for messages.
-        earlier: the layers that a change need not compute again.
-        seen: what the model gave at some hook points in the run that compares its number with the pass's.
-
-    Args:
-        readout, question: as above.
-        points: those hook points besides those that the target reads.
-
-    Raises:
-        UnsupportedModelError: the model ignores hooks.
-        FrozenModelError: it is no longer that of the pass, gives another number now, or a frozen pass is attached to
-            it.
-    """
-
-    def __init__(self, readout: StreamTarget, question: str, points: Sequence[str] = ()) -> None:
-        self.readout = readout
-        self.frozen = readout.stream.run
-        self.question = question
-        self.earlier = EarlierLayers(self.frozen.capture)
-        self._model = self.frozen.live(question)
-        read = readout.read_of(self.frozen.activation)
-        activations = torch.take_along_dim(read, readout.positions[..., None], dim=1)
-        sizes = activations.norm(dim=-1).to(readout.vectors) * readout.vectors.norm(dim=-1)
-        # a difference of two logits may be small beside the rounding of the logits themselves
-        rounding = 32 * torch.finfo(activations.dtype).eps / activations.shape[-1] ** 0.5
-        self._scale = max(float(readout.total.abs().max()), rounding / self._model.tolerance * float(sizes.max()))
-        with self.earlier.seen():
-            self.seen = self.run_of(self.frozen, points)
-        error = self._error(self.number(self.seen)[0])
-        self._model.refuse(error, f"they differ by {error:.1e}")
-        prove_obedience(self.frozen.maps)  # after the number: a hook put on since would look like disobedience
-
-    def numbers(self, copies: int, hooks: Sequence[FwdHook]) -> Float[Tensor, "copy batch query"]:
-        """The number in one run of copies of the prompts, as hooks make it.
-
-        Args:
-            copies: how many there are.
-            hooks: what changes them.
-        """
-        names = self.readout.points
-        inputs = repeated(self.frozen.inputs, copies)
-        activations, _ = capture(self.frozen.model, inputs, names, hooks=hooks, last=names[-1])
-        return self.number(activations, copies)
-
-    def run_of(self, frozen: FrozenPass, points: Sequence[str]) -> dict[str, Tensor]:
-        """What the model gives for the prompts of a pass at hook points, and where the target reads it, the last."""
-        names = list(dict.fromkeys([*points, *self.readout.points]))
-        return capture(frozen.model, frozen.inputs, names, last=self.readout.points[-1])[0]
-
-    def number(self, activations: Mapping[str, Tensor], copies: int = 1) -> Float[Tensor, "copy batch query"]:
-        """The number of what copies of some prompts have at the hook points where the target reads it."""
-        return self.readout.number_of(lambda name: self._by_copy(activations[name], copies))
-
-    def _by_copy(self, activations: Float[Tensor, "..."], copies: int) -> Float[Tensor, "copy batch some d_model"]:
-        """Activations of copies of the prompts; a classifier's head is given one vector for each prompt."""
-        return activations.reshape(copies, len(self.frozen.tokens), -1, activations.shape[-1])
-
-    def changed(
-        self,
-        changes: int,
-        run: Callable[[Copies], Float[Tensor, "copy batch query"]],
-        memory: Memory,
-        title: str,
-    ) -> Iterator[tuple[range, Float[Tensor, "change batch query"]]]:
-        """The number under each of some changes; see `LiveModel.changed`."""
-        return self._model.changed(changes, run, self._error, self._bytes_per_copy, memory, title)
-
-    @property
-    def shares_layers(self) -> bool:
-        """Whether a run may begin at the first layer that a change reaches: nobody's hooks count on the others."""
-        return self.earlier.may_be_skipped and not self._model.alone
-
-    def only_what_is_read(self) -> AbstractContextManager[None]:
-        """Inside, the last layer's MLP is computed at the queries alone, where that saves something."""
-        positions = self.readout.positions
-        if positions.shape[1] >= self.frozen.tokens.shape[1] or self.frozen.sides is not None:
-            return nullcontext()
-        return self.earlier.narrowed(self.readout.stream.layers.stop - 1, positions)
-
-    def gives_its_number(self, numbers: Float[Tensor, "batch query"]) -> bool:
-        """Whether a copy that is left as it is gives the pass's number."""
-        return self._error(numbers) <= self._model.tolerance
-
-    def check_other(self, other: Float[Tensor, "batch query"], held: Float[Tensor, "batch query"]) -> None:
-        """Refuse a run of other prompts that gives another number than their pass holds."""
-        error = float((other - held).abs().max()) / max(self._scale, float(held.abs().max()))
-        self._model.refuse(error, f"of the corrupted prompts they differ by {error:.1e}")
-
-    def _error(self, numbers: Float[Tensor, "batch query"]) -> float:
-        tiny = torch.finfo(self.readout.total.dtype).tiny
-        return float((numbers - self.readout.total).abs().max()) / max(self._scale, tiny)
-
-    @property
-    def _bytes_per_copy(self) -> int:
-        """About what one copy of the prompts allocates in a run."""
-        stream = self.readout.stream
-        x = stream.x[0]
-        heads = max((len(step.nodes) for step in stream.steps), default=1)
-        per_position = 2 * x.shape[2] + stream.widest + heads * x.shape[1]
-        return 4 * x.shape[0] * x.shape[1] * per_position * x.element_size()
-
-
 # ------------------------------------------------------------------ experts taken away
 
 
@@ -152,13 +41,7 @@ class Expert(NamedTuple):
 
 
 def without_experts(experts: Sequence[tuple[int, Expert]], copies: int, tokens: Tensor) -> list[CallChange]:
-    """The calls that take experts away, each in its copy: it counts nothing for the tokens that are sent there.
-
-    Args:
-        experts: the copy of each, and the expert.
-        copies: how many copies of the prompts there are.
-        tokens: the prompts.
-    """
+    """The calls that take experts away, each in its copy: it counts nothing for the tokens that are sent there."""
     changes: list[CallChange] = []
     mixtures = {id(expert.mixture): expert.mixture for _, expert in experts}
     for mixture in mixtures.values():
@@ -232,6 +115,9 @@ def _without_module(
 
 EVERY_POSITION = slice(None)
 
+NodeValues = Mapping[str, Float[Tensor, "... batch _some _width"]]
+"""What the model has at hook points, heads side by side; of an encoder–decoder at the positions of one side."""
+
 
 class NodeChange(NamedTuple):
     """A node that is changed in one copy of the prompts.
@@ -252,98 +138,6 @@ class NodeChange(NamedTuple):
     position: int | slice = EVERY_POSITION
     expert: Expert | None = None
     layer: int = 0
-
-
-def losses(
-    live: LiveTarget,
-    changes: Sequence[NodeChange],
-    values: Mapping[str, Float[Tensor, "batch _side _width"]] | None,
-    memory: Memory,
-    title: str,
-) -> Float[Tensor, "batch query change"]:
-    """What the target's number loses under each change by itself.
-
-    Args:
-        live: the target.
-        changes: of nodes.
-        values: what nodes have instead, by hook point; None takes them away.
-        memory: what the copies of one run may allocate at once.
-        title: of the progress bar.
-    """
-
-    def run(copies: Copies) -> Float[Tensor, "copy batch query"]:
-        chosen = [(copy, changes[number]) for copy, number in enumerate(copies) if number is not None]
-        if copies[0] is None and chosen and live.shares_layers:
-            numbers = _shared_run(live, chosen, len(copies), values)
-            if numbers is not None:
-                return numbers
-        return _numbers(live, chosen, len(copies), values)
-
-    remaining = [numbers for _, numbers in live.changed(len(changes), run, memory, title)]
-    return live.readout.total[..., None] - torch.cat(remaining).permute(1, 2, 0)
-
-
-def _shared_run(
-    live: LiveTarget,
-    changes: Sequence[tuple[int, NodeChange]],
-    copies: int,
-    values: Mapping[str, Float[Tensor, "batch _side _width"]] | None,
-) -> Float[Tensor, "copy batch query"] | None:
-    """The number in each copy, each from its first changed layer on; None where unchanged copies come out otherwise."""
-    firsts = [min(change.layer for _, change in changes)] * copies
-    if not any(change.expert for _, change in changes):  # experts are taken away in all rows of a run
-        for copy, change in changes:
-            firsts[copy] = change.layer
-    numbers = None
-    try:
-        with live.earlier.skipped(firsts), live.only_what_is_read():
-            numbers = _numbers(live, changes, copies, values)
-    except Exception:  # a model may raise anything where it is called with some rows: the whole run says what is wrong
-        live.earlier.forms = []
-    if numbers is not None and live.gives_its_number(numbers[0]) and live.gives_its_number(numbers[-1]):
-        return numbers
-    live.earlier.forms = []
-    return None
-
-
-def _numbers(
-    live: LiveTarget,
-    changes: Sequence[tuple[int, NodeChange]],
-    copies: int,
-    values: Mapping[str, Float[Tensor, "batch _side _width"]] | None,
-) -> Float[Tensor, "copy batch query"]:
-    """The number in each copy of the prompts, in one run."""
-    experts = [(copy, change.expert) for copy, change in changes if change.expert is not None]
-    with changed_calls(without_experts(experts, copies, live.frozen.tokens)):
-        return live.numbers(copies, _hooks(live, changes, copies, values))
-
-
-def _hooks(
-    live: LiveTarget,
-    changes: Sequence[tuple[int, NodeChange]],
-    copies: int,
-    values: Mapping[str, Float[Tensor, "batch _side _width"]] | None,
-) -> list[FwdHook]:
-    """The hooks that change nodes, each in its copy of the prompts."""
-    frozen = live.frozen
-    by_point = defaultdict[str, list[tuple[int, NodeChange]]](list)
-    for copy, change in changes:
-        for point in change.points:
-            by_point[point].append((copy, change))
-    batch, length = frozen.tokens.shape
-    hooks: list[FwdHook] = []
-    for point, point_changes in by_point.items():
-        parts = point_changes[0][1].parts
-        pos = len(range(length)[frozen.capture.span(point)])
-        marked = torch.zeros(copies, batch, pos, parts, 1, dtype=torch.bool, device=frozen.tokens.device)
-        for copy, change in point_changes:
-            marked[copy, :, change.position, change.part] = True
-        replacement = None
-        if values is not None:
-            replacement = values[point].reshape(1, batch, pos, parts, -1)
-        hook = partial(_changed, earlier=live.earlier, marked=marked, replacement=replacement)
-        hooks.append((point, in_this_thread(hook)))
-    return hooks
 
 
 def _changed(
@@ -367,18 +161,162 @@ def _changed(
     return changed.reshape(tensor.shape)
 
 
-def sublayer_nodes(readout: StreamTarget, question: str, by: str, advice: str) -> Iterator[NodeChange]:
-    """Every sublayer's nodes where the live model has them.
+class LiveTarget:
+    """A target of the live model, which must obey hooks and give the number of the pass.
 
-    Args:
-        readout: the target whose stream they belong to.
+    Attributes:
+        readout: the target of the pass.
+        frozen: the pass.
         question: the function that was called, for messages.
-        by: ``"component"`` (attention and MLPs whole), ``"head"`` (attention by head, a mixture by expert) or
-            ``"neuron"`` (MLPs by neuron as well).
-        advice: what to do where no hook reaches a sublayer, for the message.
+        earlier: the layers that a change need not compute again.
+        seen: what the model gave, in the run that compares its number with the pass's, where the target reads it and at
+            further `points`.
+    """
 
-    Raises:
-        UnsupportedModelError: neither a hook nor a module's call reaches a sublayer's nodes.
+    def __init__(self, readout: StreamTarget, question: str, points: Sequence[str] = ()) -> None:
+        self.readout = readout
+        self.frozen = readout.stream.run
+        self.question = question
+        self.earlier = EarlierLayers(self.frozen.capture)
+        self._model = self.frozen.live(question)
+        read = readout.read_of(self.frozen.activation)
+        activations = torch.take_along_dim(read, readout.positions[..., None], dim=1)
+        sizes = activations.norm(dim=-1).to(readout.vectors) * readout.vectors.norm(dim=-1)
+        # a difference of two logits may be small beside the rounding of the logits themselves
+        rounding = 32 * torch.finfo(activations.dtype).eps / activations.shape[-1] ** 0.5
+        self._scale = max(float(readout.total.abs().max()), rounding / self._model.tolerance * float(sizes.max()))
+        with self.earlier.seen():
+            self.seen = self.run_of(self.frozen, points)
+        error = self._error(self.number(self.seen)[0])
+        self._model.refuse(error, f"they differ by {error:.1e}")
+        prove_obedience(self.frozen.maps)  # after the number: a hook put on since would look like disobedience
+
+    def run_of(self, frozen: FrozenPass, points: Sequence[str]) -> dict[str, Tensor]:
+        """What the model gives for the prompts of a pass at hook points, and where the target reads it, the last."""
+        names = list(dict.fromkeys([*points, *self.readout.points]))
+        return capture(frozen.model, frozen.inputs, names, last=self.readout.points[-1])[0]
+
+    def number(self, activations: Mapping[str, Tensor], copies: int = 1) -> Float[Tensor, "copy batch query"]:
+        """The number of what copies of some prompts have at the hook points where the target reads it."""
+
+        def by_copy(name: str) -> Float[Tensor, "copy batch some d_model"]:
+            """A classifier's head is given one vector for each prompt."""
+            shown = activations[name]
+            return shown.reshape(copies, len(self.frozen.tokens), -1, shown.shape[-1])
+
+        return self.readout.number_of(by_copy)
+
+    def losses(
+        self, changes: Sequence[NodeChange], values: NodeValues | None, memory: Memory, title: str
+    ) -> Float[Tensor, "batch query change"]:
+        """What the number loses under each change by itself, many of them to a run.
+
+        Nodes have these values instead, by hook point; None takes them away. `title` is of the progress bar.
+        """
+
+        def run(copies: Copies) -> Float[Tensor, "copy batch query"]:
+            chosen = [(copy, changes[number]) for copy, number in enumerate(copies) if number is not None]
+            if copies[0] is None and chosen and self.shares_layers:
+                numbers = self._shared_run(chosen, len(copies), values)
+                if numbers is not None:
+                    return numbers
+            return self._run(chosen, len(copies), values)
+
+        runs = self._model.changed(len(changes), run, self._error, self._bytes_per_copy, memory, title)
+        return self.readout.total[..., None] - torch.cat([numbers for _, numbers in runs]).permute(1, 2, 0)
+
+    def _run(
+        self, changes: Sequence[tuple[int, NodeChange]], copies: int, values: NodeValues | None
+    ) -> Float[Tensor, "copy batch query"]:
+        """The number in each copy of the prompts, in one run; changes say in which copy they are."""
+        experts = [(copy, change.expert) for copy, change in changes if change.expert is not None]
+        hooks = self._hooks(changes, copies, values)
+        names = self.readout.points
+        inputs = repeated(self.frozen.inputs, copies)
+        with changed_calls(without_experts(experts, copies, self.frozen.tokens)):
+            activations, _ = capture(self.frozen.model, inputs, names, hooks=hooks, last=names[-1])
+        return self.number(activations, copies)
+
+    def _hooks(
+        self, changes: Sequence[tuple[int, NodeChange]], copies: int, values: NodeValues | None
+    ) -> list[FwdHook]:
+        """The hooks that change nodes, each in its copy of the prompts."""
+        by_point = defaultdict[str, list[tuple[int, NodeChange]]](list)
+        for copy, change in changes:
+            for point in change.points:
+                by_point[point].append((copy, change))
+        batch, length = self.frozen.tokens.shape
+        hooks: list[FwdHook] = []
+        for point, point_changes in by_point.items():
+            parts = point_changes[0][1].parts
+            pos = len(range(length)[self.frozen.capture.span(point)])
+            marked = torch.zeros(copies, batch, pos, parts, 1, dtype=torch.bool, device=self.frozen.tokens.device)
+            for copy, change in point_changes:
+                marked[copy, :, change.position, change.part] = True
+            replacement = None
+            if values is not None:
+                replacement = values[point].reshape(1, batch, pos, parts, -1)
+            hook = partial(_changed, earlier=self.earlier, marked=marked, replacement=replacement)
+            hooks.append((point, in_this_thread(hook)))
+        return hooks
+
+    def _shared_run(
+        self, changes: Sequence[tuple[int, NodeChange]], copies: int, values: NodeValues | None
+    ) -> Float[Tensor, "copy batch query"] | None:
+        """The same, each copy from its first changed layer on; None where unchanged copies come out otherwise."""
+        firsts = [min(change.layer for _, change in changes)] * copies
+        if not any(change.expert for _, change in changes):  # experts are taken away in all rows of a run
+            for copy, change in changes:
+                firsts[copy] = change.layer
+        numbers = None
+        try:
+            with self.earlier.skipped(firsts), self._only_what_is_read():
+                numbers = self._run(changes, copies, values)
+        except Exception:  # a model may raise anything if it is called with some rows: the whole run says what is wrong
+            self.earlier.forms = []
+        if numbers is not None:
+            unchanged = (numbers[0], numbers[-1])
+            if all(self._error(number) <= self._model.tolerance for number in unchanged):
+                return numbers
+        self.earlier.forms = []
+        return None
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether a run may begin at the first layer that a change reaches: nobody's hooks count on the others."""
+        return self.earlier.may_be_skipped and not self._model.alone
+
+    def _only_what_is_read(self) -> AbstractContextManager[None]:
+        """Inside, the last layer's MLP is computed at the queries alone, where that saves something."""
+        positions = self.readout.positions
+        if positions.shape[1] >= self.frozen.tokens.shape[1] or self.frozen.sides is not None:
+            return nullcontext()
+        return self.earlier.narrowed(self.readout.stream.layers.stop - 1, positions)
+
+    def check_other(self, other: Float[Tensor, "batch query"], held: Float[Tensor, "batch query"]) -> None:
+        """Refuse a run of other prompts that gives another number than their pass holds."""
+        error = float((other - held).abs().max()) / max(self._scale, float(held.abs().max()))
+        self._model.refuse(error, f"of the corrupted prompts they differ by {error:.1e}")
+
+    def _error(self, numbers: Float[Tensor, "batch query"]) -> float:
+        tiny = torch.finfo(self.readout.total.dtype).tiny
+        return float((numbers - self.readout.total).abs().max()) / max(self._scale, tiny)
+
+    @property
+    def _bytes_per_copy(self) -> int:
+        """About what one copy of the prompts allocates in a run."""
+        stream = self.readout.stream
+        x = stream.x[0]
+        heads = max((len(step.nodes) for step in stream.steps), default=1)
+        per_position = 2 * x.shape[2] + stream.widest + heads * x.shape[1]
+        return 4 * x.shape[0] * x.shape[1] * per_position * x.element_size()
+
+
+def sublayer_nodes(readout: StreamTarget, question: str, by: str, advice: str) -> Iterator[NodeChange]:
+    """Every sublayer's nodes where the live model has them; refused where neither a hook nor a module's call does.
+
+    By ``"component"`` (attention and MLPs whole), ``"head"`` (attention by head, a mixture by expert) or ``"neuron"``
+    (MLPs by neuron as well). `question` and `advice`, where no hook reaches a sublayer, are for the message.
     """
     frozen = readout.stream.run
     for step in readout.stream.steps:
@@ -458,9 +396,6 @@ def _expert_nodes(frozen: FrozenPass, question: str, sublayer: Sublayer, by: str
 
 # ------------------------------------------------------------------ gradients at nodes
 
-Values = dict[str, Float[Tensor, "... batch _some _width"]]
-"""What the model has at hook points, heads side by side; of an encoder–decoder at the positions of one side."""
-
 
 class NodeGradients:
     """Nodes of a target of the live model.
@@ -484,19 +419,14 @@ class NodeGradients:
         self.frozen = self.live.frozen
         self.values = self._by_point(self.live.seen)
 
-    def values_of(self, other: FrozenPass) -> Values:
+    def values_of(self, other: FrozenPass) -> NodeValues:
         """What the model has at every node for the prompts of another pass, whose number it gives."""
         seen = self.live.run_of(other, self.points)
         self.live.check_other(self.live.number(seen)[0], self.live.readout.number_of(other.activation))
         return self._by_point(seen)
 
-    def at(self, start: Mapping[str, Tensor], memory: Memory = None) -> Values:
-        """The target's gradients by every node, a row for each query.
-
-        Args:
-            start: what enters the first block, by hook point.
-            memory: what the backward passes of several queries may allocate at once.
-        """
+    def at(self, start: Mapping[str, Tensor], memory: Memory = None) -> NodeValues:
+        """The target's gradients by every node, a row for each query; `start` is what enters the first block."""
         added: dict[str, Tensor] = {}
 
         def add(live: Tensor, *, hook: Any, name: str) -> Tensor:
@@ -556,7 +486,7 @@ class NodeGradients:
             note_rounding(self.frozen, _in_a_row(gradients), lambda factor: _in_a_row(of_multiple(factor)))
         return gradients
 
-    def products(self, values: Values, gradients: Values) -> Float[Tensor, "*row batch node pos"]:
+    def products(self, values: NodeValues, gradients: NodeValues) -> Float[Tensor, "*row batch node pos"]:
         """Values dotted with gradients, by node and position; those of both sides of an encoder–decoder in one row."""
         pos = self.frozen.tokens.shape[1]
         scores: list[Tensor] = []
@@ -574,7 +504,7 @@ class NodeGradients:
         """The positions that a hook point shows, among all of an encoder–decoder."""
         return range(self.frozen.tokens.shape[1])[self.frozen.capture.span(point)]
 
-    def _by_point(self, shown: Mapping[str, Tensor], *rows: int) -> Values:
+    def _by_point(self, shown: Mapping[str, Tensor], *rows: int) -> NodeValues:
         """What hook points show, with heads side by side; some classes flatten batch and position."""
         batch = len(self.frozen.tokens)
         return {point: shown[point].reshape(*rows, batch, len(self.positions(point)), -1) for point in self.points}

@@ -52,7 +52,7 @@ from tensorlens_tl.passes.inputs import one_query
 from tensorlens_tl.passes.operator import chosen_head
 from tensorlens_tl.results import ScoreAttribution, ScoreChange
 
-# ------------------------------------------------------------------ place
+# ------------------------------------------------------------------ which score
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,9 +129,7 @@ class ScorePlace:
         return [f"{head}, {q} {row[q]!r} → {k} {row[k]!r}" for row, q, k in pairs]
 
 
-# ------------------------------------------------------------------ reading
-
-__all__ = ["HeadRead", "ScoreReading", "head_reads", "relative_of", "score_of", "score_reading", "stream_to"]
+# ------------------------------------------------------------------ how a head makes a score
 
 
 def score_reading(frozen: PassLike, layer: int, *, cross: bool = False) -> ScoreReading:
@@ -217,129 +215,124 @@ class HeadRead:
         return torch.einsum("sbd,bde->sbe", vectors[:, :, 0, self.channels], self.rotation)
 
 
-def head_reads(frozen: FrozenPass, reading: ScoreReading, place: ScorePlace) -> tuple[HeadRead, HeadRead]:
-    """How the head reads its query and its key."""
-    kv_head = place.head // (reading.heads // reading.kv_heads)
-    query = _head_read(frozen, reading, 0, place.head, place.query, place.queries)
-    return query, _head_read(frozen, reading, 1, kv_head, place.key, place.keys)
+@dataclass(frozen=True, eq=False)
+class HeadScore:
+    """One score of each prompt of a pass.
 
-
-def _head_read(
-    frozen: FrozenPass,
-    reading: ScoreReading,
-    number: int,
-    head: int,
-    at: Int[Tensor, "batch"],
-    side: tuple[int, int],
-) -> HeadRead:
-    """How it reads the query (0) or the key (1), which of an encoder–decoder is on one side."""
-    projection = reading.projections[number]
-    read: AffineMap = (reading.query, reading.key)[number]
-    length = frozen.mask.shape[1]
-    if side != (0, length):
-        read = Segment(read, *side, length, only=True)
-    d_head = projection.linear.weight.shape[1] // projection.heads
-    rotation = torch.eye(d_head).to(frozen.resid_pre(0)).expand(len(at), -1, -1)
-    if reading.rotation is not None:
-        rotation = reading.rotation[at - side[0]]
-    return HeadRead(read, head, projection.heads, at, rotation)
-
-
-def relative_of(reading: ScoreReading, place: ScorePlace) -> Float[Tensor, "batch"] | None:
-    """What T5's relative positions add to the score; None of any other model."""
-    if reading.relative is None:
-        return None
-    return reading.relative[place.head][place.inside]
-
-
-def score_of(frozen: FrozenPass, reading: ScoreReading, place: ScorePlace) -> Float[Tensor, "batch"]:
-    """One score of each prompt, before a soft cap and ALiBi, from the captured stream, compared with the model's own.
-
-    T5's relative positions are part of it.
-
-    Raises:
-        InvalidInputError: the model shows that a mask closes the key to the query.
-        UnsupportedModelError: the model shows another score.
+    Attributes:
+        frozen: the pass.
+        place: of which head, query and key.
+        reading: how the layer makes its scores.
     """
-    x = read_stream(frozen, place.layer, cross=place.cross)[None]
-    query, key = (read(x)[0] for read in head_reads(frozen, reading, place))
-    score = reading.scale * (query * key).sum(-1)
-    _check(frozen, reading, place, score)
-    relative = relative_of(reading, place)
-    return score if relative is None else score + relative.to(score)
+
+    frozen: FrozenPass
+    place: ScorePlace
+    reading: ScoreReading
+
+    @classmethod
+    def of(cls, frozen: FrozenPass, place: ScorePlace) -> "HeadScore":
+        """With the reading that reproduces the layer's pattern; see `score_reading`."""
+        return cls(frozen, place, score_reading(frozen, place.layer, cross=place.cross))
+
+    @property
+    def reads(self) -> tuple[HeadRead, HeadRead]:
+        """How the head reads its query and its key."""
+        place, reading = self.place, self.reading
+        kv_head = place.head // (reading.heads // reading.kv_heads)
+        return self._read(0, place.head, place.query, place.queries), self._read(1, kv_head, place.key, place.keys)
+
+    def _read(self, number: int, head: int, at: Int[Tensor, "batch"], side: tuple[int, int]) -> HeadRead:
+        """How it reads the query (0) or the key (1), which of an encoder–decoder is on one side."""
+        projection = self.reading.projections[number]
+        read: AffineMap = (self.reading.query, self.reading.key)[number]
+        length = self.frozen.mask.shape[1]
+        if side != (0, length):
+            read = Segment(read, *side, length, only=True)
+        d_head = projection.linear.weight.shape[1] // projection.heads
+        rotation = torch.eye(d_head).to(self.frozen.resid_pre(0)).expand(len(at), -1, -1)
+        if self.reading.rotation is not None:
+            rotation = self.reading.rotation[at - side[0]]
+        return HeadRead(read, head, projection.heads, at, rotation)
+
+    @property
+    def relative(self) -> Float[Tensor, "batch"] | None:
+        """What T5's relative positions add to the score; None of any other model."""
+        if self.reading.relative is None:
+            return None
+        return self.reading.relative[self.place.head][self.place.inside]
+
+    def value(self) -> Float[Tensor, "batch"]:
+        """The score before a soft cap and ALiBi, from the captured stream, compared with the model's own.
+
+        T5's relative positions are part of it.
+
+        Raises:
+            InvalidInputError: the model shows that a mask closes the key to the query.
+            UnsupportedModelError: the model shows another score.
+        """
+        x = read_stream(self.frozen, self.place.layer, cross=self.place.cross)[None]
+        query, key = (read(x)[0] for read in self.reads)
+        score = self.reading.scale * (query * key).sum(-1)
+        self._compare(score)
+        return score if self.relative is None else score + self.relative.to(score)
+
+    def _compare(self, score: Float[Tensor, "batch"]) -> None:
+        """Compare scores, before what is added for positions, with the model's own, where TransformerLens shows them.
+
+        A pattern proves a reading up to what is added to a whole row of scores, which softmax does not see.
+        """
+        frozen, place = self.frozen, self.place
+        points = frozen.points.blocks[place.layer]
+        pattern = points.pattern
+        if place.cross and points.cross is not None:
+            pattern = points.cross.pattern
+        assert pattern is not None  # it has heads
+        name = pattern.replace("hook_pattern", "hook_attn_scores")
+        if name not in frozen.model.hook_dict:
+            return
+        shown, _ = capture(frozen.model, frozen.inputs, [name], last=name, optional=[name])
+        if name not in shown:
+            return
+        if self.reading.soft_cap is not None:
+            score = self.reading.soft_cap * torch.tanh(score / self.reading.soft_cap)
+        if self.reading.alibi is not None:
+            # a run takes the last rows of the table of its longest prompt; a row of a later query adds the same to each
+            # of its keys besides, which softmax does not see
+            table: Tensor = frozen.view.blocks[place.layer].module.attn.alibi
+            length = frozen.tokens.shape[1]
+            score = score + table[place.head, -length:, :length][place.query, place.key].to(score)
+        if self.relative is not None:
+            score = score + self.relative.to(score)
+        query, key = place.inside
+        prompts = torch.arange(len(score), device=shown[name].device)
+        row = upcast(shown[name][prompts, place.head, query.to(prompts.device)]).to(score)
+        probabilities = upcast(place.pattern_row(frozen)).to(row)
+        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        if not float((row.softmax(-1)[:, : probabilities.shape[-1]] - probabilities).abs().max()) <= frozen.tolerance:
+            return  # some Bridges show other numbers there than those they attend by
+        allowed = row > torch.finfo(row.dtype).min / 2  # a mask leaves -inf or the dtype's lowest number
+        size = row.abs().masked_fill(~allowed, 0).amax(-1).clamp_min(torch.finfo(row.dtype).tiny)
+        errors = (score[:, None] - row).abs().masked_fill(~allowed, 0) / size[:, None]
+        key = key.to(row.device)[:, None]
+        masked = ~allowed.gather(1, key)
+        if bool(masked.any()):
+            number = int(masked.nonzero()[0, 0])
+            raise InvalidInputError(
+                f"{place.words(frozen.str_tokens)[number]}, ",
+                PromptNumber(number),
+                f": a mask of this {frozen.view.description} closes the key to the query, such as that of a local "
+                "window, so that it has no score. Pass a key that this layer attends to.",
+            )
+        error = float(errors.gather(1, key).max())
+        if not error <= frozen.tolerance:
+            raise UnsupportedModelError(
+                f"{name} of this {frozen.view.description}: queries and keys as read from the weights give another "
+                f"score than the model's own (relative error {error:.1e}, allowed {frozen.tolerance:.0e}), though the "
+                "same pattern: something is added to a whole row of scores. A hook on queries or keys would explain it."
+            )
 
 
-def _check(frozen: FrozenPass, reading: ScoreReading, place: ScorePlace, score: Float[Tensor, "batch"]) -> None:
-    """Compare scores, before what is added for positions, with the model's own, where TransformerLens shows them.
-
-    A pattern proves a reading up to what is added to a whole row of scores, which softmax does not see.
-
-    Raises:
-        InvalidInputError: a mask closes the key to the query.
-        UnsupportedModelError: they differ.
-    """
-    name = _pattern_point(frozen, place).replace("hook_pattern", "hook_attn_scores")
-    if name not in frozen.model.hook_dict:
-        return
-    shown, _ = capture(frozen.model, frozen.inputs, [name], last=name, optional=[name])
-    if name not in shown:
-        return
-    if reading.soft_cap is not None:
-        score = reading.soft_cap * torch.tanh(score / reading.soft_cap)
-    if reading.alibi is not None:
-        score = score + _alibi_of_a_run(frozen, place).to(score)
-    relative = relative_of(reading, place)
-    if relative is not None:
-        score = score + relative.to(score)
-    query, key = place.inside
-    prompts = torch.arange(len(score), device=shown[name].device)
-    row = upcast(shown[name][prompts, place.head, query.to(prompts.device)]).to(score)
-    probabilities = upcast(place.pattern_row(frozen)).to(row)
-    probabilities = probabilities / probabilities.sum(-1, keepdim=True)
-    if not float((row.softmax(-1)[:, : probabilities.shape[-1]] - probabilities).abs().max()) <= frozen.tolerance:
-        return  # some Bridges show other numbers there than those they attend by
-    allowed = row > torch.finfo(row.dtype).min / 2  # a mask leaves -inf or the dtype's lowest number
-    size = row.abs().masked_fill(~allowed, 0).amax(-1).clamp_min(torch.finfo(row.dtype).tiny)
-    errors = (score[:, None] - row).abs().masked_fill(~allowed, 0) / size[:, None]
-    key = key.to(row.device)[:, None]
-    masked = ~allowed.gather(1, key)
-    if bool(masked.any()):
-        number = int(masked.nonzero()[0, 0])
-        raise InvalidInputError(
-            f"{place.words(frozen.str_tokens)[number]}, ",
-            PromptNumber(number),
-            f": a mask of this {frozen.view.description} closes the key to the query, such as that of a local window, "
-            "so that it has no score. Pass a key that this layer attends to.",
-        )
-    error = float(errors.gather(1, key).max())
-    if not error <= frozen.tolerance:
-        raise UnsupportedModelError(
-            f"{name} of this {frozen.view.description}: queries and keys as read from the weights give another score "
-            f"than the model's own (relative error {error:.1e}, allowed {frozen.tolerance:.0e}), though the same "
-            "pattern: something is added to a whole row of scores. A hook on queries or keys would explain it."
-        )
-
-
-def _pattern_point(frozen: FrozenPass, place: ScorePlace) -> str:
-    points = frozen.points.blocks[place.layer]
-    name = points.pattern
-    if place.cross and points.cross is not None:
-        name = points.cross.pattern
-    assert name is not None  # it has heads
-    return name
-
-
-def _alibi_of_a_run(frozen: FrozenPass, place: ScorePlace) -> Float[Tensor, "batch"]:
-    """What ALiBi adds to a score when the model runs: it keeps the table of its longest prompt and takes the last rows.
-
-    A row of a later query adds the same to each of its keys besides, which softmax does not see.
-    """
-    table: Tensor = frozen.view.blocks[place.layer].module.attn.alibi
-    length = frozen.tokens.shape[1]
-    return table[place.head, -length:, :length][place.query, place.key]
-
-
-# ------------------------------------------------------------------ sources
+# ------------------------------------------------------------------ what comes before the layer
 
 
 def maps_before(frozen: PassOrDifference, place: ScorePlace, activation: str = "ratio") -> Chain:
@@ -354,11 +347,7 @@ def components_before(
 ) -> dict[str, Tensor]:
     """What each component put into the stream that the heads of a layer read, `[batch, pos, d_model]`.
 
-    Args:
-        frozen: a pass, or the difference of two: then what each component's part changes by.
-        place: tells the layer.
-        by: ``"head"``, or attention layers whole.
-        activation: the rule for the MLPs before.
+    Of a difference, what each component's part changes by. By ``"head"``, or attention layers whole.
     """
     stream, until = stream_to(frozen, range(place.layer + 1), cross=place.cross, activation=activation)
     parts = stream.sources()
@@ -382,7 +371,7 @@ def _add(parts: dict[str, Tensor], more: list[tuple[str, Tensor]]) -> None:
         parts[name] = parts[name] + part if name in parts else part
 
 
-# ------------------------------------------------------------------ change
+# ------------------------------------------------------------------ the change between two runs
 
 OF = ("score", "pattern")
 
@@ -435,11 +424,10 @@ def _numbers(difference: Difference, place: ScorePlace, of: str) -> list[Float[T
     if of == "pattern":
         _, key = place.inside
         return [upcast(place.pattern_row(run)).gather(1, key[:, None])[:, 0] for run in difference.runs]
-    readings = [score_reading(run, place.layer, cross=place.cross) for run in difference.runs]
-    return [upcast(score_of(run, reading, place)) for run, reading in zip(difference.runs, readings, strict=True)]
+    return [upcast(score.value()) for score in [HeadScore.of(run, place) for run in difference.runs]]
 
 
-# ------------------------------------------------------------------ attribution
+# ------------------------------------------------------------------ the question
 
 BY = ("token", "component", "head")
 
@@ -534,16 +522,16 @@ def qk_attribution(
 
 def _pairs(frozen: FrozenPass, place: ScorePlace, by: str, activation: str) -> ScoreAttribution:
     """Pairs of sources of one pass."""
-    reading = score_reading(frozen, place.layer, cross=place.cross)
-    reads = head_reads(frozen, reading, place)
+    score = HeadScore.of(frozen, place)
+    reading = score.reading
     if by == "token":
         names = [list(row) for row in frozen.str_tokens]
         before = maps_before(frozen, place, activation)
-        q, k = (_by_token(frozen, before, read) for read in reads)
+        q, k = (_by_token(frozen, before, read) for read in score.reads)
     else:
         sources = components_before(frozen, place, by, activation)
         names = [list(sources)] * len(frozen.tokens)
-        q, k = (_by_component(read, torch.stack(list(sources.values()))) for read in reads)
+        q, k = (_by_component(read, torch.stack(list(sources.values()))) for read in score.reads)
     scale = reading.scale
     alibi = None
     if reading.alibi is not None:
@@ -554,10 +542,10 @@ def _pairs(frozen: FrozenPass, place: ScorePlace, by: str, activation: str) -> S
         query_sources=scale * torch.einsum("cbi,cb->bi", q.shares, k.bias),
         key_sources=scale * torch.einsum("cb,cbj->bj", q.bias, k.shares),
         bias=scale * (q.bias * k.bias).sum(0),
-        total=score_of(frozen, reading, place),
+        total=score.value(),
         by=by,
         alibi=alibi,
-        relative=relative_of(reading, place),
+        relative=score.relative,
         soft_cap=reading.soft_cap,
         rotary=reading.rotation is not None,
         reading_error=reading.error,

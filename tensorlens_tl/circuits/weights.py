@@ -38,12 +38,13 @@ from torch import Tensor
 from tensorlens_tl._arguments import check_choice, checked_names, whole_number
 from tensorlens_tl.algebra.numerics import product, refuse_nan, upcast
 from tensorlens_tl.circuits.arguments import Offset, WeightsLike, Whole
-from tensorlens_tl.circuits.scores import ScoreReading, score_reading
+from tensorlens_tl.circuits.scores import score_reading
 from tensorlens_tl.errors import InvalidInputError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import other_hooks
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.parameters import NormWeights
 from tensorlens_tl.passes import FrozenPass, freeze
+from tensorlens_tl.passes.attention_scores import ScoreReading
 from tensorlens_tl.passes.operator import check_crossing, chosen_head, token_label
 
 if TYPE_CHECKING:
@@ -74,14 +75,7 @@ class LayerWeights:
 
     @classmethod
     def of(cls, source: ModelView | FrozenPass, layer: int, fold_norms: bool, *, cross: bool = False) -> "LayerWeights":
-        """Values and outputs; folding needs a pass, which knows how the block is put together.
-
-        Args:
-            source: what is read.
-            layer: which one.
-            fold_norms: whether norms around the sublayer are inside.
-            cross: those of cross-attention.
-        """
+        """Values and outputs; folding needs a pass, which knows how the block is put together."""
         block = readable_view(source).blocks[layer]
         weights = block.require_cross_attention() if cross else block.require_plain_attention()
         group = weights.heads // weights.kv_heads

@@ -16,7 +16,6 @@ and values of cross-attention read the encoder's stream through the norm at its 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from einops import rearrange
@@ -28,7 +27,7 @@ from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.live import refuse_other_values
-from tensorlens_tl.circuits.scores import ScoreReading, score_reading
+from tensorlens_tl.circuits.scores import score_reading
 from tensorlens_tl.circuits.stream import StreamTarget
 from tensorlens_tl.core import Rule, activation, ruled
 from tensorlens_tl.errors import FrozenModelError, UnsupportedModelError
@@ -43,6 +42,7 @@ from tensorlens_tl.models.parameters import (
     norm_epsilon,
 )
 from tensorlens_tl.passes import PassLike
+from tensorlens_tl.passes.attention_scores import ScoreReading
 
 # ------------------------------------------------------------------ the parts of a block
 
@@ -71,26 +71,6 @@ class _Projection:
 
     def __call__(self, x: Float[Tensor, "head row pos d_model"]) -> Float[Tensor, "row head pos d_head"]:
         return normed(self.norm, _plus(_by_head("hrpd,hde->rhpe", x, self.W), self.b))
-
-
-@runtime_checkable
-class Part(Protocol):
-    """A part of a block: its destinations and its sources."""
-
-    @property
-    def destinations(self) -> int:
-        """How many destinations it has."""
-        ...
-
-    def outputs(
-        self, reads: Float[Tensor, "destination row batch pos d_model"]
-    ) -> Float[Tensor, "source row batch pos d_model"]:
-        """What each of its sources writes for what its destinations read, biases apart."""
-        ...
-
-    def plus_bias(self, biases: Float[Tensor, "row batch pos d_model"]) -> Float[Tensor, "row batch pos d_model"]:
-        """The sum of biases with what it adds by itself."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,6 +201,9 @@ class Neurons:
         return self.at.plus(biases, self.weights.b_out)
 
 
+Part = Heads | Neurons
+
+
 @dataclass(frozen=True, eq=False)
 class LiveBlock:
     """One block of the live model.
@@ -265,28 +248,14 @@ def normed(norm: NormWeights | None, x: Float[Tensor, "*any d"]) -> Float[Tensor
 
 
 def live_block(clean: PassLike, corrupted: PassLike, layer: int) -> LiveBlock:
-    """One block as parts, read from its weights.
-
-    Raises:
-        UnsupportedModelError: the block is more than attention and an MLP that add what they write to the stream, or
-            its scores are not read.
-    """
+    """One block as parts, read from its weights; a block that is more than these is refused."""
     _check_parts(clean, layer)
     parts = tuple(_parts(clean, corrupted, layer))
     return LiveBlock(clean.view.blocks[layer].name, parts, clean.layouts[layer].parallel)
 
 
-def encoder_norm(view: ModelView) -> NormWeights | None:
-    """The norm at the end of an encoder–decoder's encoder, as the live model computes it."""
-    return _with_epsilon(view, view.encoder_norm, view.encoder_norm_name)
-
-
-def final_norm(view: ModelView) -> NormWeights | None:
-    """The norm after the last block, as the live model computes it."""
-    return _with_epsilon(view, view.final_norm, view.final_norm_name)
-
-
-def _with_epsilon(view: ModelView, norm: NormWeights | None, name: str) -> NormWeights | None:
+def live_norm(view: ModelView, norm: NormWeights | None, name: str) -> NormWeights | None:
+    """A norm after the last block of a stack, as the live model computes it."""
     if norm is None:
         return None
     return replace(norm, epsilon=norm_epsilon(view.model.get_submodule(name), view.cfg))
@@ -315,7 +284,7 @@ def _parts(clean: PassLike, corrupted: PassLike, layer: int) -> Iterator[Part]:
     yield _heads(view, block.name, block.attention, block.query_key, reading, allowed, (before, before), (at, at))
     if layout.cross is not None and points.cross is not None:
         patterns = [frozen.cross_pattern(layer) for frozen in (clean, corrupted)]
-        norms = (norm(layout.cross.before), encoder_norm(view))
+        norms = (norm(layout.cross.before), live_norm(view, view.encoder_norm, view.encoder_norm_name))
         spans = (at, Span(0, at.start, length))
         weights = block.require_cross_attention()
         reading = score_reading(clean, layer, cross=True)
@@ -365,11 +334,7 @@ def _heads(
 
 
 def _check_parts(frozen: PassLike, layer: int) -> None:
-    """Refuse a block that does more than attention and an MLP that add what they write to the stream.
-
-    Raises:
-        UnsupportedModelError: saying what it does.
-    """
+    """Refuse a block that does more than attention and an MLP that add what they write to the stream, saying what."""
     block = frozen.view.blocks[layer]
     layout = frozen.layouts[layer]
     hooked = block.attention.hooked
@@ -416,9 +381,6 @@ def _allowed(
         point: the hook point of the pattern.
         of_prompts: the patterns of the clean and of the corrupted prompts.
         is_causal: whether queries attend to no later token.
-
-    Raises:
-        UnsupportedModelError: rows that do not sum to 1, probabilities outside the mask, or scores that do not show it.
     """
     patterns = torch.stack([*of_prompts])
     if float((patterns.sum(-1) - 1).abs().max()) > frozen.tolerance:
@@ -459,23 +421,6 @@ def refusal(view: ModelView, why: str) -> UnsupportedModelError:
 # ------------------------------------------------------------------ what destinations read
 
 
-@runtime_checkable
-class _Inputs(Protocol):
-    """What destinations read."""
-
-    def read(
-        self, destinations: slice, written: Float[Tensor, "source row batch pos d"], biases: Tensor
-    ) -> Float[Tensor, "destination row batch pos d"]:
-        """What a range of destinations reads.
-
-        Args:
-            destinations: the range.
-            written: the outputs of all sources before them.
-            biases: the sum of the biases before them.
-        """
-        ...
-
-
 class _WholeStream:
     """Every destination reads all that was written before it, as in the model; it is recorded.
 
@@ -488,7 +433,10 @@ class _WholeStream:
         self.streams: dict[int, Tensor] = {}
         self.written = torch.empty(0)
 
-    def read(self, destinations: slice, written: Tensor, biases: Tensor) -> Tensor:
+    def read(
+        self, destinations: slice, written: Float[Tensor, "source row batch pos d"], biases: Tensor
+    ) -> Float[Tensor, "destination row batch pos d"]:
+        """What a range of destinations reads of the outputs of all sources before them, and the sum of biases there."""
         stream = written.sum(0) + biases
         self.written = written
         self.streams[destinations.start] = stream.expand(destinations.stop - destinations.start, *stream.shape)
@@ -508,6 +456,7 @@ class _MixedStream:
     corrupted: _WholeStream
 
     def read(self, destinations: slice, written: Tensor, biases: Tensor) -> Tensor:
+        """See `_WholeStream.read`."""
         difference = written - self.corrupted.written[: len(written)]
         edges = self.clean_edges[:, : len(written), destinations]
         return self.corrupted.streams[destinations.start] + torch.einsum("rst,srbpd->trbpd", edges, difference)
@@ -519,14 +468,8 @@ class _MixedStream:
 class Replay:
     """The live model with every edge apart, beside what it does for the corrupted prompt.
 
-    Args:
-        readout: the target of the clean prompt.
-        clean, corrupted: the two passes.
-        exists: which pairs are edges.
-
-    Raises:
-        UnsupportedModelError: a block cannot be run from its weights, or the run does not reproduce the model.
-        FrozenModelError: hooks on the model make it differ from the model of the passes.
+    Refused where a block cannot be run from its weights, the run does not reproduce the model, or hooks on the model
+    make it differ from the model of the passes. `exists` says which pairs are edges.
     """
 
     def __init__(
@@ -545,8 +488,8 @@ class Replay:
         if view.mlm_head is not None or view.class_head is not None or readout.stream.steps[-1].outer.mixes:
             raise refusal(view, "a prediction head or a classifier's stands after its final norm")
         self.blocks = [live_block(clean, corrupted, layer) for layer in range(view.n_layers)]
-        self.final = final_norm(view)
-        self.encoder_final = encoder_norm(view)
+        self.final = live_norm(view, view.final_norm, view.final_norm_name)
+        self.encoder_final = live_norm(view, view.encoder_norm, view.encoder_norm_name)
         with torch.no_grad():
             self.clean_run = self._proved_run(clean)
             self.corrupted_run = self._proved_run(corrupted)
@@ -603,11 +546,10 @@ class Replay:
         return scores * exists
 
     def gradients(self, shares: Sequence[float], rule: Rule | None = None) -> Float[Tensor, "destination batch pos d"]:
-        """Gradients of the target by what every destination reads, averaged over these shares of the way.
+        """Gradients of the target by what every destination reads, averaged over shares of the way.
 
-        Args:
-            shares: of the way from the corrupted to the clean embeddings.
-            rule: what gradients follow; None for the model's own.
+        The way is from the corrupted to the clean embeddings; a rule says what gradients follow, None is the model's
+        own.
         """
         mean = self._gradients(shares[0], rule) / len(shares)
         for share in shares[1:]:
@@ -626,7 +568,9 @@ class Replay:
             gradients = torch.autograd.grad(number.sum(), list(recorded.streams.values()), materialize_grads=True)
         return torch.cat([gradient[:, 0] for gradient in gradients])
 
-    def _run(self, x: Float[Tensor, "row batch pos d"], inputs: _Inputs) -> Float[Tensor, "row batch"]:
+    def _run(
+        self, x: Float[Tensor, "row batch pos d"], inputs: _WholeStream | _MixedStream
+    ) -> Float[Tensor, "row batch"]:
         """The target's number of one run from the first block's input."""
         written = x[None]
         biases = torch.zeros_like(x)

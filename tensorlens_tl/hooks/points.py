@@ -269,14 +269,10 @@ def _end(view: ModelView) -> dict[str, Any]:
         if view.final_norm.epsilon is not None:
             # some models norm the embeddings with the same module: its last input is the last block's output
             points |= {"final_scale": last, "final_norm": Ends(last, norm_out)}
-    return points | {"unembed_in": unembed_in, "head_scale": _head_scale(view)}
-
-
-def _head_scale(view: ModelView) -> str | None:
-    """Where the scale of a prediction head's norm is, or of a classifier's."""
+    head_scale = view.mlm_head and view.mlm_head.scale_name
     if view.class_head is not None and view.class_head.norm is not None:
-        return _scale_point("classifier_ln", view.class_head.norm)
-    return view.mlm_head and view.mlm_head.scale_name
+        head_scale = _scale_point("classifier_ln", view.class_head.norm)
+    return points | {"unembed_in": unembed_in, "head_scale": head_scale}
 
 
 def _scale_point(name: str, norm: NormWeights) -> str:
@@ -286,8 +282,13 @@ def _scale_point(name: str, norm: NormWeights) -> str:
 
 def _block_points(view: ModelView, block: BlockView, known: Collection[str]) -> BlockPoints:
     """The hook points of one block; reading a part that cannot be frozen raises an error that names the block."""
-    readers = (_stream_points, _mixer_points, _mlp_points, _per_layer_points, _norm_points)
+    readers = (_stream_points, _mixer_points, _mlp_points, _norm_points)
     points = {name: point for read in readers for name, point in read(block).items()}
+    if block.per_layer is not None:  # an input of each token at this layer
+        points["per_layer"] = Ends(
+            f"{block.name}.per_layer_input_gate.hook_in", f"{block.name}.per_layer_projection.hook_out"
+        )
+        points["per_layer_input"] = f"{block.name}.per_layer_input"
     attn = f"{block.name}.{block.parts.mixer_name}"
     if not block.parts.is_mlp_alone:
         points["attention_write"] = _first_known(known, f"{block.name}.hook_attn_out", f"{attn}.hook_out")
@@ -360,14 +361,6 @@ def _mlp_points(block: BlockView) -> dict[str, Any]:
 def _expert_points(name: str) -> BlockPoints:
     """Inside an expert of a HookedTransformer's mixture; the tokens that are sent to it lie packed there."""
     return BlockPoints(name, pre=f"{name}.hook_gate", pre_linear=f"{name}.hook_pre", post=f"{name}.hook_post")
-
-
-def _per_layer_points(block: BlockView) -> dict[str, Any]:
-    """What an input of each token at this layer adds."""
-    if block.per_layer is None:
-        return {}
-    ends = Ends(f"{block.name}.per_layer_input_gate.hook_in", f"{block.name}.per_layer_projection.hook_out")
-    return {"per_layer": ends, "per_layer_input": f"{block.name}.per_layer_input"}
 
 
 def _norm_points(block: BlockView) -> dict[str, Any]:

@@ -266,13 +266,7 @@ def _split(name: str) -> tuple[str, str]:
 def without_numbers(
     model: Any, points: Mapping[str, Any], hooks: Sequence[tuple[Any, Callable[..., Any]]]
 ) -> list[tuple[Any, Callable[..., Any]]]:
-    """Hooks as TransformerLens takes them: those at numbered points are put together for each point.
-
-    Args:
-        model: any TransformerLens model.
-        points: its hook points by name.
-        hooks: names, or filters of names, and what is called there.
-    """
+    """Hooks as TransformerLens takes them: those at numbered points are put together for each point."""
     if not is_looped(model):
         return list(hooks)
     known = numbered(model, points)
@@ -429,11 +423,7 @@ def progress_hooks(note: Callable[[], None] = note_progress) -> list[FwdHook]:
     """A hook at the entry of every block that notes progress, where somebody watches; none where nobody does."""
     if not is_watched():
         return []
-    return [(_enters_block, in_this_thread(lambda activation, hook: note()))]
-
-
-def _enters_block(name: str) -> bool:
-    return name.endswith(".hook_resid_pre")
+    return [(lambda name: name.endswith(".hook_resid_pre"), in_this_thread(lambda activation, hook: note()))]
 
 
 def _drop_patterns(model: HookedModel, placing: Placing) -> None:

@@ -117,9 +117,6 @@ class BlockParts:
 
     module: Any
 
-    def _has_any(self, names: Iterable[str]) -> bool:
-        return any(name in self.module._modules for name in names)
-
     def _first_of(self, names: Iterable[str], default: str) -> str:
         """The first of some names under which the block has a part."""
         return next((name for name in names if self.module._modules.get(name) is not None), default)
@@ -137,7 +134,7 @@ class BlockParts:
     @property
     def has_attention(self) -> bool:
         """Whether it has self-attention."""
-        return self._has_any(ATTENTION) or self._named_as_mixer(is_attention) is not None
+        return any(name in self.module._modules for name in ATTENTION) or self._named_as_mixer(is_attention) is not None
 
     @property
     def mixers(self) -> dict[str, Any]:
@@ -639,11 +636,7 @@ class BlockView:
 
 
 def require_one_stream(block: BlockView) -> None:
-    """Refuse a block that reads and writes several vectors for each token.
-
-    Raises:
-        UnsupportedModelError: naming what mixes them.
-    """
+    """Refuse a block that reads and writes several vectors for each token."""
     inner = innermost(block.module)
     mixed = [cause for name, cause in STREAMS.items() if isinstance(getattr(inner, name, None), nn.Module)]
     if mixed:
@@ -654,11 +647,7 @@ def require_one_stream(block: BlockView) -> None:
 
 
 def require_scaled_weights(block: BlockView) -> None:
-    """Refuse offloaded weights of a model that halves its stream.
-
-    Raises:
-        UnsupportedModelError: they are.
-    """
+    """Refuse offloaded weights of a model that halves its stream."""
     every = halving_period(block.module)
     if block.offloaded and every > 0:
         raise block.refuse(
@@ -690,11 +679,7 @@ def require_attention_alone(block: BlockView) -> AttentionWeights:
 
 
 def require_scores(block: BlockView) -> None:
-    """Refuse attention whose scores are read neither from the stream nor from latents, cross-attention likewise.
-
-    Raises:
-        UnsupportedModelError: naming what stands between.
-    """
+    """Refuse attention whose scores are read neither from the stream nor from latents, cross-attention likewise."""
     if block.mixer is not None or block.latent_scores is None:
         block.require_query_key()
     if block.cross_attention is not None:

@@ -184,16 +184,13 @@ def _factors(seed: int, device: torch.device) -> Int[Tensor, "n"]:
 
 @torch.no_grad()
 def _sample(parameters: Sequence[Tensor]) -> Tensor:
-    samples = [_promotable(sampled(parameter)) for parameter in parameters if parameter.numel()]
+    samples = [sampled(parameter) for parameter in parameters if parameter.numel()]
     if not samples:
         return torch.zeros(0)
+    # torch does not promote float8
+    samples = [numbers.to(torch.float16) if numbers.dtype.itemsize == 1 else numbers for numbers in samples]
     dtype = reduce(torch.promote_types, [numbers.dtype for numbers in samples], torch.float16)
     return torch.cat([numbers.to(samples[0].device, dtype) for numbers in samples])
-
-
-def _promotable(numbers: Tensor) -> Tensor:
-    """Float8, which torch does not promote, as float16."""
-    return numbers.to(torch.float16) if numbers.dtype.itemsize == 1 else numbers
 
 
 def sampled(weight: Tensor) -> Tensor:
@@ -347,8 +344,8 @@ def configuration(model: nn.Module) -> Mapping[str, str]:
     The same mapping, read-only, is returned until something changes; another call compares every value, and writes no
     text. Attributes without influence on the numbers of a run are left out, as are hooks, devices and dtypes, and what
     a run itself leaves in a model. Functions and classes of modules are known by their names, functions without a name
-    by their code; buffers by a digest of a sample (`sampled`), so that a
-    lone changed number in a large one may go unnoticed, as does a method that is put into a class.
+    by their code; buffers by a digest of a sample (`sampled`), so that a lone changed number in a large one may go
+    unnoticed, as does a method that is put into a class.
 
     Args:
         model: a TransformerLens model.
@@ -545,14 +542,9 @@ def _buffer_sample(held: Mapping[str, Any], name: str) -> Shaped[Tensor, "n"]:
 
 
 def _joined_numbers(samples: Sequence[Tensor]) -> Shaped[Tensor, "n"]:
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *map(_as_doubles, samples)])
-
-
-def _as_doubles(sample: Shaped[Tensor, "n"]) -> Float[Tensor, "m"]:
     """Numbers on the CPU; of complex ones, both parts."""
-    if sample.is_complex():
-        sample = torch.view_as_real(sample).flatten()
-    return sample.cpu().double()
+    real = [torch.view_as_real(sample).flatten() if sample.is_complex() else sample for sample in samples]
+    return torch.cat([torch.zeros(0, dtype=torch.float64), *(sample.cpu().double() for sample in real)])
 
 
 def _digest(sample: Shaped[Tensor, "n"]) -> str:
@@ -603,12 +595,8 @@ def _function(function: Any) -> str:
 
 
 def _code(code: CodeType) -> str:
-    constants = [_constant(value) for value in code.co_consts]
+    constants = [_code(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
-
-
-def _constant(value: Any) -> str:
-    return _code(value) if isinstance(value, CodeType) else repr(value)
 
 
 def _name_of(thing: Any) -> str:
@@ -643,26 +631,12 @@ class OncePerWeights(Generic[Value]):
         )
 
     def get(self, model: nn.Module | HookedModel, weights: WeightState) -> Value | None:
-        """The value that was stored for a model with these weights.
-
-        Args:
-            model: whose value it is.
-            weights: the model's weights now.
-
-        Returns:
-            The value; None where none was stored, or for other weights.
-        """
+        """The value that was stored for a model with these weights; None where none was, or for other weights."""
         versions, value = self._stored.get(model, (None, None))
         return value if versions is not None and versions == weights.versions else None
 
     def set(self, model: nn.Module | HookedModel, weights: WeightState, value: Value) -> None:
-        """Store a value, in place of any other one of this model.
-
-        Args:
-            model: whose value it is.
-            weights: the weights that it holds for.
-            value: what `get` gives from now on.
-        """
+        """Store a value, in place of any other one of this model."""
         if weights.versions is not None:
             self._stored[model] = (weights.versions, value)
 

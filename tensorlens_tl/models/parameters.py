@@ -69,20 +69,16 @@ def find_activation(component: Any, cfg: Any) -> Activation | None:
     owners = [owner for owner in (component, getattr(component, "original_component", None)) if owner is not None]
     for owner in owners:
         for name in ("act_fn", "act", "activation_fn", "gelu_impl", "activation"):
-            phi = getattr(owner, name, None)
+            phi: Any = getattr(owner, name, None)
             if callable(phi):
-                return _unhooked(phi)
+                unhooked: Any = getattr(phi, "original_component", None) or phi  # a Bridge wraps it with hooks
+                return unhooked
     from transformers.activations import ACT2FN
 
     name = getattr(cfg, "act_fn", None)
     if isinstance(name, str) and name in ACT2FN:
         return ACT2FN[name]
     return None
-
-
-def _unhooked(phi: Callable[..., Any]) -> Activation:
-    """A Bridge may wrap the activation in a component with hooks of its own; take what it wraps."""
-    return getattr(phi, "original_component", None) or phi
 
 
 def is_bridge_component(module: Any) -> bool:
@@ -119,13 +115,9 @@ def in_effect(module: Any) -> tuple[str, ...]:
     active, merged, disabled, _ = adapter_state(module)
     if disabled:
         return ()
-    holders = [getattr(module, name, ()) for name in _holders(module)]
+    attributes = (*getattr(module, "adapter_layer_names", ()), "modules_to_save", "token_adapter")
+    holders = [getattr(module, name, ()) for name in attributes]  # of its parameters, by adapter
     return merged or tuple(name for name in active if any(name in holder for holder in holders))
-
-
-def _holders(module: Any) -> tuple[str, ...]:
-    """The attributes of an adapter's layer that hold its parameters by adapter."""
-    return (*getattr(module, "adapter_layer_names", ()), "modules_to_save", "token_adapter")
 
 
 def adapter_state(module: Any) -> State:
@@ -174,11 +166,7 @@ def copied(layer: nn.Module) -> nn.Module:
 
 
 def merge(layer: Any) -> Any:
-    """Merge the adapters of a copied layer that are in effect, by its own means; returns its base layer.
-
-    Raises:
-        NotImplementedError, RuntimeError, ValueError: an adapter that cannot be merged.
-    """
+    """Merge the adapters of a copied layer that are in effect, by its own means; returns its base layer."""
     base = layer.base_layer
     if layer.disable_adapters or layer.merged_adapters:
         return base
@@ -233,11 +221,7 @@ def is_plain(module: Any) -> bool:
 
 
 def floating(weight: Tensor, name: str, refuse: Refuse) -> Tensor:
-    """A weight without its graph.
-
-    Raises:
-        UnsupportedModelError: it is quantised.
-    """
+    """A weight without its graph; refused where it is quantised."""
     if not weight.is_floating_point() or weight.dtype.itemsize == 1:
         raise refuse(f"{name} is stored as {weight.dtype} (quantised); {UNPACKED}")
     return weight.detach()
@@ -250,18 +234,10 @@ UNPACKED = (
 
 
 def read_linear(module: Any, name: str, refuse: Refuse) -> LinearWeights:
-    """What a linear layer does, as a weight and a bias.
+    """What a linear layer, or what a Bridge wraps it in, does, as a weight and a bias.
 
     The weight of a plain module is a view of its own. An adapter's layer is read with its adapters merged, in float32
-    at least; that is a copy.
-
-    Args:
-        module: the layer, or what a Bridge wraps it in.
-        name: of the layer, for messages.
-        refuse: makes the error.
-
-    Raises:
-        UnsupportedModelError: it is quantised, or is not what it computes; says by how much.
+    at least; that is a copy. Refused by its `name` where it is quantised, or is not what it computes.
     """
     module = innermost(module)
     if is_plain(module):
@@ -339,11 +315,7 @@ def _by_behaviour(module: Any, name: str, refuse: Refuse) -> LinearWeights:
 
 
 def read_embedding(module: Any, name: str, refuse: Refuse) -> Float[Tensor, "token d_model"]:
-    """The vectors of an embedding with adapters, which are merged in a copy; as they are stored, without any factor.
-
-    Raises:
-        UnsupportedModelError: what its adapters do is no change of its vectors.
-    """
+    """The vectors of an embedding with adapters, which are merged in a copy; as they are stored, without any factor."""
     if "base_layer" not in module._modules:
         return floating(module.weight, name, refuse)
     wide = copied(module)
@@ -454,14 +426,7 @@ def unlike_shown(owner: Any, part: str) -> Any:
 def refuse_bypassed(owner: Any, parts: tuple[str, ...], name: str, refuse: Refuse) -> None:
     """Refuse adapters on a joint projection that a Bridge split when it wrapped the model: it runs without them.
 
-    Args:
-        owner: attention or an MLP.
-        parts: what it runs.
-        name: of it, for messages.
-        refuse: makes the error.
-
-    Raises:
-        UnsupportedModelError: an adapter in effect lies inside the model's own module, and in none of the parts.
+    `parts` are what attention or an MLP runs.
     """
     if not is_bridge_component(owner):
         return
@@ -586,13 +551,8 @@ def computes_in_float32(norm: Any) -> bool:
 def tried_norm(inner: nn.Module, cfg: Any, *, width: int) -> NormWeights:
     """Read a norm of another library by what it does to random vectors; its epsilon is set.
 
-    Args:
-        inner: the module.
-        cfg: the model's config, which may know an epsilon that the module does not show.
-        width: of what it reads, where it has no gain.
-
-    Raises:
-        UnsupportedModelError: it is neither a LayerNorm nor an RMSNorm.
+    The config may know an epsilon that the module does not show; `width` is of what it reads, if it has no gain.
+    Refused where it is neither a LayerNorm nor an RMSNorm.
     """
     return _measured_norm(inner, cfg, width).weights
 

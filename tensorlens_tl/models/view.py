@@ -68,7 +68,13 @@ def stacks_of(model: Any) -> tuple[str, ...]:
     Raises:
         UnsupportedModelError: it is none of TransformerLens' classes.
     """
-    stacks = _stack_names(model)
+    stacks: tuple[str, ...] = ("blocks",)
+    if is_looped(model):
+        stacks = LOOPS
+    elif _has_hooked_stacks(model):
+        stacks = HOOKED_STACKS
+    elif all(hasattr(model, stack) for stack in STACKS):
+        stacks = STACKS
     for needed in ("cfg", *stacks, "hook_dict", "run_with_hooks"):
         # the class comes first: a Bridge puts its hook_dict together anew whenever it is read
         if not hasattr(type(model), needed) and not hasattr(model, needed):
@@ -77,14 +83,6 @@ def stacks_of(model: Any) -> tuple[str, ...]:
                 "HookedEncoderDecoder or a TransformerBridge." + _hint(model)
             )
     return stacks
-
-
-def _stack_names(model: Any) -> tuple[str, ...]:
-    if is_looped(model):
-        return LOOPS
-    if _has_hooked_stacks(model):
-        return HOOKED_STACKS
-    return STACKS if all(hasattr(model, stack) for stack in STACKS) else ("blocks",)
 
 
 def _has_hooked_stacks(model: Any) -> bool:
@@ -215,11 +213,7 @@ def projection(model: Any, name: str) -> nn.Module | None:
 
 
 def embedding_weights(model: Any, refuse: Refuse) -> Float[Tensor, "d_vocab d_model"]:
-    """W_E as stored, times the matrix that widens it where there is one.
-
-    Raises:
-        UnsupportedModelError: there is none that is read.
-    """
+    """W_E as stored, times the matrix that widens it where there is one."""
     embedding = _stored_embedding(model, refuse)
     widening = projection(model, "project_in")
     if widening is None:
@@ -239,11 +233,7 @@ def _stored_embedding(model: Any, refuse: Refuse) -> Float[Tensor, "d_vocab widt
 
 
 def unembedding_weights(model: Any, refuse: Refuse) -> Unembedding | None:
-    """W_U and b_U with what stands before and after them, or None for a model that predicts no tokens.
-
-    Raises:
-        UnsupportedModelError: weights that are not read.
-    """
+    """W_U and b_U with what stands before and after them, or None for a model that predicts no tokens."""
     unembed = getattr(model, "unembed", None)
     if unembed is None:
         return None
@@ -275,11 +265,7 @@ def end_norm(model: Any, name: str) -> NormWeights | None:
 
 
 def read_mlm_head(model: Any, refuse: Refuse) -> MLMHead | None:
-    """A masked language model's transform before the unembedding, or the pooler of a classifier, or None.
-
-    Raises:
-        UnsupportedModelError: an activation function or a part that is not read.
-    """
+    """A masked language model's transform before the unembedding, or the pooler of a classifier, or None."""
     pooler = class_scores(model)
     if pooler is not None and pooler.act is not None:
         weight, bias = read_linear(pooler.dense, "the pooler's dense layer", refuse)
