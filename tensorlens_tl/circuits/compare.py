@@ -350,12 +350,7 @@ def edge_scores(
         rule: what gradients follow, as in `patch_scores`.
         positions: also each edge at each position where its destination reads, `EdgeScores.by_position`; not with
             ``"patching"``.
-        activation: the rule for MLPs, of the frozen methods.
-        steps: gradients of ``"integrated"`` and ``"frozen+qk"``, one in each of as many equal steps.
-        points: where in its step a gradient is taken: at the ``"midpoint"``, or at the ``"left"`` end, k/steps for k
-            from 0: the corrupted embeddings are one of them and the clean ones are not, as in the published code of
-            EAP-IG and of the Mechanistic Interpretability Benchmark.
-        memory: what the runs of ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
+        activation, steps, points, memory: as in `patch_scores`.
 
     Raises:
         InvalidInputError: no such method, rule or points, and what `patch_scores` refuses.

@@ -36,6 +36,43 @@ from tensorlens_tl.models import BlockView, HookedModel, ModelView
 
 
 @contextmanager
+def _on_calls(
+    points: Sequence[CallPoint], see: Callable[[int, Mapping[str, Any], Any], Any]
+) -> Generator[None, None, None]:
+    """Inside, `see` is given what modules are called with, or give, in this thread; what it returns stands there.
+
+    It is given the number of the point, the arguments of the call by name (none where the point is the output), and the
+    argument or the output.
+    """
+    home = threading.get_ident()
+
+    def before(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != home:
+            return None
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        value = bound.arguments.get(points[number].argument)
+        seen = see(number, bound.arguments, value)
+        if seen is value:
+            return None
+        bound.arguments[points[number].argument] = seen
+        return bound.args, bound.kwargs
+
+    def after(number: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if threading.get_ident() != home:
+            return None
+        seen = see(number, {}, output)
+        return None if seen is output else seen
+
+    with Placing() as placing:
+        for number, point in enumerate(points):
+            if point.argument == "output":
+                placing.on_module(point.module, partial(after, number))
+            else:
+                placing.on_module(point.module, partial(before, number), before=True)
+        yield
+
+
+@contextmanager
 def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None]) -> Generator[None, None, None]:
     """Inside, `see` is shown the tensors at `calls`, detached, whenever this thread calls their modules.
 
@@ -43,17 +80,16 @@ def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None
         UnsupportedModelError: afterwards, where a module was not called; inside, where it is called again, or with
             something else.
     """
-    if not calls:
-        yield
-        return
-    home = threading.get_ident()
+    names = list(calls)
     seen = set[str]()
 
-    def note(name: str, value: Any) -> None:
+    def note(number: int, arguments: Mapping[str, Any], shown: Any) -> Any:
+        name = names[number]
         call = calls[name]
+        value = call.read(shown) if call.argument == "output" else shown
         what = f"{name} ({type(call.module).__name__}, {call.argument})"
         if call.optional and (name in seen or not isinstance(value, Tensor)):
-            return
+            return shown
         if name in seen:
             raise UnsupportedModelError(f"{what} is called several times in one forward pass; that cannot be frozen.")
         if value is None and name.endswith(PATTERN):
@@ -65,19 +101,9 @@ def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None
             raise UnsupportedModelError(f"{what} is {type(value).__name__}, not a tensor.")
         seen.add(name)
         see(name, value.detach())
+        return shown
 
-    def before(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() == home:
-            arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-            note(name, arguments.get(calls[name].argument))
-
-    def after(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if threading.get_ident() == home:
-            note(name, calls[name].read(output))
-
-    with Placing() as placing:
-        for name, call in calls.items():
-            _put(placing, call, partial(before, name), partial(after, name))
+    with _on_calls([*calls.values()], note):
         yield
     silent = [name for name, call in calls.items() if name not in seen and not call.optional]
     if silent:
@@ -87,19 +113,11 @@ def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None
         )
 
 
-def _put(placing: Placing, call: CallPoint, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Put one of two hooks on a module, as what is seen there is an argument or the output."""
-    if call.argument == "output":
-        placing.on_module(call.module, after)
-    else:
-        placing.on_module(call.module, before, before=True)
-
-
 class CallChange(NamedTuple):
     """What a module is called with, or its output, changed.
 
     Attributes:
-        point: where.
+        point: where; of several outputs, the first.
         change: from the arguments of the call by name, and the tensor at `point`, to what stands in its place.
     """
 
@@ -114,41 +132,23 @@ def changed_calls(changes: Sequence[CallChange]) -> Generator[None, None, None]:
     Raises:
         UnsupportedModelError: afterwards, where a module was not called; inside, where there is no tensor to change.
     """
-    home = threading.get_ident()
     called = set[int]()
 
-    def tensor_of(number: int, value: Any) -> Tensor:
+    def change(number: int, arguments: Mapping[str, Any], shown: Any) -> Any:
         called.add(number)
-        if not isinstance(value, Tensor):
-            point = changes[number].point
+        point = changes[number].point
+        first, *others = shown if isinstance(shown, tuple) and point.argument == "output" else (shown,)
+        if not isinstance(first, Tensor):
             what = f"{type(point.module).__name__}, {point.argument}"
-            raise UnsupportedModelError(f"{what}: {type(value).__name__}, and no tensor that could be changed.")
-        return value
+            raise UnsupportedModelError(f"{what}: {type(first).__name__}, and no tensor that could be changed.")
+        first = changes[number].change(arguments, first)
+        return (first, *others) if isinstance(shown, tuple) else first
 
-    def before(number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() != home:
-            return None
-        point, change = changes[number]
-        bound = inspect.signature(module.forward).bind(*args, **kwargs)
-        tensor = tensor_of(number, bound.arguments.get(point.argument))
-        bound.arguments[point.argument] = change(bound.arguments, tensor)
-        return bound.args, bound.kwargs
-
-    def after(number: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if threading.get_ident() != home:
-            return None
-        change = changes[number].change
-        if isinstance(output, tuple):
-            return (change({}, tensor_of(number, output[0])), *output[1:])
-        return change({}, tensor_of(number, output))
-
-    with Placing() as placing:
-        for number, change in enumerate(changes):
-            _put(placing, change.point, partial(before, number), partial(after, number))
+    with _on_calls([each.point for each in changes], change):
         yield
-    for number, change in enumerate(changes):
-        if number not in called and not change.point.optional:
-            module = type(change.point.module).__name__
+    for number, each in enumerate(changes):
+        if number not in called and not each.point.optional:
+            module = type(each.point.module).__name__
             raise UnsupportedModelError(
                 f"{module} was not called in a forward pass (fused experts?), so that nothing could be changed there. "
                 "Load the Hugging Face model with experts_implementation='eager'."
