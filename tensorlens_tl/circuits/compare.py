@@ -149,8 +149,11 @@ def check_pair(clean: PassLike, corrupted: PassLike) -> None:
     for frozen in (clean, corrupted):
         check_pass(frozen)
     if clean.model is not corrupted.model:
+        models = " and ".join(frozen.view.description for frozen in (clean, corrupted))
+        if clean.view.description == corrupted.view.description:
+            models = f"both {clean.view.description} (loaded twice, or copied)"
         raise InvalidInputError(
-            f"clean and corrupted are passes of two model objects, {_both(clean, corrupted)}; freeze both prompts with "
+            f"clean and corrupted are passes of two model objects, {models}; freeze both prompts with "
             "one of them. What two models do differently is the question of tlens.difference(a, b) and "
             "circuits.compare_models."
         )
@@ -224,14 +227,6 @@ def corrupted_stream(readout: StreamTarget, corrupted: PassLike, activation: str
             "with the same hooks."
         )
     return stream
-
-
-def _both(clean: PassLike, corrupted: PassLike) -> str:
-    """What the models of two passes are called."""
-    names = [frozen.view.description for frozen in (clean, corrupted)]
-    if names[0] == names[1]:
-        return f"both {names[0]} (loaded twice, or copied)"
-    return " and ".join(names)
 
 
 class Changes(NamedTuple):

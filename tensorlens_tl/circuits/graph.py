@@ -75,7 +75,7 @@ from tensorlens_tl.circuits.stream import (
 )
 from tensorlens_tl.core import recordable
 from tensorlens_tl.errors import InvalidInputError, SizeError
-from tensorlens_tl.models import LayerRange, ModelView, Query, TokenLike
+from tensorlens_tl.models import LayerRange, Query, TokenLike
 from tensorlens_tl.passes import Difference, PassOrDifference, one_question
 from tensorlens_tl.passes.operator import target_ids
 from tensorlens_tl.results import ContributionGraph
@@ -716,7 +716,7 @@ def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike) -> d
         "tokens": list(frozen.str_tokens[0]),
         "token_ids": token_ids,
         "n_layers": frozen.n_layers,
-        "d_vocab": _vocabulary(view),
+        "d_vocab": 0 if view.unembedding is None else view.unembedding[0].shape[1],  # tokens, or classes
         "provenance": frozen.provenance(),
     }
     if target is not None and minus is None and view.unembedding is not None:
@@ -727,10 +727,3 @@ def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike) -> d
         if view.has_probabilities:
             facts["probability"] = float(logits.softmax(-1)[token])
     return facts
-
-
-def _vocabulary(view: ModelView) -> int:
-    """How many tokens or classes the logits are of."""
-    if view.unembedding is None:
-        return 0
-    return view.unembedding[0].shape[1]

@@ -101,30 +101,27 @@ def induction_scores(
 def _scores(
     model: Any, prompts: Any, places: Places, target: str, memory: Memory, freezing: dict[str, Any]
 ) -> HeadScores:
-    result = _of_every_prompt(model, prompts, places, target, memory, freezing)
+    """The scores of a pass, or of the prompts of a model, some of them at a time."""
+    if isinstance(model, FrozenPass):
+        if prompts is not None or freezing:
+            raise InvalidInputError(f"attention {target}: a frozen pass has its prompts already; pass it by itself.")
+        result = _of_pass(model, places, target)
+    elif prompts is None:
+        raise InvalidInputError(f"attention {target}: `prompts` are missing; pass strings or token ids.")
+    else:
+        rows, batches = prompt_batches(ModelView(model), prompts, freezing, memory)
+        if len(batches) < 2:
+            result = _of_pass(freeze(model, prompts, **freezing), places, target)
+        else:
+            options = {name: value for name, value in freezing.items() if name != "prepend_bos"}  # rows are token ids
+            frozen = (freeze(model, [rows[i] for i in batch], **options) for batch in batches)
+            result = joined([_of_pass(each, places, target) for each in frozen], batches)
     if not bool(result.counts.any()):
         raise InvalidInputError(
             f"attention {target}: none of the prompts has such a token. Pass prompts in which tokens repeat, such as "
             "evaluate.induction(d_vocab=...).tokens."
         )
     return result
-
-
-def _of_every_prompt(
-    model: Any, prompts: Any, places: Places, target: str, memory: Memory, freezing: dict[str, Any]
-) -> HeadScores:
-    if isinstance(model, FrozenPass):
-        if prompts is not None or freezing:
-            raise InvalidInputError(f"attention {target}: a frozen pass has its prompts already; pass it by itself.")
-        return _of_pass(model, places, target)
-    if prompts is None:
-        raise InvalidInputError(f"attention {target}: `prompts` are missing; pass strings or token ids.")
-    rows, batches = prompt_batches(ModelView(model), prompts, freezing, memory)
-    if len(batches) < 2:
-        return _of_pass(freeze(model, prompts, **freezing), places, target)
-    freezing = {name: value for name, value in freezing.items() if name != "prepend_bos"}  # rows are token ids now
-    parts = [_of_pass(freeze(model, [rows[i] for i in batch], **freezing), places, target) for batch in batches]
-    return joined(parts, batches)
 
 
 def _of_pass(frozen: FrozenPass, places: Places, target: str) -> HeadScores:

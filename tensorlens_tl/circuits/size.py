@@ -303,12 +303,16 @@ def spectral_norm_bound(frozen: PassLike, *, as_printed: bool = False) -> float:
     check_pass(frozen)
     frozen.view.require_chain("bounds")
     one_prompt(frozen.operator())
+
+    def norm_factor(layer: int, name: str | None) -> float:
+        return 1.0 if name is None else _of_norm(frozen.maps.norm(layer, name), frozen.mask, as_printed)
+
     bound = 1.0
     for layer, layout in enumerate(frozen.layouts):
         attention = _attention_norm(frozen, layer)
         mlp = _mlp_norm(frozen, layer, as_printed)
         around = [
-            (part, *(_norm_factor(frozen, layer, name, as_printed) for name in (at.before, at.after, at.outer)))
+            (part, *(norm_factor(layer, name) for name in (at.before, at.after, at.outer)))
             for part, at in ((attention, layout.attn), (mlp, layout.mlp if mlp is not None else Place()))
             if part is not None
         ]
@@ -347,12 +351,6 @@ def _mlp_norm(frozen: FrozenPass, layer: int, as_printed: bool) -> float | None:
         largest = float(held.through[frozen.mask].abs().max())
     into, out = (float(torch.linalg.matrix_norm(upcast(W), 2)) for W in (weights.W_in, weights.W_out))
     return largest * into * out
-
-
-def _norm_factor(frozen: FrozenPass, layer: int, name: str | None, as_printed: bool) -> float:
-    if name is None:
-        return 1.0
-    return _of_norm(frozen.maps.norm(layer, name), frozen.mask, as_printed)
 
 
 def _of_norm(norm: Norm, mask: Tensor, as_printed: bool) -> float:

@@ -720,7 +720,13 @@ class _Reader(NamedTuple):
             UnsupportedModelError: layers with different numbers of heads.
         """
         numbers = range(view.encoder_layers if cross else 0, view.n_layers)
-        layers = [self._layer(number, kind, cross) for number in numbers]
+        layers: list[LayerWeights] = []
+        for number in numbers:
+            if kind == "V":
+                layers.append(LayerWeights.of(self.source, number, self.fold_norms, cross=cross))
+            else:
+                assert isinstance(self.source, FrozenPass)
+                layers.append(LayerWeights.with_scores(self.source, number, self.fold_norms, self.offset, cross=cross))
         if len({layer.V.shape for layer in layers}) > 1:
             raise UnsupportedModelError(
                 f"{view.description}: its layers differ in their heads, which do not fit one table."
@@ -733,12 +739,6 @@ class _Reader(NamedTuple):
         K = upcast(torch.stack([layer.K for layer in layers if layer.K is not None]))
         reads, others = {"Q": (Q, K), "K": (K, Q)}[kind]
         return _Heads(numbers, V, O, reads, others)
-
-    def _layer(self, layer: int, kind: str, cross: bool) -> LayerWeights:
-        if kind == "V":
-            return LayerWeights.of(self.source, layer, self.fold_norms, cross=cross)
-        assert isinstance(self.source, FrozenPass)
-        return LayerWeights.with_scores(self.source, layer, self.fold_norms, self.offset, cross=cross)
 
 
 def _readers(view: ModelView, layer: int, kind: str, from_cross: bool, to_cross: bool) -> list[int]:

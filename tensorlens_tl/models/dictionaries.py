@@ -130,16 +130,12 @@ def _number_of_features(source: Any, activations: Mapping[str, Any]) -> Any:
     for activation in activations.values():
         if (k := getattr(activation, "k", None)) is not None:
             return k
-    if "topk" not in map(_activation_name, activations.values()):
+    if "topk" not in (_activation_name(activation).lower() for activation in activations.values()):
         return None
     return entry(setting(source, "activation_fn_kwargs") or {}, "k")
 
 
 def _activation_name(activation: Any) -> str:
-    return _written_name(activation).lower()
-
-
-def _written_name(activation: Any) -> str:
     return activation if isinstance(activation, str) else getattr(activation, "__name__", type(activation).__name__)
 
 
@@ -148,9 +144,9 @@ def _refuse_unknown(source: Any, activations: Mapping[str, Any], k: int | None, 
     show = "Give the object an encode(x) method: what it does is then measured."
     threshold = setting(source, "threshold")
     for name, activation in activations.items():
-        if (named := _activation_name(activation)) not in KNOWN_ACTIVATIONS:
+        if (named := _activation_name(activation).lower()) not in KNOWN_ACTIVATIONS:
             raise InvalidInputError(
-                f"{what}.{name} is {_written_name(activation)}; only ReLU, JumpReLU and TopK are read. {show}"
+                f"{what}.{name} is {_activation_name(activation)}; only ReLU, JumpReLU and TopK are read. {show}"
             )
         for kind, needed, value in (("topk", "k", k), ("jumprelu", "threshold", threshold)):
             if named == kind and value is None:
@@ -162,7 +158,7 @@ def _refuse_unknown(source: Any, activations: Mapping[str, Any], k: int | None, 
         raise InvalidInputError(f"{what}.activation_fn_kwargs has {others[0]}, which is not read. {show}")
     if k is not None and threshold is not None:
         raise InvalidInputError(f"{what} has both k and threshold: which features are active is not clear. {show}")
-    names = [_activation_name(activation) for activation in activations.values()]
+    names = [_activation_name(activation).lower() for activation in activations.values()]
     if k is not None and ("relu" in names or "jumprelu" in names):
         raise InvalidInputError(f"{what} has k, and its activation is not TopK: what k does is not clear. {show}")
     known = READ | WITHOUT_INFLUENCE
