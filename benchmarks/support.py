@@ -18,7 +18,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.requirements import REQUIREMENTS
 from tensorlens_tl.testing import check_method, check_model, model_names, tiny_input, tiny_model
-from tensorlens_tl.testing.building import BRIDGE, HookedTransformer
+from tensorlens_tl.testing.models import BRIDGE, HookedTransformer
 
 PATH = Path(__file__).parents[1] / "docs" / "support.md"
 HEADING = "## TransformerLens "

@@ -13,7 +13,7 @@ from statistics import mean
 
 import tensorlens_tl as tlens
 from tensorlens_tl import demo, whitening
-from tensorlens_tl.whitening.stream import SETTLING
+from tensorlens_tl.whitening.measures import SETTLING
 
 PAGE = Path(__file__).parent.parent / "docs" / "whitening.md"
 START, END = "<!-- findings, written by hand -->", "<!-- end of the findings -->"

@@ -18,7 +18,7 @@ from tensorlens_tl import circuits, compress
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.parameters import is_plain, read_linear
 from tensorlens_tl.testing import model_names, tiny_model
-from tensorlens_tl.testing.building import BRIDGE, randomise
+from tensorlens_tl.testing.models import BRIDGE, randomise
 
 LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = {

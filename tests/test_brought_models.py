@@ -9,7 +9,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 import tensorlens_tl as tlens
-from tensorlens_tl.testing.building import randomise
+from tensorlens_tl.testing.models import randomise
 
 STREAM = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
 TEXT = {**STREAM, "vocab_size": 48, "max_position_embeddings": 24}

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from tensorlens_tl.passes.operator import FrozenOperator
-from tensorlens_tl.testing.building import HookedTransformer
+from tensorlens_tl.testing.models import HookedTransformer
 
 if HookedTransformer is not None:
     pytest.skip("the census is of TransformerLens 4", allow_module_level=True)

@@ -12,9 +12,8 @@ import pytest
 
 import tensorlens_tl as tlens
 from tensorlens_tl import commands
-from tensorlens_tl.commands import evaluate, main
-from tensorlens_tl.commands.parsing import command_first, with_options
-from tensorlens_tl.commands.prompts import read_prompts
+from tensorlens_tl.commands import command_first, evaluate, main, with_options
+from tensorlens_tl.commands.options import read_prompts
 
 
 def test_demo_writes_a_page_that_needs_no_network(tmp_path, capsys):

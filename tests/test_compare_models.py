@@ -212,7 +212,7 @@ def test_heads_that_share_keys_and_values_each_have_their_part(weight, index, he
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_and_untied_embeddings(tied):
-    from tensorlens_tl.testing.building import build_bridge
+    from tensorlens_tl.testing.models import build_bridge
 
     torch.manual_seed(0)
     base = build_bridge("gpt2", tie_word_embeddings=tied)

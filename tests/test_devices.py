@@ -14,7 +14,7 @@ from tensorlens_tl import circuits, compress
 from tensorlens_tl.algebra import Linear, Placed, on_device
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.testing import model_names, tiny_input, tiny_model
-from tensorlens_tl.testing.building import HookedTransformer
+from tensorlens_tl.testing.models import HookedTransformer
 from tensorlens_tl.testing.requirements import precision
 
 QUERIES = [0, 2, 5]

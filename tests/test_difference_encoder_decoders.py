@@ -17,8 +17,7 @@ from tensorlens_tl.algebra import Diagonal, Identity
 from tensorlens_tl.algebra.secants import offset_terms
 from tensorlens_tl.results import HEAD_ROUTES
 from tensorlens_tl.testing import encoder_decoder_names, tiny_input, tiny_model
-from tensorlens_tl.testing.building import bridge_of, build_bridge
-from tensorlens_tl.testing.configurations import BRIDGE
+from tensorlens_tl.testing.models import BRIDGE, bridge_of, build_bridge
 
 pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("error::tensorlens_tl.GapWarning")]
 

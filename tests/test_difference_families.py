@@ -15,7 +15,7 @@ from conftest import rest_whole, some_tokens
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra.secants import offset_terms
 from tensorlens_tl.testing import model_names, tiny_input, tiny_model
-from tensorlens_tl.testing.building import bridge_of, build_bridge
+from tensorlens_tl.testing.models import bridge_of, build_bridge
 
 pytestmark = pytest.mark.numeric
 

@@ -11,7 +11,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.testing import model_names
-from tensorlens_tl.testing.building import build_bridge
+from tensorlens_tl.testing.models import build_bridge
 
 pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("error::tensorlens_tl.GapWarning")]
 HERE = set(model_names())

@@ -14,7 +14,7 @@ import pytest
 import tensorlens_tl as tlens
 from scripts import choose, method_pages
 from scripts.gallery import texts
-from tensorlens_tl.testing.building import HookedTransformer
+from tensorlens_tl.testing.models import HookedTransformer
 
 DOCS = Path(__file__).parent.parent / "docs"
 API = sorted((DOCS / "api").glob("*.md"))

@@ -12,7 +12,7 @@ from tensorlens_tl import circuits, compress, demo, evaluate, whitening
 from tensorlens_tl.methods import contextualisation
 from tensorlens_tl.results import storage
 from tensorlens_tl.testing import check_method, encoder_decoder_names, held_output, tiny_input, tiny_model
-from tensorlens_tl.testing.building import build_bridge
+from tensorlens_tl.testing.models import build_bridge
 
 BART = "bridge/bart"
 REPRESENTATIVES = {BART, "bridge/t5"}

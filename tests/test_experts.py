@@ -14,7 +14,7 @@ from tensorlens_tl import circuits
 from tensorlens_tl.models import BlockView
 from tensorlens_tl.passes.operator import resolve_target
 from tensorlens_tl.testing import model_names, tiny_model
-from tensorlens_tl.testing.building import randomise
+from tensorlens_tl.testing.models import randomise
 
 NAMES = ["bridge/mixtral", "bridge/qwen2-moe", "bridge/gpt-oss", "bridge/llama4", "bridge/granite-moe"]
 LAYER = {"bridge/qwen2-moe": 1, "bridge/llama4": 1}

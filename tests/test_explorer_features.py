@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 import tensorlens_tl as tlens
 from tensorlens_tl.commands import main
-from tensorlens_tl.commands.dictionaries import named_dictionary, named_labels
+from tensorlens_tl.commands.explore import named_dictionary, named_labels
 
 uvicorn = pytest.importorskip("uvicorn")
 

@@ -9,7 +9,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl.models.layouts import LAYOUTS
 from tensorlens_tl.passes.proof import block_error
 from tensorlens_tl.testing import check_model, model_names, tiny_model
-from tensorlens_tl.testing.building import build_bridge, build_hooked
+from tensorlens_tl.testing.models import build_bridge, build_hooked
 
 HOOKED = [name for name in model_names() if name.startswith("hooked/")]
 needs_hooked = pytest.mark.skipif(not HOOKED, reason="HookedTransformer exists up to TransformerLens 3.9")

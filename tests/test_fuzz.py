@@ -13,7 +13,7 @@ from hypothesis import event, given, note, settings, strategies as st
 
 import tensorlens_tl as tlens
 from tensorlens_tl.testing import check_map, check_model, model_names, tiny_model
-from tensorlens_tl.testing.building import build_bridge, build_hooked
+from tensorlens_tl.testing.models import build_bridge, build_hooked
 
 HOOKED = any(name.startswith("hooked/") for name in model_names())
 PROCESSED = ("raw", "processed")

@@ -7,7 +7,7 @@ from conftest import Choices, close, hooks_left, some_tokens
 import tensorlens_tl as tlens
 from tensorlens_tl.models import BlockView
 from tensorlens_tl.testing import tiny_input, tiny_model
-from tensorlens_tl.testing.building import HookedEncoderDecoder
+from tensorlens_tl.testing.models import HookedEncoderDecoder
 
 pytestmark = [
     pytest.mark.numeric,

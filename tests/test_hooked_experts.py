@@ -7,8 +7,7 @@ from conftest import close, hooks_left, some_tokens
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.testing import tiny_model
-from tensorlens_tl.testing.building import HookedTransformer, build_hooked
-from tensorlens_tl.testing.configurations import HOOKED
+from tensorlens_tl.testing.models import HOOKED, HookedTransformer, build_hooked
 
 pytestmark = [
     pytest.mark.numeric,

@@ -13,7 +13,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl.algebra import RowPositions, held_scores, recomputed
 from tensorlens_tl.errors import NumericalError
 from tensorlens_tl.testing import Allocations, check_map, model_names
-from tensorlens_tl.testing.building import build_bridge
+from tensorlens_tl.testing.models import build_bridge
 
 pytestmark = pytest.mark.numeric
 
@@ -251,7 +251,7 @@ GROWTH = """
 import json, torch
 import tensorlens_tl as tlens
 from tensorlens_tl.testing import Allocations
-from tensorlens_tl.testing.building import build_bridge
+from tensorlens_tl.testing.models import build_bridge
 def measured(length, patterns):
     torch.manual_seed(0)
     model = build_bridge("gpt2", n_layer=6, n_head=2, n_embd=16, n_positions=length).to(torch.float32)

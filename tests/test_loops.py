@@ -7,7 +7,7 @@ import torch
 from conftest import bridge_of
 
 import tensorlens_tl as tlens
-from tensorlens_tl.testing.building import HookedTransformer, randomise
+from tensorlens_tl.testing.models import HookedTransformer, randomise
 from tensorlens_tl.testing.requirements import difference
 
 if HookedTransformer is not None:

@@ -10,7 +10,7 @@ import torch
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra.memory import in_bytes
 from tensorlens_tl.testing import Allocations, tiny_model
-from tensorlens_tl.testing.building import build_bridge
+from tensorlens_tl.testing.models import build_bridge
 
 CALLS = {
     "norm": lambda op, memory: op.norm(memory=memory).scores,

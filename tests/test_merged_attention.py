@@ -14,7 +14,7 @@ from tensorlens_tl import circuits
 from tensorlens_tl.core import RELP, held
 from tensorlens_tl.passes.backward import rule_scores
 from tensorlens_tl.testing import check_method
-from tensorlens_tl.testing.building import HookedTransformer, randomise
+from tensorlens_tl.testing.models import HookedTransformer, randomise
 
 pytestmark = [
     pytest.mark.numeric,

@@ -12,7 +12,7 @@ from tensorlens_tl import circuits
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.results import ROUTES
 from tensorlens_tl.testing import tiny_model
-from tensorlens_tl.testing.building import build_bridge
+from tensorlens_tl.testing.models import build_bridge
 
 pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("error::tensorlens_tl.GapWarning")]
 

@@ -16,7 +16,7 @@ from tensorlens_tl import circuits, compress
 from tensorlens_tl.hooks import points
 from tensorlens_tl.models import layouts
 from tensorlens_tl.testing import check_method
-from tensorlens_tl.testing.building import bridge_of
+from tensorlens_tl.testing.models import bridge_of
 
 pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("error::tensorlens_tl.GapWarning")]
 MAMBA, ATTENTION, MLP, EXPERTS = "mamba", "attention", "mlp", "moe"

@@ -13,7 +13,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.models.parameters import tried_norm
 from tensorlens_tl.testing import check_model, model_names, tiny_model
-from tensorlens_tl.testing.building import build_bridge
+from tensorlens_tl.testing.models import build_bridge
 
 
 def gpt2(act="gelu", **changes):

@@ -23,7 +23,7 @@ from tensorlens_tl.hooks import graph_of
 from tensorlens_tl.models.lifecycle import refuse_devices
 from tensorlens_tl.models.offload import loaded, offload_hooks, read_ahead, saved_by_name, whole
 from tensorlens_tl.testing import model_names, tiny_input, tiny_model
-from tensorlens_tl.testing.building import HookedTransformer, build_bridge
+from tensorlens_tl.testing.models import HookedTransformer, build_bridge
 from tensorlens_tl.testing.requirements import precision
 
 QUERIES = [0, 2, 5]

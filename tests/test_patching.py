@@ -24,7 +24,7 @@ from tensorlens_tl.commands import main
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.results.edges import edge_order, pruned
 from tensorlens_tl.testing import model_names, tiny_model
-from tensorlens_tl.testing.building import build_bridge
+from tensorlens_tl.testing.models import build_bridge
 
 HERE = set(model_names())
 NAMES = ["hooked/gqa", "hooked/sandwich", "encoder/bert", "bridge/gpt2", "bridge/llama", "bridge/neox", "bridge/opt"]

@@ -11,7 +11,7 @@ from conftest import close
 import tensorlens_tl as tlens
 from tensorlens_tl import demo, evaluate
 from tensorlens_tl.commands import main
-from tensorlens_tl.demo.programs import building
+from tensorlens_tl.demo import programs
 from tensorlens_tl.results import ARROW
 from tensorlens_tl.results.statistics import auroc
 from tensorlens_tl.testing import model_names
@@ -284,7 +284,7 @@ def test_malformed_truths_are_refused():
 
 
 def test_a_space_reads_what_was_written_to_it():
-    spaces = building.Spaces(first=2, second=3)
+    spaces = programs.Spaces(first=2, second=3)
     matrix = torch.arange(6.0).reshape(2, 3)
     assert spaces.width == 5
     assert torch.equal(spaces.write("second", matrix) @ spaces.read("second"), matrix.double())

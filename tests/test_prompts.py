@@ -8,7 +8,7 @@ from conftest import some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl.testing import model_names
-from tensorlens_tl.testing.building import build_hooked
+from tensorlens_tl.testing.models import build_hooked
 
 HOOKED = any(name.startswith("hooked/") for name in model_names())
 

@@ -9,7 +9,7 @@ from conftest import REPRESENTATIVES
 
 import tensorlens_tl as tlens
 from tensorlens_tl.testing import model_names, tiny_input
-from tensorlens_tl.testing.building import BRIDGE, HookedTransformer
+from tensorlens_tl.testing.models import BRIDGE, HookedTransformer
 
 support = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "support.py"))
 SECTION = support["sections"](support["PATH"].read_text(encoding="utf-8")).get(

@@ -20,7 +20,7 @@ from tensorlens_tl.hooks import points
 from tensorlens_tl.models.sublayers import experts
 from tensorlens_tl.passes.backward import rule_scores
 from tensorlens_tl.testing import check_method
-from tensorlens_tl.testing.building import bridge_of
+from tensorlens_tl.testing.models import bridge_of
 
 pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("error::tensorlens_tl.GapWarning")]
 CAPACITY = 2

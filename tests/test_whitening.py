@@ -9,7 +9,7 @@ from conftest import some_tokens
 import tensorlens_tl as tlens
 from tensorlens_tl import demo, whitening
 from tensorlens_tl.commands import main
-from tensorlens_tl.whitening.stream import SETTLING, activations
+from tensorlens_tl.whitening.measures import SETTLING, activations
 
 pytestmark = pytest.mark.numeric
 BATCH, POS, WIDTH = 2000, 48, 6

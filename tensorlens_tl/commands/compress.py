@@ -8,17 +8,19 @@ from typing import Any
 from tensorlens_tl.commands.options import (
     ENDINGS,
     PROMPTS,
+    PROMPTS_HELP,
     TASKS,
     add_model_arguments,
     check_output,
+    check_prompts,
     check_result_output,
     count,
     given,
     loaded_model,
+    prompts_of,
     task_of,
     write_result,
 )
-from tensorlens_tl.commands.prompts import HELP as PROMPTS_HELP, check_prompts, prompts_of
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 
 HELP = "Compress a model's attention, and measure what that costs on held-out prompts."

@@ -1,28 +1,30 @@
 """``tensorlens-tl evaluate``: which method is faithful?"""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tensorlens_tl.commands.options import (
     ENDINGS,
     PROMPTS,
+    PROMPTS_HELP,
     TASKS,
     add_import_argument,
     add_model_arguments,
+    check_prompts,
     check_result_output,
     count,
     given,
     loaded_model,
     named_program,
     position,
+    prompts_of,
+    questions_of,
     run_imports,
     stretch,
     task_of,
     write_result,
 )
-from tensorlens_tl.commands.prompts import HELP as PROMPTS_HELP, check_prompts, prompts_of, questions_of
 from tensorlens_tl.errors import InvalidInputError
 
 HELP = "Which method is faithful? A table over methods, and a saved result."
@@ -150,6 +152,7 @@ def _add_pair_arguments(sub: argparse.ArgumentParser, name: str) -> None:
 def run(args: argparse.Namespace) -> None:
     """Run one evaluation, print its table, and save it where asked."""
     from tensorlens_tl import evaluate
+    from tensorlens_tl.drawing.terminal import show_table
 
     check_result_output(args.output)
     if "imports" in args:
@@ -158,40 +161,52 @@ def run(args: argparse.Namespace) -> None:
         named_program(args.model)  # before a model is loaded
     check_prompts(args)
     model = loaded_model(args)
-    result = _RUN.get(args.what, _check)(args, model)
-    if args.what == "agreement":
-        _print_agreement(evaluate.agreement_table(result))
+    result = _result(args, model)
+    if args.what == "agreement":  # a square table of methods
+        table = evaluate.agreement_table(result)
+        rows = [(str(method), *(f"{value:.2f}" for value in line)) for method, *line in table.itertuples(name=None)]
+        show_table("agreement of methods: mean rank correlation", ("method", *table.columns), rows, left=("method",))
     else:
         result.show()
     write_result(result, args.output)
 
 
-def _print_agreement(table: Any) -> None:
-    """Print a square table of methods."""
-    from tensorlens_tl.drawing.terminal import show_table
-
-    rows = [(str(method), *(f"{value:.2f}" for value in line)) for method, *line in table.itertuples(name=None)]
-    show_table("agreement of methods: mean rank correlation", ("method", *table.columns), rows, left=("method",))
-
-
-def _known_answer(args: argparse.Namespace, model: Any) -> Any:
+def _result(args: argparse.Namespace, model: Any) -> Any:
+    """What the evaluation that was named measures of a model."""
     from tensorlens_tl import evaluate
 
-    return evaluate.known_answer(model, task_of(args, model), args.methods, seed=args.seed)
-
-
-def _known_components(args: argparse.Namespace, model: Any) -> Any:
-    from tensorlens_tl import evaluate
-
-    task = named_program(args.model).components(args.n, seed=args.seed, change=args.change)
-    return evaluate.known_components(model, task, args.methods)
-
-
-def _known_attention(args: argparse.Namespace, model: Any) -> Any:
-    from tensorlens_tl import evaluate
-
-    task = named_program(args.model).attention(args.n, seed=args.seed)
-    return evaluate.known_attention(model, task, args.methods, seed=args.seed)
+    methods = getattr(args, "methods", None)
+    if args.what == "known-answer":
+        return evaluate.known_answer(model, task_of(args, model), methods, seed=args.seed)
+    if args.what == "known-components":
+        components = named_program(args.model).components(args.n, seed=args.seed, change=args.change)
+        return evaluate.known_components(model, components, methods)
+    if args.what == "known-attention":
+        choices = named_program(args.model).attention(args.n, seed=args.seed)
+        return evaluate.known_attention(model, choices, methods, seed=args.seed)
+    if args.what == "patching":
+        return evaluate.patching_agreement(model, _pairs(args, model), methods, by=args.by, steps=args.steps)
+    if args.what == "circuits":
+        options = {"choice": args.choice, "steps": args.steps, "seed": args.seed, "folder": args.circuits}
+        return evaluate.circuit_faithfulness(model, _pairs(args, model), methods, **options)
+    if args.what == "relations":
+        relations = [evaluate.Relation.load(path) for path in args.relations or ()] or None
+        return evaluate.relation_decoding(model, relations, splits=args.splits, seed=args.seed)
+    if args.what == "perturbation":
+        options = {"query": args.query, "order": args.order, "replacement": args.replacement, "seed": args.seed}
+        options |= given(
+            target=args.target,
+            minus=args.minus,
+            fractions=args.fractions,
+            draws=args.draws,
+            max_new_tokens=args.max_new_tokens,
+            span=args.span,
+        )
+        return evaluate.perturbation(model, prompts_of(args, model), methods, **_with_columns(args, options))
+    columns = questions_of(args.prompts)
+    if columns:
+        print(f"--prompts: {', '.join(columns)}: not read here; methods explain what the model predicts last.")
+    return getattr(evaluate, args.what)(model, prompts_of(args, model), methods, seed=args.seed)
 
 
 def _pairs(args: argparse.Namespace, model: Any) -> Any:
@@ -199,45 +214,9 @@ def _pairs(args: argparse.Namespace, model: Any) -> Any:
     from tensorlens_tl import evaluate
 
     if args.task is None and args.model.startswith("program:"):
-        change = {"source": "source", "question": "choice"}[args.change]
+        change = "choice" if args.change == "question" else "source"
         return named_program(args.model).components(args.n or PROMPTS, seed=args.seed, change=change).pairs
     return evaluate.prompt_pairs(task_of(args, model), args.change, seed=args.seed)
-
-
-def _patching(args: argparse.Namespace, model: Any) -> Any:
-    from tensorlens_tl import evaluate
-
-    return evaluate.patching_agreement(model, _pairs(args, model), args.methods, by=args.by, steps=args.steps)
-
-
-def _circuits(args: argparse.Namespace, model: Any) -> Any:
-    from tensorlens_tl import evaluate
-
-    pairs = _pairs(args, model)
-    options = {"choice": args.choice, "steps": args.steps, "seed": args.seed, "folder": args.circuits}
-    return evaluate.circuit_faithfulness(model, pairs, args.methods, **options)
-
-
-def _relations(args: argparse.Namespace, model: Any) -> Any:
-    from tensorlens_tl import evaluate
-
-    relations = [evaluate.Relation.load(path) for path in args.relations or ()] or None
-    return evaluate.relation_decoding(model, relations, splits=args.splits, seed=args.seed)
-
-
-def _perturbation(args: argparse.Namespace, model: Any) -> Any:
-    from tensorlens_tl import evaluate
-
-    options = {"query": args.query, "order": args.order, "replacement": args.replacement, "seed": args.seed}
-    options |= given(
-        target=args.target,
-        minus=args.minus,
-        fractions=args.fractions,
-        draws=args.draws,
-        max_new_tokens=args.max_new_tokens,
-        span=args.span,
-    )
-    return evaluate.perturbation(model, prompts_of(args, model), args.methods, **_with_columns(args, options))
 
 
 def _with_columns(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
@@ -262,23 +241,3 @@ def _with_columns(args: argparse.Namespace, options: dict[str, Any]) -> dict[str
             )
         options[name] = queries.pop()
     return options
-
-
-def _check(args: argparse.Namespace, model: Any) -> Any:
-    from tensorlens_tl import evaluate
-
-    columns = questions_of(args.prompts)
-    if columns:
-        print(f"--prompts: {', '.join(columns)}: not read here; methods explain what the model predicts last.")
-    return getattr(evaluate, args.what)(model, prompts_of(args, model), args.methods, seed=args.seed)
-
-
-_RUN: dict[str, Callable[[argparse.Namespace, Any], Any]] = {
-    "known-answer": _known_answer,
-    "known-components": _known_components,
-    "known-attention": _known_attention,
-    "patching": _patching,
-    "circuits": _circuits,
-    "relations": _relations,
-    "perturbation": _perturbation,
-}

@@ -1,12 +1,8 @@
 """``tensorlens-tl methods``: which methods are there?"""
 
 import argparse
-from typing import TYPE_CHECKING
 
 from tensorlens_tl.commands.options import add_import_argument, run_imports
-
-if TYPE_CHECKING:
-    from tensorlens_tl.registry import Method
 
 HELP = "List the registered methods, their options, and the layer maps that mean and rollout take."
 EXAMPLE = "tensorlens-tl methods"
@@ -24,13 +20,11 @@ def run(args: argparse.Namespace) -> None:
 
     run_imports(args)
     methods = [tlens.get_method(name) for name in tlens.list_methods()]
-    rows = [(method.name, _what(method), ", ".join(method.options)) for method in methods]
+    rows = []
+    for method in methods:
+        what = method.summary
+        if method.equal_to:
+            what += f" By default the numbers of {method.equal_to}."
+        rows.append((method.name, what, ", ".join(method.options)))
     headings = ("method", "what", "options")
     show_table("", headings, rows, left=headings, caption=f"layer maps: {', '.join(tlens.list_layer_maps())}")
-
-
-def _what(method: "Method") -> str:
-    """What a method says, and whose numbers it gives."""
-    if not method.equal_to:
-        return method.summary
-    return f"{method.summary} By default the numbers of {method.equal_to}."

@@ -4,8 +4,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tensorlens_tl.commands.options import add_model_arguments, check_output, count, loaded_model
-from tensorlens_tl.commands.prompts import HELP as PROMPTS_HELP, check_prompts, prompts_of
+from tensorlens_tl.commands.options import (
+    PROMPTS_HELP,
+    add_model_arguments,
+    check_output,
+    check_prompts,
+    count,
+    loaded_model,
+    prompts_of,
+)
 from tensorlens_tl.errors import InvalidInputError
 
 HELP = "How white and how stationary is the residual stream, as it is and after a filter made from it?"
@@ -47,7 +54,10 @@ def run(args: argparse.Namespace) -> None:
     model = loaded_model(args, logits=False)
     tokens = _tokens(args, model)
     half = len(tokens) // 2
-    _check_number(len(tokens), args.filters)
+    if args.filters and len(tokens) < 8:
+        raise InvalidInputError(f"{len(tokens)} prompts; at least 8 are needed with --filters.")
+    if len(tokens) < 4:
+        raise InvalidInputError(f"{len(tokens)} prompts; at least 4 are needed.")
     measured = tokens
     skip = 0
     heading = f"{len(tokens)} prompts of {tokens.shape[1]} tokens"
@@ -75,18 +85,6 @@ def run(args: argparse.Namespace) -> None:
     print(f"saved to {args.output}")
 
 
-def _check_number(prompts: int, filters: bool) -> None:
-    """Raise `InvalidInputError` where there are too few prompts."""
-    if filters and prompts < 8:
-        raise InvalidInputError(f"{prompts} prompts; at least 8 are needed with --filters.")
-    if prompts < 4:
-        raise InvalidInputError(f"{prompts} prompts; at least 4 are needed.")
-
-
-def _bos(model: Any) -> int | None:
-    return getattr(getattr(model, "tokenizer", None), "bos_token_id", None)
-
-
 def _tokens(args: argparse.Namespace, model: Any) -> Any:
     """Prompts of one length: those of the file cut to it, shorter ones left out, or windows of held-out text."""
     import torch
@@ -100,7 +98,8 @@ def _tokens(args: argparse.Namespace, model: Any) -> Any:
     if isinstance(lines, torch.Tensor):
         return lines
     rows = token_rows(ModelView(model), lines)
-    special = int(all(row[0] == _bos(model) for row in rows))
+    bos = getattr(getattr(model, "tokenizer", None), "bos_token_id", None)
+    special = int(all(row[0] == bos for row in rows))
     rows = [row[: args.length + special] for row in rows if len(row) >= args.length + special]
     if not rows:
         raise InvalidInputError(

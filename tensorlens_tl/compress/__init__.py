@@ -10,22 +10,28 @@
 | module | question |
 | --- | --- |
 | `tucker` | how is a tensor factorised with shared factors, and which ranks are best? |
-| `heads` | how are a layer's heads stacked, and which bases are free? |
-| `methods` | what is left of a layer by each method? |
-| `options` | which kinds of argument do they share? |
-| `replacements` | what does a compression hold, and which dense weights does it stand for? |
-| `reading` | how are a model's heads read? |
+| `heads` | how are a model's heads read and stacked, and which bases are free? |
+| `methods` | what is left of a layer by each method, and which dense weights does that stand for? |
 | `plan` | how is a model compressed, and given back its own weights? |
 | `effect` | what did a compression take away from one prediction? |
 | `sharing` | do heads share a subspace? |
 """
 
 from tensorlens_tl.compress.effect import CompressionEffect, Split, compression_effect
-from tensorlens_tl.compress.heads import LAYOUTS, HeadWeights, in_circuit_gauge, rotate_heads, stack_heads
-from tensorlens_tl.compress.methods import METHODS, circuit_svd, head_svd, laser, laser_mlp, tucker
+from tensorlens_tl.compress.heads import LAYOUTS, HeadWeights, head_weights, in_circuit_gauge, rotate_heads, stack_heads
+from tensorlens_tl.compress.methods import (
+    METHODS,
+    Dense,
+    LowRank,
+    Replacement,
+    SharedTucker,
+    circuit_svd,
+    head_svd,
+    laser,
+    laser_mlp,
+    tucker,
+)
 from tensorlens_tl.compress.plan import Plan, plan, shared_tucker
-from tensorlens_tl.compress.reading import head_weights
-from tensorlens_tl.compress.replacements import Dense, LowRank, Replacement, SharedTucker
 from tensorlens_tl.compress.sharing import Sharing, sharing
 from tensorlens_tl.compress.tucker import HOSVD, Tucker, hooi, paper_ranks, parameter_count, sequential_hosvd
 

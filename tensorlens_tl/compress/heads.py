@@ -7,6 +7,7 @@ moves every head to the one basis that its own circuits single out.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 from einops import rearrange
@@ -14,8 +15,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice, checked_names, whole_number
-from tensorlens_tl.compress.options import Layout
-from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.circuits.scores import score_reading
+from tensorlens_tl.circuits.weights import as_pass, as_view
+from tensorlens_tl.compress.tucker import Layout
+from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
+from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.models.writing import writable
+from tensorlens_tl.passes import FrozenPass
 
 LETTERS = "QKVO"
 LAYOUTS = ("paper", "released")
@@ -119,7 +126,7 @@ def stack_heads(
             raise InvalidInputError(f"{weights.where}: heads of different widths ({widths}) cannot be stacked.")
         split = [rearrange(weights.matrices[m], "(kv g) d k -> d k g kv", kv=weights.kv_heads) for m in matrices]
         return torch.cat(split, dim=2)
-    check_layout(layout)
+    check_choice("layout", layout, LAYOUTS)
     first, *others = (weights.matrices[letter].shape for letter in matrices)
     heads, d_model, _ = first
     if any(shape != first for shape in others) or d_model % heads:
@@ -141,11 +148,6 @@ def unstacked(
     counts = {"Q": group, "K": 1, "V": 1, "O": group}
     parts = zip(matrices, tensor.split([counts[letter] for letter in matrices], dim=2), strict=True)
     return {letter: rearrange(part, "d k g kv -> (kv g) d k") for letter, part in parts}
-
-
-def check_layout(layout: Layout) -> None:
-    """Raise `InvalidInputError` unless there is such a layout."""
-    check_choice("layout", layout, LAYOUTS)
 
 
 def slice_scales(tensor: Float[Tensor, "d1 d2 slices h"]) -> Float[Tensor, "slices"]:
@@ -194,9 +196,12 @@ def in_circuit_gauge(weights: HeadWeights, matrices: str = LETTERS) -> HeadWeigh
             continue
         sides = [_side(weights, letter) for letter in (read, other)]
         for letter, side in zip((read, other), _singular(*sides), strict=True):
-            new_matrices[letter], bias = _parted(weights, letter, side)
-            if bias is not None:
-                biases[letter] = bias
+            group = len(weights.matrices[letter]) // weights.kv_heads
+            rows = rearrange(side, "kv (g rows) k -> (kv g) rows k", g=group)
+            new_matrices[letter] = rows
+            if letter in weights.biases:  # the row below those of the matrix
+                new_matrices[letter] = rows[:, :-1]
+                biases[letter] = rows[:, -1]
     return weights.changed(new_matrices, biases)
 
 
@@ -206,14 +211,6 @@ def _side(weights: HeadWeights, letter: str) -> Float[Tensor, "kv rows d_head"]:
     if letter in weights.biases:
         matrix = torch.cat([matrix, weights.biases[letter][:, None]], dim=1)
     return rearrange(matrix, "(kv g) rows k -> kv (g rows) k", kv=weights.kv_heads)
-
-
-def _parted(weights: HeadWeights, letter: str, side: Tensor) -> tuple[Tensor, Tensor | None]:
-    """`_side` undone: matrix, and bias where there is one."""
-    rows = rearrange(side, "kv (g rows) k -> (kv g) rows k", g=len(weights.matrices[letter]) // weights.kv_heads)
-    if letter in weights.biases:
-        return rows[:, :-1], rows[:, -1]
-    return rows, None
 
 
 def _singular(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> tuple[Tensor, Tensor]:
@@ -262,3 +259,93 @@ def circuits(weights: HeadWeights) -> dict[str, tuple[Tensor, Tensor]]:
     expand = {letter: len(weights.matrices["Q"]) // len(matrix) for letter, matrix in weights.matrices.items()}
     by_head = {letter: matrix.repeat_interleave(expand[letter], dim=0) for letter, matrix in weights.matrices.items()}
     return {"QK": (by_head["Q"], by_head["K"]), "OV": (by_head["V"], by_head["O"])}
+
+
+@checked_names
+def head_weights(model: ModelLike | ModelView, layer: int) -> HeadWeights:
+    """One layer's projections by head, copied, half precision as float32.
+
+    >>> from tensorlens_tl import compress
+    >>> compress.head_weights(model, 0).matrices["Q"].shape  # head, d_model, d_head
+    torch.Size([4, 128, 32])
+
+    Args:
+        model: a model or a `FrozenPass`.
+        layer: which one.
+
+    Returns:
+        Q, K, V and O by letter, each `[head, d_model, d_head]`, and the biases.
+
+    Raises:
+        InvalidInputError: no such layer.
+        UnsupportedModelError: attention that cannot be read or written, or quantised weights.
+        NumericalError: NaN or Inf in a weight.
+    """
+    view = as_view(model)
+    layer = whole_number("layer", layer, -view.n_layers, view.n_layers - 1, why="a layer of this model")
+    return read(view, layer % view.n_layers, cache(partial(as_pass, view)))
+
+
+def read(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> HeadWeights:
+    """`head_weights`, with a pass of a few tokens that serves all layers and runs when it is first needed."""
+    view.blocks[layer].require_plain_attention()  # not more than four matrices
+    parameters = writable(view.blocks[layer])
+    matrices = {letter: _copied(parameters[f"W_{letter}"]) for letter in "QKV"} | {"O": _copied(parameters["W_O"].mT)}
+    biases = {letter: _copied(parameters[f"b_{letter}"]) for letter in "QKV" if f"b_{letter}" in parameters}
+    where = f"blocks.{layer} of this {view.description}"
+    for kind, weights in (("W", matrices), ("b", biases)):
+        for letter, weight in weights.items():
+            if not bool(torch.isfinite(weight).all()):
+                raise NumericalError(f"{where}: attn.{kind}_{letter} has values that are not finite.")
+    return HeadWeights(matrices, biases, partial(why_scores_fix_the_basis, view, layer, short_pass), where)
+
+
+def mlp_matrices(view: ModelView, layer: int) -> dict[str, Tensor]:
+    """One layer's MLP matrices by name, copied.
+
+    Raises:
+        InvalidInputError: the layer has no MLP.
+        UnsupportedModelError: an MLP that cannot be read or written, or quantised weights.
+    """
+    block = view.blocks[layer]
+    where = f"blocks.{layer} of this {view.description}"
+    if block.dense_mlp is None:
+        raise InvalidInputError(f"mlp: {where} has no MLP.")
+    if block.dense_mlp.post_factor is not None:
+        raise UnsupportedModelError(
+            f"mlp: {where} has a norm inside its MLP, whose gain and scale stand between its matrices; they are not "
+            "compressed. Leave mlp= out."
+        )
+    names = ["W_in", "W_gate", "W_out"]
+    if block.dense_mlp.W_gate is None:
+        names.remove("W_gate")
+    parameters = writable(block)
+    packed = [name for name in names if name not in parameters]
+    if packed:
+        raise UnsupportedModelError(
+            f"{where}: mlp.{packed[0]} is not a view of the model's floating-point parameters (packed or quantised?), "
+            "so writing to it would change nothing. Load the model in floating point."
+        )
+    return {name: _copied(parameters[name]) for name in names}
+
+
+def why_scores_fix_the_basis(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> str | None:
+    """Why queries and keys cannot be given another basis without changing the scores, or None where they can.
+
+    Read from the weights, and decided by a pass: scores that are a plain product of queries and keys reproduce the
+    layer's pattern (`tensorlens_tl.circuits.scores`), or they do not.
+    """
+    weights = view.blocks[layer].query_key
+    if weights.q_norm is not None or weights.k_norm is not None:
+        return "norms of queries and keys"
+    try:
+        reading = score_reading(short_pass(), layer)
+    except UnsupportedModelError as error:
+        return str(error)
+    if reading.rotation is None:
+        return None
+    return "rotary positions"
+
+
+def _copied(weight: Tensor) -> Tensor:
+    return upcast(weight.detach()).clone(memory_format=torch.contiguous_format)

@@ -18,11 +18,19 @@ from tqdm.auto import tqdm
 
 from tensorlens_tl._arguments import checked_names, plain, whole_number
 from tensorlens_tl.circuits.weights import as_pass, as_view
-from tensorlens_tl.compress.heads import HeadWeights
-from tensorlens_tl.compress.methods import Method, find_method, laser_mlp, tucker
-from tensorlens_tl.compress.options import Layers, MLPShare
-from tensorlens_tl.compress.reading import head_weights, mlp_matrices, read
-from tensorlens_tl.compress.replacements import KINDS, Dense, Replacement, SharedTucker, unpacked
+from tensorlens_tl.compress.heads import HeadWeights, head_weights, mlp_matrices, read
+from tensorlens_tl.compress.methods import (
+    KINDS,
+    Dense,
+    Method,
+    Replacement,
+    SharedTucker,
+    find_method,
+    laser_mlp,
+    tucker,
+    unpacked,
+)
+from tensorlens_tl.compress.tucker import Layers, MLPShare
 from tensorlens_tl.errors import FileFormatError, InvalidInputError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import lock_of, refuse_attached, unheld_run
 from tensorlens_tl.models import HookedModel, ModelLike, ModelView
@@ -100,8 +108,13 @@ def plan(
     method_name = "mlp only"
     if method is not None:
         compression = find_method(method)
-        method_name = _method_name(method)
-        _check_options(compression, method, options)
+        method_name = method if isinstance(method, str) else getattr(method, "__name__", "custom")
+        signature = inspect.signature(compression)
+        try:
+            signature.bind(None, **options)
+        except TypeError as error:
+            known = ", ".join(list(signature.parameters)[1:])
+            raise InvalidInputError(f"method={method!r}: {error}; its options are {known or 'none'}.") from error
     refuse_shared(view, chosen)
     short_pass = cache(partial(as_pass, view))
     parts_by_layer: dict[int, list[Replacement]] = {}
@@ -118,22 +131,6 @@ def plan(
     prints = {layer: _fingerprint(view, layer, parts) for layer, parts in parts_by_layer.items()}
     replacements = {layer: tuple(parts) for layer, parts in parts_by_layer.items()}
     return Plan(view.model, replacements, prints, method_name, settings, view.description)
-
-
-def _method_name(method: Method | str) -> str:
-    if isinstance(method, str):
-        return method
-    return getattr(method, "__name__", "custom")
-
-
-def _check_options(compression: Method, method: Method | str, options: Mapping[str, object]) -> None:
-    """Raise `InvalidInputError` for an option that the method does not have."""
-    signature = inspect.signature(compression)
-    try:
-        signature.bind(None, **options)
-    except TypeError as error:
-        known = ", ".join(name for name in list(signature.parameters)[1:])
-        raise InvalidInputError(f"method={method!r}: {error}; its options are {known or 'none'}.") from error
 
 
 def _compressed(method: Method, weights: HeadWeights, options: Mapping[str, object]) -> Replacement:

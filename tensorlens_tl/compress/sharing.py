@@ -18,9 +18,8 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.circuits.weights import as_view
-from tensorlens_tl.compress.heads import HeadWeights, circuits
-from tensorlens_tl.compress.options import Count
-from tensorlens_tl.compress.reading import head_weights
+from tensorlens_tl.compress.heads import HeadWeights, circuits, head_weights
+from tensorlens_tl.compress.tucker import Count
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import ModelLike
 
@@ -110,7 +109,8 @@ def sharing(model: ModelLike, *, baseline: Baseline = "random", draws: Count = 4
         heads = head_weights(view, layer)
         rank = min(heads.matrices["V"].shape[1:])
         factors = _unit_circuits(heads)
-        spectra, bases = zip(*(_subspace(_energy(*factor)) for factor in factors), strict=True)
+        energy = (torch.einsum("hdk,hkl,hel->de", a, b.mT @ b, a) for a, b in factors)  # Σ over heads of C·Cᵀ, C = a·bᵀ
+        spectra, bases = zip(*map(_subspace, energy), strict=True)
         energies.append(torch.stack(spectra))
         pairs = [(factors[0], bases[0], bases[1]), (factors[2], bases[2], bases[3])]
         similar.append(torch.stack([_cosines(*factor) for factor, _, _ in pairs]))
@@ -131,11 +131,6 @@ def _unit_circuits(heads: HeadWeights) -> list[tuple[Tensor, Tensor]]:
         a = a / size.clamp_min(torch.finfo(a.dtype).tiny)[:, None, None]
         sides += [(a, b), (b, a)]
     return sides
-
-
-def _energy(a: Tensor, b: Tensor) -> Float[Tensor, "d d"]:
-    """Σ over heads of C·Cᵀ for C = a·bᵀ, by its factors."""
-    return torch.einsum("hdk,hkl,hel->de", a, b.mT @ b, a)
 
 
 def _subspace(energy: Float[Tensor, "d d"]) -> tuple[Float[Tensor, "d"], Float[Tensor, "d d"]]:

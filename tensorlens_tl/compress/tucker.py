@@ -12,18 +12,43 @@ so that the error never rises.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import plain, whole_number
-from tensorlens_tl.compress.options import Count, Number, RankChoice, RankRule
 from tensorlens_tl.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import torch
+
+    Number = float | torch.Tensor | None
+    """A number of any kind (numpy's and torch's too), or None where another option says it."""
+
+    Count = int | torch.Tensor | None
+    """An integer of any kind."""
+
+    RankChoice = Sequence[int] | torch.Tensor | None
+    """(R1, R2, R3), or None."""
+
+    Layers = int | slice | Sequence[int] | set[int] | None
+    """A layer, several, a slice, or None for all."""
+
+    MLPShare = float | Mapping[str, float] | None
+    """LASER's ρ for all of an MLP's matrices, or by name."""
+
+    RankRule = Literal["free", "paper"]
+    Layout = Literal["paper", "released"]
+    Gauge = Literal["circuit"] | None
+    Start = Literal["hosvd", "sequential"]
+else:
+    Number = Count = RankChoice = Layers = MLPShare = RankRule = Layout = Gauge = Start = Any
+
 
 RULES = ("free", "paper")
 """Which ranks are looked through: all, or TensorLLM's (r·h, r, s) only."""

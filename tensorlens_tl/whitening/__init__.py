@@ -10,21 +10,23 @@ True
 
 | module | question |
 | --- | --- |
-| `measures` | how white, and how stationary, is a sequence? |
-| `estimation` | which filter whitens a process? |
-| `stream` | how white and stationary is what a model has at its hook points? |
-| `picture` | the same over a model's depth |
-| `layer` | whitening as a layer to train |
-| `insertion` | `whiten` and `unwhiten`, which put the layer on a TransformerLens model and take it off |
-| `adapters` | what of that depends on the model's class? |
+| `measures` | how white and stationary is a sequence, or a model's stream over its depth? Which filter whitens it? |
+| `layer` | whitening as a layer to train; `whiten` and `unwhiten` put it on a TransformerLens model and take it off |
 """
 
-from tensorlens_tl.whitening.estimation import WhiteningFilter, estimate
-from tensorlens_tl.whitening.insertion import unwhiten, whiten
-from tensorlens_tl.whitening.layer import Whitening, attach, detach
-from tensorlens_tl.whitening.measures import Stationarity, Whiteness, stationarity, whiteness
-from tensorlens_tl.whitening.picture import picture
-from tensorlens_tl.whitening.stream import SETTLING as SETTLING, measure, stream_filters
+from tensorlens_tl.whitening.layer import Whitening, attach, detach, unwhiten, whiten
+from tensorlens_tl.whitening.measures import (
+    SETTLING as SETTLING,
+    Stationarity,
+    Whiteness,
+    WhiteningFilter,
+    estimate,
+    measure,
+    picture,
+    stationarity,
+    stream_filters,
+    whiteness,
+)
 
 __all__ = [
     "Stationarity",

@@ -1,10 +1,15 @@
 """Whitening as a layer to train: w_i = L⁻¹(x_i − M w_{i−1}) before a block (Whitened Self-Attention, Eq. 9, Figure 2).
 
 `Whitening` is the layer; `attach` puts it in front of any module that takes the residual stream, by one forward
-pre-hook, so the module's own code stays untouched. `tensorlens_tl.whitening.insertion` does so for whole models.
+pre-hook, so the module's own code stays untouched. `whiten` does so for whole TransformerLens models, by an adapter for
+each of their classes, and `unwhiten` takes it off.
 """
 
-from typing import Any, Protocol, runtime_checkable
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,6 +19,9 @@ from transformer_lens.hook_points import HookPoint
 from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra import scan_where, spectral_radius
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.hooks import refuse_attached
+from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.whitening.measures import WhiteningFilter
 
 
 @runtime_checkable
@@ -251,3 +259,396 @@ def _cached_tokens(layer: int, value: object) -> int:
     if isinstance(value, tuple) and len(value) == 2 and all(isinstance(t, Tensor) and t.ndim == 4 for t in value):
         return value[0].shape[-2]
     return 0
+
+
+class Uncentred:
+    """A whitened model's method for processing weights, which refuses to centre the weights that write to the stream.
+
+    Centring is harmless only where every reader of the stream subtracts its mean; whitening does not. TransformerLens
+    calls nothing of ours before it centres, so that this stands in front of its method, on this one model.
+    """
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self.model = model
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's own method.
+
+        Raises:
+            UnsupportedModelError: it would centre the weights.
+        """
+        method = getattr(type(self.model), self.name)
+        bound = inspect.signature(method).bind(self.model, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        if arguments.get("center_writing_weights") and not arguments.get("no_processing"):
+            raise UnsupportedModelError(
+                f"{self.name}: center_writing_weights changes what a whitened model computes, as whitening reads the "
+                "stream's mean. Pass center_writing_weights=False, or process the weights before whitening."
+            )
+        return method(self.model, *args, **kwargs)
+
+
+class WhiteningAdapter(ABC):
+    """What `whiten` does to the models of one class.
+
+    Attributes:
+        view: the model's reading.
+        model: the model.
+        processing: its methods that may centre the weights that write to the residual stream.
+    """
+
+    processing: ClassVar[tuple[str, ...]]
+
+    def __init__(self, view: ModelView) -> None:
+        self.view = view
+        self.model: Any = view.model
+
+    @abstractmethod
+    def check_separate_queries(self) -> None:
+        """Raise `UnsupportedModelError` where queries have the same input as keys and values."""
+
+    @abstractmethod
+    def set_values_to_identity(self) -> None:
+        """Set W_V to the identity, so that each head reads separate channels, without bias and without gradient.
+
+        Raises:
+            UnsupportedModelError: values that cannot be set so.
+        """
+
+    @abstractmethod
+    def list_hook_points(self, layers: Sequence[Whitening]) -> None:
+        """List the hook points of whitening layers that were put on the blocks, one for each."""
+
+    @abstractmethod
+    def forget_hook_points(self, layers: Sequence[Whitening]) -> None:
+        """Take those of layers that were taken off out of the list again."""
+
+    def allow_centring(self) -> None:
+        """Allow again what `refuse_centring` refuses."""
+        for name in self.processing:
+            self.model.__dict__.pop(name, None)
+
+    def refuse_centring(self) -> None:
+        """Refuse to centre weights from now on."""
+        for name in self.processing:
+            setattr(self.model, name, Uncentred(self.model, name))
+
+    def values_refused(self, layer: int) -> UnsupportedModelError:
+        """What is raised where values cannot be the identity."""
+        shape = tuple(self.model.blocks[layer].attn.W_V.shape)
+        return UnsupportedModelError(
+            f"whiten: values='dropped' needs a HookedTransformer whose heads share d_model evenly; blocks.{layer} of "
+            f"this {self.view.description} has W_V {shape}."
+        )
+
+
+class HookedAdapter(WhiteningAdapter):
+    """For HookedTransformer, whose attention has separate inputs for queries, keys and values."""
+
+    processing = ("process_weights_", "load_and_process_state_dict")
+
+    def check_separate_queries(self) -> None:
+        """Nothing to refuse."""
+
+    def set_values_to_identity(self) -> None:
+        """As `WhiteningAdapter` says; heads must share d_model evenly, and have values each."""
+        attentions = [block.attn for block in self.model.blocks]
+        for layer, attn in enumerate(attentions):
+            heads, width, d_head = attn.W_V.shape
+            is_parameter = attn._parameters.get("W_V") is not None  # with grouped queries it is a view
+            if not is_parameter or heads * d_head != width:
+                raise self.values_refused(layer)
+        for attn in attentions:
+            heads, width, d_head = attn.W_V.shape
+            with torch.no_grad():
+                attn.W_V.copy_(torch.eye(width).reshape(width, heads, d_head).transpose(0, 1))
+                attn.b_V.zero_()
+            attn.W_V.requires_grad_(False)
+            attn.b_V.requires_grad_(False)
+
+    def list_hook_points(self, layers: Sequence[Whitening]) -> None:
+        """The model finds its hook points by itself."""
+        self.model.setup()
+
+    def forget_hook_points(self, layers: Sequence[Whitening]) -> None:
+        """As they are listed."""
+        self.model.setup()
+
+
+class BridgeAdapter(WhiteningAdapter):
+    """For TransformerBridge, which lists its components and hook points."""
+
+    processing = ("enable_compatibility_mode", "process_weights")
+
+    def check_separate_queries(self) -> None:
+        """A Bridge's attention has one input."""
+        raise UnsupportedModelError(
+            f"whiten: reads='keys and values' needs queries with an input of their own, which {self.view.description} "
+            "does not have; use reads='attention'."
+        )
+
+    def set_values_to_identity(self) -> None:
+        """A Bridge's W_V is a view of another weight."""
+        raise self.values_refused(0)
+
+    def list_hook_points(self, layers: Sequence[Whitening]) -> None:
+        """Name the layer as a component, by which the state dict is put together, and each of its hook points."""
+        component = self.model.adapter.component_mapping["blocks"]
+        prefix = "whitening"
+        if layers[0].reads != "stream":
+            component = component.submodules["attn"]
+            prefix = "attn.whitening"
+        component.submodules["whitening"] = layers[0]
+        for layer, whitening in enumerate(layers):
+            for end in ("hook_in", "hook_out"):
+                name = f"blocks.{layer}.{prefix}.{end}"
+                setattr(self.model, name, getattr(whitening, end))  # a Bridge lists each hook point assigned to it
+                delattr(self.model, name)  # which belongs to the layer all the same
+
+    def forget_hook_points(self, layers: Sequence[Whitening]) -> None:
+        """Take the layer out of the components, and its hook points out of the registry."""
+        blocks = self.model.adapter.component_mapping["blocks"]
+        for component in (blocks, blocks.submodules.get("attn")):
+            if component is not None:
+                component.submodules.pop("whitening", None)
+        gone = {id(point) for layer in layers for point in (layer.hook_in, layer.hook_out)}
+        registry = self.model._hook_registry
+        for name in [name for name, point in registry.items() if id(point) in gone]:
+            del registry[name]
+
+
+def adapter_of(view: ModelView) -> WhiteningAdapter:
+    """The adapter of a model's class.
+
+    Raises:
+        UnsupportedModelError: a model of another class.
+    """
+    if view.is_bridge:
+        return BridgeAdapter(view)
+    if view.is_hooked_encoder or not hasattr(view.model, "setup"):
+        raise UnsupportedModelError(
+            f"whiten: {view.description} is neither a HookedTransformer nor a TransformerBridge."
+        )
+    return HookedAdapter(view)
+
+
+Model = TypeVar("Model", bound=ModelLike)
+Filters = Sequence[tuple[Tensor, Tensor]]
+"""L⁻¹ and M of every block."""
+
+if TYPE_CHECKING:
+    Init = (
+        Literal["identity", "random"]
+        | Mapping[str, WhiteningFilter]
+        | Sequence[WhiteningFilter | Sequence[Tensor] | tuple[Tensor, Tensor]]
+    )
+    """What the layers start as."""
+
+    Reads = Literal["stream", "attention", "keys and values"]
+    Values = Literal["kept", "dropped"]
+else:
+    Init = Any
+    Reads = Values = str
+
+READS = ("stream", "attention", "keys and values")
+VALUES = ("kept", "dropped")
+
+
+@dataclass(frozen=True)
+class WhitenOptions:
+    """What is whitened, and what becomes of W_V; see `whiten`.
+
+    Raises:
+        InvalidInputError: an unknown option.
+    """
+
+    reads: Reads = "stream"
+    values: Values = "kept"
+
+    def __post_init__(self) -> None:
+        if self.reads not in READS or self.values not in VALUES:
+            raise InvalidInputError(
+                f"whiten: reads={self.reads!r}, values={self.values!r}; reads is one of {', '.join(map(repr, READS))}, "
+                "values is 'kept' or 'dropped'."
+            )
+
+
+@checked_names
+def whiten(model: Model, *, init: Init = "identity", reads: Reads = "stream", values: Values = "kept") -> Model:
+    """Put a whitening layer in front of every block: ``w_i = L⁻¹(x_i − M w_{i−1})`` (Whitened Self-Attention, Eq. 9).
+
+    The model gets ``model.blocks[i].whitening`` with the hook points ``blocks.{i}.whitening.hook_in`` (the residual
+    stream, what the block before it gave) and ``hook_out`` (what ``hook_resid_pre`` sees now). Training, hooks, caches
+    and freezing work as before. ``stop_at_layer=i`` gives the stream before block i is whitened (a Bridge's
+    ``run_with_cache``, which stops at the block's own hook, after). TransformerLens' own sums over the residual stream,
+    as ``cache.decompose_resid``, know nothing of whitening. What the paper leaves open is an option:
+
+    Args:
+        model: a HookedTransformer or TransformerBridge; changed in place, and returned.
+        init: ``"identity"`` changes nothing until it is trained; ``"random"`` draws both maps as `torch.nn.Linear`
+            does; or a filter for each block (what `stream_filters` gave, or a list; their means are not used), or pairs
+            ``(L_inv, M)``. Filters are a start for training: each was made for a stream that nothing else whitens, and
+            a trained model that is given them predicts worse than before.
+        reads: what is whitened. ``"stream"``, the default, is the paper's Figure 2: before the block and its norm, for
+            attention and residual connection alike; the frozen model stays one affine map and every part of it can be
+            read. ``"attention"`` whitens what attention reads, after the norm, and leaves the residual stream alone.
+            ``"keys and values"`` leaves queries alone too, as Eq. 4 is printed (HookedTransformer only: others give
+            queries, keys and values one input). Models with the latter two run and train, and are refused by `freeze`.
+        values: ``"kept"``, the default, keeps W_V, as every head needs its own; ``"dropped"`` sets it to the identity,
+            each head reading channels of its own, and stops its training: Eq. 4 has no V, which L⁻¹ contains. Folding a
+            norm into it afterwards undoes that.
+
+    Raises:
+        InvalidInputError: whitened already; an unknown option; a filter of another width, or for another number of
+            blocks.
+        UnsupportedModelError: a model of another class, or one that takes images or sound; ``reads`` that its attention
+            cannot separate; heads that do not share d_model evenly, for ``values="dropped"``.
+
+    >>> whitened = tlens.whiten(tlens.load_demo_model(kind="bridge"))
+    >>> torch.allclose(whitened(text), model(text), atol=1e-5)  # it begins as the identity
+    True
+    """
+    view = ModelView(model)
+    view.require_chain("whiten")
+    adapter = adapter_of(view)
+    options = WhitenOptions(reads, values)
+    if options.reads == "keys and values":
+        adapter.check_separate_queries()
+    core: Any = view.model
+    refuse_attached(core)
+    parents = _parents(view, options)
+    filters = _filters(init, view.cfg.d_model, len(parents))
+    if options.values == "dropped":
+        adapter.set_values_to_identity()
+    like = next(core.parameters())
+    layers = [Whitening(view.cfg.d_model, layer, options.reads).to(like) for layer in range(len(parents))]
+    for layer, (L_inv, M) in zip(layers, filters, strict=bool(filters)):
+        with torch.no_grad():
+            layer.L_inv.weight.copy_(L_inv)
+            layer.M.weight.copy_(M)
+    for parent, layer in zip(parents, layers, strict=True):
+        layer.values = options.values
+        attach(parent, layer.train(core.training))
+    adapter.list_hook_points(layers)
+    adapter.refuse_centring()
+    return model
+
+
+@checked_names
+def unwhiten(model: Model) -> Model:
+    """Take off what `whiten` put on: the layers, their hook points, and the refusal to centre weights.
+
+    All other weights stay as they are, with what they learned beside the layers.
+
+    Args:
+        model: a model that `whiten` changed; changed in place, and returned.
+
+    Raises:
+        InvalidInputError: it is not whitened, or was with ``values="dropped"``, whose W_V are gone.
+        UnsupportedModelError: a model of another class.
+
+    >>> bridge = tlens.load_demo_model(kind="bridge")
+    >>> logits = bridge(text)
+    >>> torch.equal(tlens.unwhiten(tlens.whiten(bridge, init="random"))(text), logits)
+    True
+    """
+    view = ModelView(model)
+    adapter = adapter_of(view)
+    refuse_attached(view.model)
+    blocks: list[Any] = [block.module for block in view.blocks]
+    modules = [*blocks, *(block.attn for block in blocks)]
+    parents = [module for module in modules if getattr(module, "whitening", None) is not None]
+    if not parents:
+        raise InvalidInputError(f"unwhiten: this {view.description} is not whitened.")
+    layers = [parent.whitening for parent in parents]
+    if any(parent.whitening.values == "dropped" for parent in parents):
+        raise InvalidInputError(
+            "unwhiten: this model was whitened with values='dropped', which replaced its W_V; load it again."
+        )
+    for parent in parents:
+        detach(parent)
+    adapter.forget_hook_points(layers)
+    adapter.allow_centring()
+    return model
+
+
+def _parents(view: ModelView, options: WhitenOptions) -> list[nn.Module]:
+    """The modules whose input is whitened: blocks, or their attention.
+
+    Raises:
+        InvalidInputError: whitened already.
+        UnsupportedModelError: attention that reads several inputs.
+    """
+    if options.reads != "stream" and getattr(view.cfg, "positional_embedding_type", None) == "shortformer":
+        raise UnsupportedModelError(
+            f"whiten: reads={options.reads!r} needs one input for queries, keys and values; a shortformer adds "
+            "positions to two of them."
+        )
+    blocks = [block.module for block in view.blocks]
+    attentions = [block.attn for block in blocks]
+    if any(getattr(module, "whitening", None) is not None for module in (*blocks, *attentions)):
+        raise InvalidInputError(
+            "whiten: this model is whitened already; take that off by unwhiten(model), or load it again."
+        )
+    if options.reads == "stream":
+        return blocks
+    return attentions
+
+
+def _filters(init: Init, width: int, blocks: int) -> Filters:
+    """L⁻¹ and M of every block; none for the identity.
+
+    Raises:
+        InvalidInputError: see `whiten`.
+    """
+    match init:
+        case str("identity"):
+            return []
+        case str("random"):
+            matrices = [nn.Linear(width, width, bias=False).weight.detach() for _ in range(2 * blocks)]
+            return list(zip(matrices[::2], matrices[1::2], strict=True))
+        case str():
+            raise _bad_init(repr(init), blocks)
+        case Mapping():  # by hook point, as `stream_filters` gives them; the last one belongs to no block
+            names = [f"blocks.{layer}.hook_resid_pre" for layer in range(blocks)]
+            if not set(names) <= set(init):
+                raise InvalidInputError(f"whiten: init has filters for {', '.join(init)}; it needs {', '.join(names)}.")
+            return [_filter(init[name], width, layer) for layer, name in enumerate(names)]
+        case Sequence():
+            if len(init) != blocks:
+                raise _bad_init(f"{len(init)} filters", blocks)
+            return [_filter(start, width, layer) for layer, start in enumerate(init)]
+        case _:
+            raise _bad_init(repr(init), blocks)
+
+
+def _filter(start: object, width: int, layer: int) -> tuple[Tensor, Tensor]:
+    """L⁻¹ and M of one block.
+
+    Raises:
+        InvalidInputError: neither a filter nor a pair of tensors, of another width, or not finite.
+    """
+    if isinstance(start, WhiteningFilter):
+        start = (start.L_inv, start.M)
+    if not isinstance(start, Sequence) or not all(isinstance(matrix, Tensor) for matrix in start):
+        raise InvalidInputError(
+            f"whiten: the filter of block {layer} is a {type(start).__name__}; pass what `estimate` gives, or a "
+            "pair of tensors (L_inv, M)."
+        )
+    shapes = [tuple(matrix.shape) for matrix in start]
+    if shapes != [(width, width)] * 2:
+        raise InvalidInputError(
+            f"whiten: the filter of block {layer} is {shapes}; this model needs two matrices of {(width, width)}."
+        )
+    if not all(bool(torch.isfinite(matrix).all()) for matrix in start):
+        raise InvalidInputError(f"whiten: the filter of block {layer} has values that are not finite.")
+    L_inv, M = start
+    return L_inv, M
+
+
+def _bad_init(description: str, blocks: int) -> InvalidInputError:
+    return InvalidInputError(
+        f"whiten: init is {description}; pass 'identity', 'random', or a filter (L_inv, M) for each of {blocks} blocks."
+    )

@@ -14,17 +14,40 @@ deviations has the expectation of the squared deviation, without the noise's own
 cancels over positions, where its roots are taken with their sign.
 
 Numbers that are the same in all sequences (a first token that all prompts share) tell nothing, and are left out of Ψ.
+
+`estimate` makes the first-order filter of a process from its covariances (Eqs. 5–9).
+A stationary process whose covariance reaches one position far has the block-tridiagonal covariance (6), with Λ_0 on the
+diagonal and C = E[x_i x_{i−1}ᵀ] beside it. The blocks of its Cholesky factor settle:
+
+    L Lᵀ = Λ_0 − C (L Lᵀ)⁻¹ Cᵀ,    M = C L⁻ᵀ
+
+and ``w_i = L⁻¹(x_i − M w_{i−1})`` (Eq. 9) is white, but for the first positions, where the factor has not settled yet.
+Real sequences are correlated farther than that: then no such factor need exist, and the filter is the nearest model's.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_names
+from tensorlens_tl._arguments import checked_names, whole_number
+from tensorlens_tl.algebra import scan, spectral_radius
 from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.drawing.charts import curves
+from tensorlens_tl.drawing.page import Picture, panel, table
 from tensorlens_tl.errors import InvalidInputError, NumericalError
+from tensorlens_tl.hooks import capture, model_points, unheld_run
+from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.models.lifecycle import refuse_dropout
+from tensorlens_tl.passes.inputs import InputLike, prepare
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 if TYPE_CHECKING:
     Sequences = Float[Tensor, "batch pos d"]
@@ -162,3 +185,355 @@ def _off_diagonal(centred: Float[Tensor, "batch n"], memory: Memory) -> float:
         total += (centred[:, rows.start : rows.stop].T @ centred).abs().sum()
     variance = centred.square().sum()
     return float((total - variance) / variance / (count - 1))
+
+
+STEPS = 10_000
+
+if TYPE_CHECKING:
+    Reach = float | Literal["auto"]
+    """A factor of the covariance of neighbours, or the choice of one."""
+    Number = float
+else:
+    Reach = Number = Any  # `estimate` says what is wrong with them
+
+
+@dataclass(frozen=True, eq=False)
+class WhiteningFilter:
+    """``w_i = L⁻¹(x_i − M w_{i−1})`` (Eq. 9).
+
+    Attributes:
+        L_inv, M: its matrices, acting on column vectors as in the paper.
+        mean: what is taken off every vector first.
+        reach: the share of the neighbours' covariance that it was made for.
+    """
+
+    L_inv: Float[Tensor, "d d"]
+    M: Float[Tensor, "d d"]
+    mean: Float[Tensor, "d"]
+    reach: float = 1.0
+
+    def __repr__(self) -> str:
+        return f"WhiteningFilter(d={len(self.mean)}, radius={self.radius:.3g}, reach={self.reach:g})"
+
+    @property
+    def radius(self) -> float:
+        """The spectral radius of L⁻¹M: what is left of a vector one position later, in the long run."""
+        return spectral_radius(self.L_inv @ self.M)
+
+    def __call__(self, x: Float[Tensor, "*rows pos d"]) -> Float[Tensor, "*rows pos d"]:
+        """The whitened sequences.
+
+        Raises:
+            InvalidInputError: vectors of another width.
+        """
+        if x.shape[-1] != len(self.mean):
+            raise InvalidInputError(f"this filter is for vectors of {len(self.mean)} numbers, got {tuple(x.shape)}.")
+        L_inv = self.L_inv.to(x)
+        M = self.M.to(x)
+        return scan((x - self.mean.to(x)) @ L_inv.T, -(L_inv @ M).T)
+
+
+@checked_names
+def estimate(x: Sequences, *, reach: Reach = 1.0, ridge: Number = 1e-6) -> WhiteningFilter:
+    """The filter of a process, from sequences of it.
+
+    >>> from tensorlens_tl.whitening import estimate
+    >>> noise = torch.randn(2000, 9, 1, generator=torch.Generator().manual_seed(0))
+    >>> filter = estimate(noise[:, 1:] + 0.5 * noise[:, :-1])  # x_i = e_i + e_{i−1}/2, so L = 1 and M = 1/2
+    >>> round(filter.radius, 1)
+    0.5
+
+    Args:
+        x: sequences of equal length, a tensor `[batch, pos, d]`; means and covariances are taken over all positions,
+            as of a stationary process.
+        reach: a factor of the neighbours' covariance C, at most 1: less than 1 where no factor exists otherwise.
+            ``"auto"`` takes 1 where that has a factor, else 0.1 less than the largest of 0.95, 0.9, … that has one:
+            at the edge a filter is nearly singular, and makes things worse.
+        ridge: a share of the mean variance that is added to every variance.
+
+    Returns:
+        The filter, in float64, for vectors of d numbers.
+
+    Raises:
+        InvalidInputError: fewer than two positions, or numbers out of range; no factor exists (says what to try).
+        NumericalError: values that are not finite.
+    """
+    if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[1] < 2:
+        raise InvalidInputError(
+            f"estimate: pass a tensor [batch, pos, d] of 2 positions or more, got {shape_or_type(x)}."
+        )
+    if not bool(torch.isfinite(x).all()):
+        raise NumericalError("estimate: the sequences have values that are not finite.")
+    if reach != "auto":
+        _check_share("reach", reach, 1.0)
+    _check_share("ridge", ridge, float("inf"))
+    wide = x.detach().double()
+    mean = wide.mean((0, 1))
+    centred = wide - mean
+    batch, pos, _ = x.shape
+    here = torch.einsum("bti,btj->ij", centred, centred) / (batch * pos)
+    here += ridge * here.diagonal().mean() * torch.eye(len(here), dtype=here.dtype, device=here.device)
+    before = torch.einsum("bti,btj->ij", centred[:, 1:], centred[:, :-1]) / (batch * (pos - 1))
+    share = _safe_reach(here, before) if reach == "auto" else reach
+    L = None if share is None else _steady_factor(here, share * before)
+    if share is None or L is None:
+        raise InvalidInputError(
+            "estimate: a process with these covariances reaches farther than one position, and has no first-order "
+            "filter. Pass a smaller reach=, which shrinks what neighbours have in common, or reach='auto'."
+        )
+    L_inv = torch.linalg.solve_triangular(L, torch.eye(len(L), dtype=L.dtype, device=L.device), upper=False)
+    return WhiteningFilter(L_inv, share * before @ L_inv.T, mean, float(share))
+
+
+def _check_share(name: str, value: object, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise InvalidInputError(f"{name}={value!r}: pass a number from 0 to {most:g}.")
+
+
+def _safe_reach(here: Float[Tensor, "d d"], before: Float[Tensor, "d d"]) -> float | None:
+    """A share of the neighbours' covariance for which a factor exists, with a margin."""
+    exists = [step for step in range(20, 0, -1) if _steady_factor(here, step / 20 * before) is not None]
+    if not exists:
+        return None
+    largest = exists[0]
+    if largest == 20:
+        return 1.0
+    return max(largest - 2, 1) / 20
+
+
+def _steady_factor(here: Float[Tensor, "d d"], before: Float[Tensor, "d d"]) -> Float[Tensor, "d d"] | None:
+    """L at its steady state; None where the covariances have no such factor."""
+    squared = here
+    for _ in range(STEPS):
+        factor, failed = torch.linalg.cholesky_ex(squared)
+        if int(failed):
+            return None
+        following = here - before @ torch.cholesky_solve(before.T, factor)
+        settled = float((following - squared).norm()) <= 1e-13 * float(squared.norm())
+        squared = following
+        if settled:
+            break
+    factor, failed = torch.linalg.cholesky_ex(squared)
+    if int(failed):
+        return None
+    return factor
+
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    PointNames = str | Sequence[str] | None
+    """Names of hook points; None for the residual stream before every block and after the last."""
+
+    Filters = Mapping[str, WhiteningFilter] | None
+    """A filter for each hook point, by name."""
+else:
+    PointNames = Filters = Any  # what is wrong with them is said by `measure`
+
+AT_ONCE = 32
+"""Prompts of a run."""
+SETTLING = 4
+"""Positions that a filter needs to settle; the recursion's start leaves them unwhitened."""
+
+
+@checked_names
+def measure(
+    model: ModelLike,
+    prompts: InputLike,
+    points: PointNames = None,
+    *,
+    filters: Filters = None,
+    skip: int | None = None,
+    memory: Memory = None,
+) -> "pd.DataFrame":
+    """Whiteness and stationarity at hook points, over a batch of prompts.
+
+    >>> from tensorlens_tl import whitening
+    >>> prompts = tlens.demo.held_out_prompts(model, 32, length=8)
+    >>> table = whitening.measure(model, prompts, ["blocks.0.hook_resid_pre", "blocks.3.hook_resid_post"])
+    >>> (table["of correlations"] > table["floor"]).tolist()  # noise alone would give the floor
+    [True, True]
+
+    Args:
+        model: a TransformerLens model.
+        prompts: text or token ids, four prompts or more of the same number of tokens. Their number B sets the noise
+            floor of whiteness, √(2/(π(B−1))).
+        points: names of hook points with one vector per position; None takes the residual stream before every block
+            and after the last.
+        filters: a filter for each hook point (`stream_filters`): what is measured has gone through it.
+        skip: how many positions at the start are left out. None leaves out none, or with `filters` the first 4, where a
+            filter has not settled yet; compare tables of the same positions. Positions that are the same in all
+            prompts, such as ``<bos>``, are always left out.
+        memory: what covariances may take at once, as ``"512MB"`` or bytes.
+
+    Returns:
+        A row for each point: ``whiteness``, ``of correlations``, their ``floor``; ``rho``, ``relative``, and both
+        ``without noise`` (see `tensorlens_tl.whitening.measures`). Lower is whiter, and more stationary.
+
+    Raises:
+        InvalidInputError: prompts of different length, too few of them, no such hook point, one that has no vector
+            for each position, or a point without a filter.
+    """
+    import pandas as pd
+
+    if filters is None:
+        skip = whole_number("skip", skip or 0, 0)
+        sequences = activations(model, prompts, points)
+    else:
+        skip = whole_number("skip", SETTLING if skip is None else skip, 0)
+        if not isinstance(filters, Mapping):
+            raise InvalidInputError(
+                f"filters: pass what stream_filters gave, hook point → filter, not {type(filters).__name__}."
+            )
+        sequences = activations(model, prompts, list(filters) if points is None else points)
+        for name in sequences:
+            if name not in filters:
+                raise InvalidInputError(f"filters: none for {name}; there are {', '.join(filters)}.")
+    rows = {}
+    for name, x in sequences.items():
+        varies = (x - x[:1]).abs().amax((0, 2)) > SAME * x.abs().amax((0, 2))
+        if int(varies[skip:].sum()) < 3:
+            raise InvalidInputError(
+                f"measure: prompts of {x.shape[1]} tokens leave {int(varies[skip:].sum())} positions that differ "
+                f"between prompts, after the first {skip}; 3 are needed."
+            )
+        if filters is not None:
+            x = filters[name](x)
+        x = x[:, skip:][:, varies[skip:]]
+        white = whiteness(x, memory=memory)
+        steady = stationarity(x)
+        rows[name] = {
+            "whiteness": white.covariance,
+            "of correlations": white.correlation,
+            "floor": white.floor,
+            "rho": steady.rho,
+            "relative": steady.relative,
+            "rho without noise": steady.rho_without_noise,
+            "relative without noise": steady.relative_without_noise,
+        }
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+@checked_names
+def stream_filters(
+    model: ModelLike, prompts: InputLike, points: PointNames = None, *, reach: Reach = "auto", ridge: Number = 1e-6
+) -> dict[str, WhiteningFilter]:
+    """The first-order filter of each hook point, from the covariances there, by name.
+
+    >>> from tensorlens_tl import whitening
+    >>> prompts = tlens.demo.held_out_prompts(model, 64, length=12)
+    >>> filters = whitening.stream_filters(model, prompts, "blocks.1.hook_resid_pre")
+    >>> filters["blocks.1.hook_resid_pre"].L_inv.shape
+    torch.Size([128, 128])
+
+    Args:
+        model, prompts, points: as for `measure`.
+        reach, ridge: as for `estimate`. Neighbours of real streams have more in common than a first-order process may,
+            so by default as much of it stays as leaves a filter.
+
+    Returns:
+        Hook point → filter, in the order of `points`.
+
+    Raises:
+        InvalidInputError: what `measure` and `estimate` refuse.
+    """
+    sequences = activations(model, prompts, points)
+    return {name: estimate(x, reach=reach, ridge=ridge) for name, x in sequences.items()}
+
+
+def activations(
+    model: ModelLike, prompts: InputLike, points: PointNames = None
+) -> dict[str, Float[Tensor, "batch pos d_model"]]:
+    """What a model has at hook points, for prompts of equal length; see `measure`."""
+    view = ModelView(model)
+    view.refuse_encoder_decoder("whiteness")
+    refuse_dropout(view.model)
+    prompt = prepare(view, prompts)
+    if not bool(prompt.mask.all()):
+        lengths = sorted({int(n) for n in prompt.mask.sum(1)})
+        raise InvalidInputError(f"prompts have {lengths[0]} to {lengths[-1]} tokens; all must be of one length.")
+    names = _point_names(view, points)
+    parts: dict[str, list[Tensor]] = {name: [] for name in names}
+    with unheld_run(view.model), torch.no_grad():
+        for start in range(0, len(prompt.tokens), AT_ONCE):
+            part = prepare(view, prompt.tokens[start : start + AT_ONCE])
+            cache, _ = capture(view.model, part.kwargs, names)
+            for name, activation in cache.items():
+                parts[name].append(activation.detach())
+    sequences = {name: torch.cat(parts[name]) for name in names}
+    for name, x in sequences.items():
+        if x.ndim != 3 or x.shape[:2] != prompt.tokens.shape:
+            raise InvalidInputError(f"points: {name} is {tuple(x.shape)}, not one vector for each position.")
+    return sequences
+
+
+def _point_names(view: ModelView, points: PointNames) -> list[str]:
+    """The hook points by name.
+
+    Raises:
+        InvalidInputError: none, or one that the model does not have.
+    """
+    if points is None:
+        known = model_points(view)
+        points = [*(block.resid_pre for block in known.blocks), known.last_output]
+    if isinstance(points, str):
+        points = [points]
+    names = list(points)
+    if not names:
+        raise InvalidInputError("points: none; pass names of hook points, or None for the stream before every block.")
+    for name in names:
+        if name not in view.model.hook_dict:
+            near = difflib.get_close_matches(str(name), list(view.model.hook_dict), n=1)
+            suggestion = f"; {near[0]!r}?" if near else "."
+            raise InvalidInputError(f"points: no hook point {name!r} here{suggestion}")
+    return names
+
+
+CURVES = {
+    "Whiteness Ψ, lower is whiter": ("whiteness", "of correlations", "floor"),
+    "Stationarity ρ relative to Σ‖Λ‖, lower is more stationary": ("relative", "relative without noise"),
+}
+
+
+@checked_names
+def picture(
+    measures: "pd.DataFrame", filtered: "pd.DataFrame | None" = None, title: str = "Whiteness and stationarity"
+) -> Picture:
+    """Curves over hook points, in the order of the table, and the figures.
+
+    Args:
+        measures: what `measure` gave, two hook points or more.
+        filtered: what it gave for the same hook points with ``filters=``.
+        title: of the page.
+
+    Returns:
+        A picture that a notebook shows, and that saves itself as a page.
+
+    Raises:
+        InvalidInputError: a table of something else, of one hook point, or of other hook points than the first.
+    """
+    tables = {"": measures}
+    if filtered is not None:
+        tables[", filtered"] = filtered
+    start = "picture: pass tables of whitening.measure for the same hook points, 2 or more"
+    for values in tables.values():
+        missing = [column for columns in CURVES.values() for column in columns if column not in values]
+        if missing:
+            raise InvalidInputError(f"{start}; one has no column {missing[0]!r}.")
+        if len(values) < 2 or list(values.index) != list(measures.index):
+            raise InvalidInputError(f"{start}, not {len(values)}.")
+    panels = []
+    for heading, columns in CURVES.items():
+        lines = {column + of: values_table[column] for of, values_table in tables.items() for column in columns}
+        lines.pop("floor, filtered", None)
+        values = np.stack([line.to_numpy() for line in lines.values()])
+        depth = np.arange(len(measures), dtype=float)
+        chart = curves(list(lines), depth, values, values, values, metric=heading, axis_name="hook point")
+        panels.append(panel(heading, chart))
+    rows = [
+        (f"{number}: {name}{of}", *(f"{value:.4g}" for value in row))
+        for of, values_table in tables.items()
+        for number, (name, *row) in enumerate(values_table.itertuples())
+    ]
+    panels.append(panel("Values", table(["hook point", *measures.columns], rows)))
+    return Picture(title, "".join(panels))
