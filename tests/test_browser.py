@@ -15,7 +15,7 @@ import torch
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, report
-from tensorlens_tl.drawing.images import patch_scores
+from tensorlens_tl.drawing.heat_maps import patch_scores
 from tensorlens_tl.drawing.page import page
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install -e '.[dev]'")

@@ -10,7 +10,7 @@ from matplotlib.font_manager import fontManager
 from matplotlib.text import Text
 
 import tensorlens_tl as tlens
-from tensorlens_tl.drawing import fonts, printed_text
+from tensorlens_tl.drawing import figure
 from tensorlens_tl.drawing.figure import heat_map
 
 HEBREW = "שלום"
@@ -23,10 +23,10 @@ def bundled(monkeypatch):
     bundled = Path(matplotlib.get_data_path())
     ours = [font for font in fontManager.ttflist if bundled in Path(font.fname).parents]
     monkeypatch.setattr(fontManager, "ttflist", ours)
-    monkeypatch.setattr(fonts, "_WARNED", set())
-    fonts._font_with.cache_clear()
+    monkeypatch.setattr(figure, "_WARNED", set())
+    figure._font_with.cache_clear()
     yield
-    fonts._font_with.cache_clear()
+    figure._font_with.cache_clear()
 
 
 def families(ax, letters):
@@ -39,7 +39,7 @@ def test_another_font_is_taken_and_a_script_without_one_is_warned_of_once(bundle
 
     def drawn():
         if kind == "text":
-            return printed_text.text([HEBREW, THAI], values[0], "t")
+            return figure.text([HEBREW, THAI], values[0], "t")
         return heat_map(values, ["a", "b"], [HEBREW, THAI], "t")
 
     with pytest.warns(UserWarning, match="letters of Thai, so") as caught:

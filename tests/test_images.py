@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tensorlens_tl as tlens
-from tensorlens_tl.drawing import images, marks
+from tensorlens_tl.drawing import heat_maps, marks
 
 NASTY = "<img src=x onerror=alert(1)> \"'></svg><script>alert(2)</script>"
 
@@ -48,7 +48,7 @@ def rectangles(html):
 def made(shape=(1, 8, 8), grid=(4, 4), **options):
     rng = np.random.default_rng(0)
     image, scores = rng.normal(size=shape), rng.normal(size=grid)
-    return image, scores, images.patch_scores(image, scores, title="digit", **options)
+    return image, scores, heat_maps.patch_scores(image, scores, title="digit", **options)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -61,13 +61,14 @@ def test_the_image_survives(channels):
     assert (beside.min(), beside.max()) == (0, 255)
     weights = [1.0] if channels == 1 else [0.299, 0.587, 0.114]
     brightness = np.tensordot(weights, wanted, 1) / 255
-    assert np.abs(under[..., 0] - (images.DARKEST + (images.LIGHTEST - images.DARKEST) * brightness)).max() <= 1
+    span = heat_maps.LIGHTEST - heat_maps.DARKEST
+    assert np.abs(under[..., 0] - (heat_maps.DARKEST + span * brightness)).max() <= 1
     assert under.shape == (6, 10, 1)
 
 
 @pytest.mark.parametrize("value", [0.0, -3.5, 1e9])
 def test_an_image_without_differences_is_middle_grey(value):
-    html = images.patch_scores(np.full((1, 4, 4), value), np.eye(2), title="flat")
+    html = heat_maps.patch_scores(np.full((1, 4, 4), value), np.eye(2), title="flat")
     assert set(pictures(html)[1].flat) == {128}
 
 
@@ -75,9 +76,9 @@ def test_an_image_without_differences_is_middle_grey(value):
 def test_images_of_any_size(shape):
     """Large ones are reduced to means of blocks, in the image's own coordinates: their mean stays."""
     image = np.linspace(0, 1, np.prod(shape)).reshape(shape)
-    html = images.patch_scores(image, np.ones((1, 1)), title="size")
+    html = heat_maps.patch_scores(image, np.ones((1, 1)), title="size")
     _, beside = pictures(html)
-    assert max(beside.shape) <= max(images.LARGEST, 3)
+    assert max(beside.shape) <= max(heat_maps.LARGEST, 3)
     assert f'viewBox="0 0 {shape[2]} {shape[1]}"' in html
     assert len(html) < 1_000_000
     if image.size > 1:
@@ -98,7 +99,7 @@ def test_patches_cover_the_image_once_with_their_own_scores(grid):
 
 
 def test_colours_have_the_signs_and_sizes_of_the_scores():
-    html = images.patch_scores(np.zeros((1, 2, 4)), np.array([[2.0, -1.0, 0.0, -4.0]]), title="signs")
+    html = heat_maps.patch_scores(np.zeros((1, 2, 4)), np.array([[2.0, -1.0, 0.0, -4.0]]), title="signs")
     fills = re.findall(r'fill="rgb\((.*?)\)" fill-opacity="(.*?)"', html)
     blue, orange = (",".join(map(str, rgb)) for rgb in (marks.POSITIVE, marks.NEGATIVE))
     assert [(rgb, float(part)) for rgb, part in fills] == [
@@ -120,7 +121,7 @@ def test_tokens_that_are_no_patch_are_named_with_their_scores():
 
 
 def test_what_is_given_as_text_stays_text():
-    html = made(special={NASTY: 1.0}, note=NASTY)[2] + images.patch_scores(
+    html = made(special={NASTY: 1.0}, note=NASTY)[2] + heat_maps.patch_scores(
         np.zeros((1, 2, 2)), np.zeros((1, 1)), title=NASTY
     )
     assert "<img" not in html
@@ -145,4 +146,4 @@ def test_what_is_given_as_text_stays_text():
 )
 def test_bad_images_and_scores_are_refused(image, scores, special, message):
     with pytest.raises(tlens.InvalidInputError, match=message):
-        images.patch_scores(image, scores, title="x", special=special)
+        heat_maps.patch_scores(image, scores, title="x", special=special)

@@ -356,10 +356,8 @@ def test_generated_tokens_are_the_rows_and_the_marks():
 
 def test_long_text_is_wrapped_and_breaks_where_it_does():
     pytest.importorskip("matplotlib").use("Agg")
-    from tensorlens_tl.drawing import printed_text
-
     tokens = ["one", " two\n", "three", *["ab" * 20] * 4, "ａ" * 3, "$_x"]
-    axes = printed_text.text(tokens, np.linspace(-1, 1, len(tokens)), "t", marked=[1, 2], first=8)
+    axes = figure.text(tokens, np.linspace(-1, 1, len(tokens)), "t", marked=[1, 2], first=8)
     boxes = [(box.get_y(), box.get_x(), box.get_width()) for box in axes.patches]
     assert boxes[2][0] > boxes[1][0]
     assert boxes[2][1] == 0

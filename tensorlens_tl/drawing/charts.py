@@ -1,11 +1,11 @@
-"""Charts of evaluations: means with intervals as bars, and curves."""
+"""Charts: means with intervals as bars, curves, and how often each size occurs."""
 
 from collections.abc import Sequence
 from html import escape
 
 import numpy as np
 
-from tensorlens_tl.drawing.marks import short, tab_stop
+from tensorlens_tl.drawing.marks import POSITIVE, short, tab_stop
 
 LINES = (("#3a8fd6", ""), ("#e0861f", "7 3"), ("#1d9e77", "2 3"), ("#cc6fa0", "9 3 2 3"), ("#8f7ae6", "4 2"))
 """Colours that common kinds of colour blindness keep apart, on either ground, and dashes for all others."""
@@ -19,6 +19,11 @@ BOTTOM = 40
 """Pixels of a chart, and of what stands around it."""
 
 LINE_HEIGHT = 13
+
+HISTOGRAM_WIDTH = 340
+HISTOGRAM_HEIGHT = 90
+FLOOR = 18
+"""Pixels of the histogram, and of the line of figures below it."""
 
 
 def intervals(names: Sequence[str], means: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> str:
@@ -147,3 +152,39 @@ def _apart(y: np.ndarray) -> np.ndarray:
         least = placed[row] = max(y[row], least)
         least += LINE_HEIGHT
     return placed - max(0.0, placed.max(initial=0.0) - (HEIGHT - BOTTOM))
+
+
+def histogram(edges: Sequence[float], counts: Sequence[int]) -> str:
+    """How often each size occurs, on a logarithmic axis; bins in which nothing lies at either end are left out.
+
+    Args:
+        edges: of the bins, one more than there are bins.
+        counts: of values in each.
+    """
+    filled = np.flatnonzero(counts)
+    if not len(filled):
+        return ""
+    first = int(filled[0])
+    last = int(filled[-1]) + 1
+    width = HISTOGRAM_WIDTH / (last - first)
+    most = max(counts)
+    bars = []
+    for bin in range(first, last):
+        height = HISTOGRAM_HEIGHT * counts[bin] / most
+        words = f"{edges[bin]:.3g} to {edges[bin + 1]:.3g}: {counts[bin]} tokens"
+        bars.append(
+            f'<rect x="{(bin - first) * width:.1f}" y="{HISTOGRAM_HEIGHT - height:.1f}" width="{width * 0.9:.1f}" '
+            f'height="{height:.1f}" fill="rgb{POSITIVE}"><title>{escape(words)}</title></rect>'
+        )
+    ends = (
+        f'<text x="0" y="{HISTOGRAM_HEIGHT + FLOOR - 4}">{edges[first]:.3g}</text>'
+        f'<text x="{HISTOGRAM_WIDTH}" y="{HISTOGRAM_HEIGHT + FLOOR - 4}" text-anchor="end">{edges[last]:.3g}</text>'
+    )
+    total = sum(counts)
+    label = f"sizes of {total} activations, from {edges[first]:.3g} to {edges[last]:.3g}"
+    height = HISTOGRAM_HEIGHT + FLOOR
+    return (
+        f'<div class="scroll"><svg width="{HISTOGRAM_WIDTH}" height="{height}" '
+        f'viewBox="0 0 {HISTOGRAM_WIDTH} {height}" role="img" aria-label="{escape(label)}">{"".join(bars)}{ends}</svg>'
+        "</div>"
+    )

@@ -3,15 +3,18 @@
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+import unicodedata
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tensorlens_tl.drawing.charts import LINES
-from tensorlens_tl.drawing.fonts import use_fonts_with_letters
-from tensorlens_tl.drawing.marks import NEGATIVE, POSITIVE, STRONGEST, largest_of, sign_colour, visible
+from tensorlens_tl.drawing.graphs import READS, WHOLE, GraphPicture, curve, layout
+from tensorlens_tl.drawing.marks import NEGATIVE, POSITIVE, STRONGEST, largest_of, share, short, sign_colour, visible
 from tensorlens_tl.drawing.matrix import head_cells
+from tensorlens_tl.errors import warn_caller
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -329,3 +332,256 @@ def _pyplot() -> Any:
     except ImportError as error:
         raise ImportError("plot() needs matplotlib: in a clone, pip install -e '.[plot]'.") from error
     return plt
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+else:
+    Axes = Any  # matplotlib is an extra
+
+SIZE = LABEL + 1
+LETTER = 0.62 * SIZE / 72
+"""Points of a letter, and inches that it is wide at most."""
+
+WIDTH = 6.5
+LINE = 0.24
+BELOW = 0.75
+"""Inches: of a new figure, of a line, of what stands around the lines."""
+
+
+def text(
+    tokens: Sequence[str],
+    values: np.ndarray,
+    title: str,
+    ax: Axes | None = None,
+    *,
+    marked: Collection[int] = (),
+    first: int | None = None,
+) -> Axes:
+    """One prompt as coloured text with the scale of its colours below.
+
+    Args:
+        tokens: of the prompt.
+        values: their scores, `[token]`.
+        title: above it.
+        ax: draw here; None makes a figure of fitting size.
+        marked: tokens to underline, by number.
+        first: the token that begins a line after a rule, as the first generated one does.
+    """
+    names = [visible(token) for token in tokens]
+    inches = WIDTH
+    if ax is not None:
+        inches = width_of(ax)
+    letters = max(12, int(inches / LETTER))
+    starts = _starts(tokens, names, letters, first)
+    lines = 1 + max((line for line, _ in starts), default=0)
+    ax = axes(ax, (WIDTH, LINE * lines + BELOW))
+    colours, least, largest = scale(values)
+    image = _scale_below(ax, colours, least, largest)
+    for number, ((line, column), name) in enumerate(zip(starts, names, strict=True)):
+        _draw_token(ax, line, column, name, image.to_rgba(values[number]), underlined=number in marked)
+    if first is not None:
+        ax.axhline(starts[first][0] - 0.1, color="0.6", linewidth=0.5)
+    ax.set_xlim(0, letters)
+    ax.set_ylim(lines, 0)
+    ax.set_axis_off()
+    set_title(ax, title)
+    use_fonts_with_letters(ax)
+    return ax
+
+
+def _starts(tokens: Sequence[str], names: Sequence[str], letters: int, first: int | None) -> list[tuple[int, int]]:
+    """Line and column at which each token begins; a line break in a token ends its line."""
+    starts = list[tuple[int, int]]()
+    line = 0
+    column = 0
+    for number, name in enumerate(names):
+        wide = cells(name)
+        if column and (number == first or column + wide > letters):
+            line += 1
+            column = 0
+        starts.append((line, column))
+        column += wide
+        if "\n" in tokens[number]:
+            line += 1
+            column = 0
+    return starts
+
+
+def cells(name: str) -> int:
+    """Letters of one width that a text takes; East Asian ones are wide."""
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in name)
+
+
+def _draw_token(ax: Axes, line: int, column: int, name: str, colour: Any, *, underlined: bool) -> None:
+    from matplotlib.patches import Rectangle
+
+    wide = cells(name)
+    ax.add_patch(Rectangle((column, line + 0.06), wide, 0.88, facecolor=colour, linewidth=0))
+    style = {"fontsize": SIZE, "family": "monospace", "ha": "center", "va": "center_baseline"}
+    ax.text(column + wide / 2, line + 0.5, plain(name), **style)
+    if underlined:
+        ax.plot([column, column + wide], [line + 0.94] * 2, color="black", linewidth=1, solid_capstyle="butt")
+
+
+def _scale_below(ax: Axes, colours: Any, least: float, largest: float) -> Any:
+    """The colour of every number, with its scale drawn below."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    image = ScalarMappable(Normalize(least, largest), colours)
+    bar = ax.figure.colorbar(image, ax=ax, orientation="horizontal", shrink=0.35, aspect=22, anchor=(0, 1), pad=0.02)
+    bar.outline.set_linewidth(0.5)
+    bar.ax.tick_params(labelsize=LABEL, width=0.5, length=2)
+    return image
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+else:
+    Axes = Any  # matplotlib is an extra
+
+ACROSS = 96
+DOWN = 130
+"""Pixels of the picture on a page, to an inch of the figure."""
+
+
+def graph(picture: GraphPicture, title: str, ax: Axes | None = None) -> Axes:
+    """Positions side by side, layers upwards, the target on top; widths and sizes are weights, lines are readings.
+
+    Args:
+        picture: nodes and edges.
+        title: above it.
+        ax: draw here; None makes a figure of fitting size.
+    """
+    x, y, width, height = layout(picture)
+    ax = axes(ax, (max(3.0, width / ACROSS), max(2.0, height / DOWN)))
+    _draw_edges(picture, x, y, ax)
+    sizes = [15 + 85 * abs(part) for part in picture.sizes]
+    colours = [of_sign(part) for part in picture.sizes]
+    ax.scatter(x, y, s=sizes, c=colours, zorder=2, edgecolors="white", linewidths=0.5)
+    for node, name in enumerate(picture.names):
+        ax.annotate(
+            plain(short(name, 14)),
+            (x[node], y[node]),
+            (0, 6),
+            textcoords="offset points",
+            fontsize=LABEL,
+            ha="center",
+            zorder=3,
+            bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "boxstyle": "square,pad=0.05"},
+        )
+    if picture.placed:
+        for position, token in dict(zip(picture.positions, picture.tokens, strict=True)).items():
+            column = x[np.array(picture.positions) == position].mean()
+            name = plain(short(visible(token), 10))
+            ax.text(column, height, name, ha="center", va="bottom", fontsize=LABEL, color="0.35")
+    ax.set_xlim(0, width)
+    ax.set_ylim(height + 4, 0)
+    ax.set_axis_off()
+    set_title(ax, title)
+    return ax
+
+
+def _draw_edges(picture: GraphPicture, x: np.ndarray, y: np.ndarray, ax: Axes) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    strongest = largest_of(np.array(picture.strengths))
+    for edge in np.abs(picture.strengths).argsort().tolist():
+        strength = picture.strengths[edge]
+        line = READS.get(picture.reads[edge], WHOLE)
+        path = Path(curve(picture, edge, x, y), [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4])
+        part = share(strength, strongest)
+        width = 0.4 + 3 * abs(part)
+        style = {"edgecolor": of_sign(part), "facecolor": "none", "alpha": 0.7, "linewidth": width}
+        patch = PathPatch(path, zorder=1, linestyle=_dash(line.dash, 1 / width), capstyle="butt", **style)
+        ax.add_patch(patch)
+    if picture.readings:
+        marks = [
+            Line2D([], [], color="0.3", linewidth=1.2, linestyle=_dash(READS[kind].dash, 0.6), label=kind)
+            for kind in picture.readings
+        ]
+        style = {"fontsize": LABEL, "frameon": False, "handlelength": 3, "borderaxespad": 0}
+        ax.legend(handles=marks, loc="upper left", ncols=len(marks), **style)
+
+
+def _dash(dash: str, factor: float) -> Any:
+    """A dash in pixels as matplotlib's, which it multiplies by the width of the line."""
+    if not dash:
+        return "solid"
+    return (0, [0.75 * float(length) * factor for length in dash.split()])
+
+
+LAST_RESORT = "Last Resort"
+"""A font of boxes that name the script; it has every character and shows none."""
+
+_WARNED: set[str] = set()
+
+
+def use_fonts_with_letters(drawn: Any) -> None:
+    """Give every text of some axes or of a figure, beside its own font, those that have the letters which it lacks.
+
+    Letters that no font of the machine has are warned of once for each script.
+    """
+    from matplotlib.text import Text
+
+    missing: set[str] = set()
+    for text in drawn.findobj(Text):
+        lacking = [letter for letter in dict.fromkeys(text.get_text()) if _needs_another(letter, text)]
+        others = {letter: _font_with(letter) for letter in lacking}
+        missing |= {script(letter) for letter, font in others.items() if not font}
+        fonts = dict.fromkeys(font for font in others.values() if font)
+        if fonts:
+            text.set_family([text.get_fontproperties().get_name(), *fonts])
+    new = sorted(missing - _WARNED)
+    if new:
+        _WARNED.update(new)
+        warn_caller(
+            f"plot: no font on this machine has letters of {', '.join(new)}, so a figure shows boxes for them. Install "
+            "one (such as Noto Sans of that script), or save as .html, which takes the fonts of whoever reads it.",
+            UserWarning,
+        )
+
+
+def script(letter: str) -> str:
+    """The script of a letter in words, as its name in Unicode begins.
+
+    >>> script("ก"), script("א")
+    ('Thai', 'Hebrew')
+    """
+    return unicodedata.name(letter, "unnamed characters").split()[0].title()
+
+
+def _needs_another(letter: str, text: Any) -> bool:
+    from matplotlib.font_manager import findfont
+
+    if letter.isspace() or ord(letter) < 128:
+        return False
+    return ord(letter) not in _letters(findfont(text.get_fontproperties()))
+
+
+@lru_cache(maxsize=512)
+def _letters(path: str) -> frozenset[int]:
+    """The characters that a font's file has; none of one that cannot be read."""
+    from matplotlib.font_manager import get_font
+
+    try:
+        return frozenset(get_font(path).get_charmap())
+    except (OSError, RuntimeError):
+        return frozenset()
+
+
+@lru_cache(maxsize=4096)
+def _font_with(letter: str) -> str:
+    """The name of a font that has a letter, an upright and ordinary one where there is one; an empty text for none."""
+    from matplotlib.font_manager import fontManager
+
+    def unusual(font: Any) -> tuple[bool, bool, str]:
+        return font.style != "normal", str(font.weight) not in ("400", "normal"), font.name
+
+    for font in sorted(fontManager.ttflist, key=unusual):
+        if not font.name.startswith(LAST_RESORT) and ord(letter) in _letters(font.fname):
+            return font.name
+    return ""

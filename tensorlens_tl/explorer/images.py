@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.drawing import images as drawn
+from tensorlens_tl.drawing.heat_maps import picture_of
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.passes import FrozenPass
 
@@ -73,7 +73,7 @@ class Images:
         if not images or images[0].shape[1] not in (1, 3):
             return []
         step = max(1, max(images[0].shape[2:]) // SMALL)
-        return [drawn.picture_of(image[0, :, ::step, ::step].detach().cpu().double().numpy()) for image in images]
+        return [picture_of(image[0, :, ::step, ::step].detach().cpu().double().numpy()) for image in images]
 
     @property
     def has_processor(self) -> bool:
@@ -185,8 +185,8 @@ def on_image(frozen: FrozenPass) -> dict[str, Any]:
     rows, columns = patches.grid(frozen.prompt.kwargs["input"])
     values = image[0].double().numpy()
     return {
-        "picture": drawn.picture_of(values),
-        "greys": drawn.picture_of(values, greys=True),
+        "picture": picture_of(values),
+        "greys": picture_of(values, greys=True),
         "rows": rows,
         "columns": columns,
         "special": frozen.prompt.special,

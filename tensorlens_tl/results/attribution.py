@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number, whole_slice
 from tensorlens_tl.algebra.numerics import maybe, relative_gap
-from tensorlens_tl.drawing import figure, generated, heat_maps, images, page, printed_text, terminal
+from tensorlens_tl.drawing import figure, heat_maps, page, terminal
 from tensorlens_tl.drawing.marks import number, numbers
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query
@@ -664,7 +664,7 @@ class Attribution(Result):
         first = None
         if self._is_generated():
             first = columns[self.options["generated"][batch][0]]
-        return printed_text.text(tokens, plane[0], self._strip_title(batch, rows[0]), ax, marked=marked, first=first)
+        return figure.text(tokens, plane[0], self._strip_title(batch, rows[0]), ax, marked=marked, first=first)
 
     def _left_out_note(self, batch: int, row: int) -> str:
         left = self.left_out[batch] if self.left_out else []
@@ -781,7 +781,7 @@ class Attribution(Result):
                 bias, total = (float(values[batch, row]) for values in (self.bias, self.total))
                 fact += f" · bias, from no token: {number(bias)} · total: {number(total)}"
             facts.append(fact)
-        picture = generated.generated_text(
+        picture = heat_maps.generated_text(
             tokens,
             list(keys),
             plane,
@@ -802,7 +802,7 @@ class Attribution(Result):
         if not patches:
             return ""
         others = {token.strip(): float(scores[n]) for n, token in enumerate(tokens) if n not in patches}
-        return images.patch_scores(
+        return heat_maps.patch_scores(
             array(self.image[batch]),
             scores[patches].reshape(rows, columns),
             title=self.target or self.method,

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl.drawing import figure, graphs, matrix, page, printed_graph, terminal
+from tensorlens_tl.drawing import figure, graphs, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
@@ -173,7 +173,7 @@ class Circuit(SharedGraph):
         if not rows:
             raise InvalidInputError("plot: this circuit has no edges.")
         if kind == "graph":
-            return printed_graph.graph(drawn, self.heading, ax)
+            return figure.graph(drawn, self.heading, ax)
         return figure.heat_map(scores, rows, columns, self.heading, ax, values=False, names=("from", "to"))
 
     def to_networkx(self) -> "networkx.MultiDiGraph":

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.drawing import feature_examples, figure, page, terminal
+from tensorlens_tl.drawing import charts, figure, heat_maps, page, terminal
 from tensorlens_tl.drawing.marks import number, visible
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import Entry, panel, provenance_note
@@ -193,9 +193,9 @@ class FeatureExamples(Result):
         return panel(
             self._name(place),
             f'<div class="n">{escape(facts)}. Activations, on a logarithmic scale:</div>',
-            feature_examples.histogram(self.edges, counts),
-            feature_examples.promoted(tokens, self.promotion[place].tolist()),
-            feature_examples.examples(self._examples(place, k)),
+            charts.histogram(self.edges, counts),
+            heat_maps.promoted(tokens, self.promotion[place].tolist()),
+            heat_maps.examples(self._examples(place, k)),
             notes=[f"{self.dictionary} at {self.hook}", provenance_note(self.provenance)],
             style=False,
         )
@@ -284,14 +284,14 @@ class FeatureExamples(Result):
             raise InvalidInputError(f"feature {feature!r}: it is not in here; there are {names}.")
         return self.features.index(number)
 
-    def _examples(self, place: int, k: int) -> list[feature_examples.Example]:
+    def _examples(self, place: int, k: int) -> list[heat_maps.Example]:
         """The k largest examples of one feature."""
         shown = []
         for rank in range(min(k, int((self.rows[place] >= 0).sum()))):
             columns = (self.tokens[place, rank] >= 0).nonzero()[:, 0]
             start = int(self.positions[place, rank]) - self.before
             shown.append(
-                feature_examples.Example(
+                heat_maps.Example(
                     row=int(self.rows[place, rank]),
                     positions=(columns + start).tolist(),
                     tokens=[self.texts[number] for number in self.tokens[place, rank, columns].tolist()],
@@ -302,7 +302,7 @@ class FeatureExamples(Result):
         return shown
 
 
-def _line(example: feature_examples.Example) -> str:
+def _line(example: heat_maps.Example) -> str:
     """An example as text, its largest token in guillemets."""
     tokens: Sequence[str] = [visible(token) for token in example.tokens]
     return "".join(f"«{token}»" if column == example.peak else token for column, token in enumerate(tokens))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice
-from tensorlens_tl.drawing import graphs, page, printed_graph, terminal
+from tensorlens_tl.drawing import figure, graphs, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
@@ -278,7 +278,7 @@ class ContributionGraph(SharedGraph):
             InvalidInputError: most below 1.
             ImportError: matplotlib is not installed.
         """
-        return printed_graph.graph(self._small(checked_most(most))._connected()._picture(), self.heading, ax)
+        return figure.graph(self._small(checked_most(most))._connected()._picture(), self.heading, ax)
 
     def _connected(self) -> "ContributionGraph":
         """The nodes that have edges, and the target."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 import numpy as np
 from torch import Tensor
 
-from tensorlens_tl.drawing import figure, fonts, graphs, page, terminal
+from tensorlens_tl.drawing import figure, graphs, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import Entry, panel
@@ -401,7 +401,7 @@ def _drawn(suffix: str, result: Result, **chosen: Any) -> bytes:
     axes = result.plot(**chosen)
     first = axes[0] if isinstance(axes, list) else axes
     file = io.BytesIO()
-    fonts.use_fonts_with_letters(first.figure)
+    figure.use_fonts_with_letters(first.figure)
     with rc_context(SAME_BYTES), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # said above, by script
         options = {"bbox_inches": "tight", "metadata": NO_DATE.get(suffix), "dpi": DOTS}
