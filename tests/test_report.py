@@ -18,7 +18,7 @@ from tensorlens_tl import circuits, report
 from tensorlens_tl.drawing import charts, heat_maps, marks, matrix, page
 from tensorlens_tl.models.lifecycle import WeightState
 from tensorlens_tl.report import predict, stretch_components
-from tensorlens_tl.results import views
+from tensorlens_tl.results import attribution
 from tensorlens_tl.results.graph import SHOWN_EDGES
 
 NASTY = "<img src=x onerror=alert(1)> \"'></svg><script>alert(2)</script>"
@@ -163,7 +163,7 @@ def test_pooling_keeps_the_strongest():
 def test_many_prompts_are_cut_with_a_note():
     model = tlens.testing.tiny_model("bridge/gpt2")
     html = tlens.attribute(model, some_tokens(batch=11)).to_html(style=False)
-    assert html.count('class="line rove"') == views.MOST_PROMPTS
+    assert html.count('class="line rove"') == attribution.MOST_PROMPTS
     assert "3 more prompts" in html
 
 
