@@ -12,6 +12,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.models.parameters import tried_norm
+from tensorlens_tl.passes import backward
 from tensorlens_tl.testing import check_model, model_names, tiny_model
 from tensorlens_tl.testing.models import build_bridge
 
@@ -286,8 +287,12 @@ def test_a_result_says_how_many_of_its_digits_hold(dtype, capsys):
 
 
 @pytest.mark.parametrize("method", ["input-x-gradient", "attnlrp", "gim", "chefer"])
-def test_gradients_that_lose_digits_say_so(method):
-    """In bfloat16, also in a strict pass; in float32 and by a method that pulls in float32 nothing is lost."""
+def test_gradients_that_lose_digits_say_so(method, monkeypatch):
+    """In bfloat16, also in a strict pass; in float32 and by a method that pulls in float32 nothing is lost.
+
+    How much is lost depends on the processor: here a thousandth is notable.
+    """
+    monkeypatch.setattr(backward, "NOTABLE", 1e-3)
     prompt = tlens.demo.held_out_prompts(tlens.load_demo_model(kind="bridge"), 1, 32)
     for dtype, strict in ((torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)):
         frozen = tlens.freeze(tlens.load_demo_model(kind="bridge").to(dtype), prompt, strict=strict)
