@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tensorlens_tl.algebra import ZERO, MixingMap, note_bias
+from tensorlens_tl.algebra import ZERO, note_bias
 from tensorlens_tl.algebra.positions import Where
-from tensorlens_tl.algebra.secants import Offset
+from tensorlens_tl.algebra.secants import Offset, WithConstants
 from tensorlens_tl.core.linearise import refuse_other_functions, ruled
 from tensorlens_tl.core.pairing import Constant, Pairing, other_way
 from tensorlens_tl.core.recorded import Recorded, gradients, recordable
@@ -26,7 +26,7 @@ Numbers = Callable[[Tensor], Tensor]
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
-class Paired(MixingMap):
+class Paired(WithConstants):
     """From the difference of what a module reads in two runs to the difference of what it gives.
 
     Attributes:

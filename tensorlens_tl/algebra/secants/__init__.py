@@ -18,7 +18,7 @@ of a row in either run, as the softmax is.
 
 from tensorlens_tl.algebra.secants.attention import CrossKeyResponse, KeyResponse, QueryResponse, ScoreSecant
 from tensorlens_tl.algebra.secants.change import Change
-from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, RankOne, Rotation
+from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, RankOne, Rotation, WithConstants
 from tensorlens_tl.algebra.secants.numbers import logarithmic_mean, mean_share, slope
 from tensorlens_tl.algebra.secants.parts import (
     bias_name,
@@ -41,6 +41,7 @@ __all__ = [
     "RankOne",
     "Rotation",
     "ScoreSecant",
+    "WithConstants",
     "bias_name",
     "linear_secant",
     "logarithmic_mean",

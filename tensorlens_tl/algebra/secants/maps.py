@@ -1,5 +1,6 @@
 """Maps that secants need besides the primitives: what is added by name, rank one, rotations."""
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
@@ -7,7 +8,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap, note_bias
+from tensorlens_tl.algebra.maps import ZERO, AffineMap, MixingMap, PositionwiseMap, note_bias
 from tensorlens_tl.algebra.numerics import product
 from tensorlens_tl.algebra.positions import Where, at
 from tensorlens_tl.algebra.primitives import largest_singular_value
@@ -82,6 +83,14 @@ class Offset(PositionwiseMap):
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         note_bias(g, self.vectors, biases)
         return g
+
+
+class WithConstants(MixingMap):
+    """A map that is not put together of others, and has constants by name inside."""
+
+    @abstractmethod
+    def noted(self, g: Float[Tensor, "*rows batch pos d"]) -> list[tuple[Offset, Tensor]]:
+        """Each constant, and what a vector at the end is pulled to there, the last of the map first."""
 
 
 @final

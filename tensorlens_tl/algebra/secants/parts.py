@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -13,7 +12,7 @@ from tensorlens_tl.algebra.numerics import centred
 from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.algebra.primitives import Diagonal, Linear, Norm
 from tensorlens_tl.algebra.routing import Branch, Routed
-from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, RankOne
+from tensorlens_tl.algebra.secants.maps import MatrixChange, Offset, RankOne, WithConstants
 from tensorlens_tl.algebra.segments import Segment
 
 
@@ -141,25 +140,12 @@ def pull_noting(
         case Routed():
             _note_routed(m, g, note)
             return m.pull(g)
-        case Noted():
+        case WithConstants():
             for offset, pulled in m.noted(g):
                 note(offset, pulled)
             return m.pull(g)
         case _:
             return m.pull(g)
-
-
-@runtime_checkable
-class Noted(Protocol):
-    """A map that is not put together of others and has constants by name."""
-
-    def noted(self, g: Float[Tensor, "*rows batch pos d"]) -> list[tuple[Offset, Tensor]]:
-        """Each constant, and what a vector at the end is pulled to there, the last of the map first."""
-        ...
-
-    def pull(self, g: Float[Tensor, "*rows batch pos d"]) -> Float[Tensor, "*rows batch pos d_in"]:
-        """The adjoint."""
-        ...
 
 
 def _pull_segment(
