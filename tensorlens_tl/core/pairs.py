@@ -35,7 +35,8 @@ class Paired(WithConstants):
 
     >>> from tensorlens_tl.core import paired
     >>> a, b = torch.tensor([[[3.0]]]), torch.tensor([[[1.0]]])
-    >>> square = paired(lambda x: x * x, lambda x: x * x, torch.nn.Identity(), torch.nn.Identity(), a, b)
+    >>> module = torch.nn.Identity()
+    >>> square = paired(lambda x: x * x, lambda x: x * x, (module, module), a, b)
     >>> square(a - b)
     tensor([[[8.]]])
     """

@@ -10,7 +10,7 @@ from tensorlens_tl.drawing import figure, matrix, page
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import Entry, check_batch, largest, panel, provenance_note
 from tensorlens_tl.results.means import prompts_in_words
-from tensorlens_tl.results.result import Bars, Result, long_table
+from tensorlens_tl.results.result import Bars, Result, axes_of, long_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -69,7 +69,7 @@ class HeadScores(Result):
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per prompt and head: batch, layer, head, target, score."""
-        axes = dict.fromkeys(self.axes_of("scores"))
+        axes = dict.fromkeys(axes_of(self, "scores"))
         return long_table(self, self.scores, axes, real=self.scores.isfinite().cpu(), target=self.target)
 
     @property

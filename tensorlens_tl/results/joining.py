@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from tensorlens_tl.results.attribution import Attribution
 from tensorlens_tl.results.entry import MINUS, shown_target
-from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.result import Result, axes_of
 from tensorlens_tl.results.targets import SEVERAL_TARGETS, TOKENS_OF_QUERIES, number_of
 from tensorlens_tl.results.terms import ModelChange
 
@@ -64,7 +64,7 @@ def joined(
 
 def _axes(part: Any) -> dict[str, list[str]]:
     """The axes of every tensor that a result has; its positions are those of keys."""
-    axes: dict[str, Sequence[str]] = {name: part.axes_of(name) for name in part.TENSORS}
+    axes: dict[str, Sequence[str]] = {name: axes_of(part, name) for name in part.TENSORS}
     if isinstance(part, Attribution):
         axes |= {"scores": part.axes, "stderr": part.axes}
         inner = range(0 if part.layers is None else part.layers.ndim - 4)

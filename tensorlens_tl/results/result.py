@@ -87,14 +87,6 @@ class Result(Stored, ABC):
     def _repr_html_(self) -> str:
         return self.to_html()
 
-    @classmethod
-    def axes_of(cls, name: str) -> tuple[str, ...]:
-        """The names of the axes of one of its tensors, as its annotation has them."""
-        (annotation,) = (field.type for field in fields(cls) if field.name == name)  # pyright: ignore
-        kinds: list[Any] = [annotation, *get_args(annotation)]
-        (shaped,) = (kind for kind in kinds if hasattr(kind, "dim_str"))
-        return tuple(shaped.dim_str.split())
-
     def _less(self, other: Any, names: Sequence[str]) -> dict[str, Tensor | None]:
         """Tensors of these names less another result's; None where one of the two lacks it."""
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
@@ -425,3 +417,11 @@ RESULT_ENDINGS = (*Result.LOADABLE, *WRITERS)
 def array(tensor: Tensor) -> np.ndarray:
     """A tensor as drawing takes it."""
     return tensor.detach().double().cpu().numpy()
+
+
+def axes_of(result: Any, name: str) -> tuple[str, ...]:
+    """The names of the axes of one of a result's tensors, as its annotation has them."""
+    (annotation,) = (field.type for field in fields(result) if field.name == name)
+    kinds: list[Any] = [annotation, *get_args(annotation)]
+    (shaped,) = (kind for kind in kinds if hasattr(kind, "dim_str"))
+    return tuple(shaped.dim_str.split())

@@ -23,7 +23,7 @@ from tensorlens_tl.results.entry import (
     some_numbers,
 )
 from tensorlens_tl.results.means import both_provenances, mean_of, mean_queries, mean_words, refuse_ranked
-from tensorlens_tl.results.result import Result, long_table
+from tensorlens_tl.results.result import Result, axes_of, long_table
 from tensorlens_tl.results.terms import Terms
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class ChangeRoutes(Result):
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per score: batch, query, query_token, layer, route, score."""
-        axes = dict.fromkeys(self.axes_of("scores")) | {"layer": self.layers, "route": ROUTES}
+        axes = dict.fromkeys(axes_of(self, "scores")) | {"layer": self.layers, "route": ROUTES}
         return long_table(self, self.scores, axes)
 
     def mean(self) -> "ChangeRoutes":

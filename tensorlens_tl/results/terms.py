@@ -31,7 +31,7 @@ from tensorlens_tl.results.entry import (
     some_numbers,
 )
 from tensorlens_tl.results.means import both_provenances, mean_of, mean_queries, mean_words, refuse_ranked
-from tensorlens_tl.results.result import Bars, Result, long_table
+from tensorlens_tl.results.result import Bars, Result, axes_of, long_table
 from tensorlens_tl.results.statistics import bootstrap_interval
 from tensorlens_tl.results.targets import targets_of_queries
 
@@ -315,7 +315,7 @@ class Terms(Result):
             bound = getattr(self, name)
             if bound is not None and not keys:
                 columns[name] = bound.double().cpu()
-        axes = dict.fromkeys(self.axes_of("keys" if keys else "scores")) | {"term": self.names}
+        axes = dict.fromkeys(axes_of(self, "keys" if keys else "scores")) | {"term": self.names}
         frame = long_table(self, values, axes, **columns)
         if keys:  # parts that belong to no source token: a line of their own, so that the lines still sum
             whole = self.to_dataframe(keys=False)

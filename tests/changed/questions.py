@@ -339,6 +339,7 @@ LEFT_OUT = {
     "layerwise.by_attention": "seen through the methods of layer maps",
     "layerwise.side_by_side": "seen through the methods of layer maps",
     "layerwise.mean_of_layers": "a mean",
+    "layerwise.of_layers": "seen through the methods of layer maps",
     "layerwise.only_acting": "a product",
     "evaluate.text_": "reads texts; what it gives is asked",
     "evaluate.few_shot_prompts": "writes prompts",
