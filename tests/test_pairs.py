@@ -209,16 +209,46 @@ def test_what_was_noted_is_copied_before_it_is_changed_in_place():
     assert close(secant(a - b), expected)
 
 
+def state_in_place(x):
+    """A state that holds no live value is noted beside one, and overwritten."""
+    state = torch.zeros_like(x[:, 0])
+    total = (x[:, 0] + state).tanh()
+    state.add_(1.0)
+    return (total + (x[:, 1] + state).tanh())[:, None].expand_as(x)
+
+
+def test_a_state_that_is_overwritten_is_the_same_in_both_runs():
+    a, b = two_inputs(2, 4, 3)
+    secant, expected = difference_of(state_in_place, state_in_place, a, b)
+    assert close(secant(a - b), expected)
+    assert not secant.constants
+
+
 def test_a_run_that_takes_another_way_is_refused():
     a, b = two_inputs(1, 4, 3)
     for first, second in [
         (torch.tanh, lambda x: x),
         (lambda x: x, torch.tanh),
         (lambda x: x.cumsum(1).tanh(), lambda x: x[:, :3].tanh()),
-        (lambda x: x * x.topk(1, 1).values, lambda x: x * x.topk(1, 1).values),
+        (lambda x: x.take_along_dim(x.argsort(1), 1), lambda x: x.take_along_dim(x.argsort(1), 1)),
     ]:
         with pytest.raises(UnsupportedModelError, match="different ways through a module"):
             difference_of(first, second, a, b)
+
+
+def test_values_that_are_chosen_are_refused():
+    """They would be held, and be no part of what responds."""
+    a, b = two_inputs(1, 4, 3)
+    with pytest.raises(UnsupportedModelError, match="topk in the model: it gives values that it chooses"):
+        difference_of(*[lambda x: x * x.topk(1, 1).values] * 2, a, b)
+
+
+def test_what_is_held_and_differs_is_a_constant_of_its_module():
+    """The largest value is held, as in a softmax that is written out."""
+    a, b = two_inputs(1, 4, 3)
+    secant, expected = difference_of(*[lambda x: x * x.amax(1, keepdim=True)] * 2, a, b)
+    assert close(secant(a - b), expected)
+    assert {offset.name for offset, _ in secant.noted(expected)} == {"the model"}
 
 
 def test_weights_that_an_operation_is_not_linear_in_are_refused():

@@ -134,6 +134,7 @@ class Linearised(TorchFunctionMode):
     Attributes:
         rule: what stands for operations that are not linear.
         trace: of a run of a module that two runs are paired by, if they are not one batch.
+        pairing: with another run of the same module, if this is one of two.
         constants: what is held and differs between two runs, by name: its gradient times it is what it adds.
 
     Raises:
@@ -148,11 +149,11 @@ class Linearised(TorchFunctionMode):
     True
     """
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: Rule, pairing: Pairing | None = None) -> None:
         super().__init__()
         self.rule = rule
         self.trace: Trace | None = None
-        self.pairing: Pairing | None = None
+        self.pairing = pairing
         self.constants: list[tuple[str, Tensor]] = []
         self.ones = Ones() if rule.affine else None
         self._entered: list[Token[Ones | None]] = []
@@ -190,6 +191,8 @@ class Linearised(TorchFunctionMode):
             return func(*args, **kwargs)
         given = args[:1] if name in LIKE else (*args, *kwargs.values())
         live = [x for x in _tensors(given) if _is_live(x)]
+        if self.pairing is not None and _is_in_place(name):
+            self.pairing.before_change(args[0])
         if not live:
             with torch.no_grad():
                 out = _fixed(func(*args, **kwargs))  # a view of a parameter requires a gradient even here
@@ -310,16 +313,19 @@ class Linearised(TorchFunctionMode):
     ) -> Any:
         """An operation of a run that is paired with another: weights and other held values may differ."""
         assert self.pairing is not None
-        changed = args[0] if _is_in_place(name) else None
-        if changed is not None:
-            self.pairing.before_change(changed)
         if name == "activation" and self.pairing.names and _has_weights(args[1]):
             with self:  # an activation with weights of its own, by its operations
                 return args[1](args[0])
         if name in CHOOSES:
-            chosen = _fixed(func(*args, **kwargs))
-            self.pairing.choose([x for x in _tensors([chosen]) if not x.is_floating_point()])
+            chosen = func(*args, **kwargs)
+            if any(x.is_floating_point() for x in _tensors([chosen])):
+                raise UnsupportedModelError(
+                    f"{name} in {calling_module()}: it gives values that it chooses, and not only which they are. Ask "
+                    "about each run by itself."
+                )
+            self.pairing.choose(_tensors([chosen]))
             return chosen
+        changed = args[0] if _is_in_place(name) else None
         beside = [
             x for x in _tensors((*args, *kwargs.values()))
             if x is not changed and x.numel() and not any(x is of for of in live) and name not in LIKE
@@ -463,12 +469,11 @@ def ruled(
     if rule is None:
         yield None
         return
-    with lock_of(model), Placing() as placing, Linearised(rule) as linearised:
+    with lock_of(model), Placing() as placing, Linearised(rule, pairing) as linearised:
         assert isinstance(model, nn.Module)
         _mark_activations(model, placing)
         if rule.affine:
             _hold_factors(model, placing, linearised)
-        linearised.pairing = pairing
         if rule.runs == 2 and pairing is None:
             _run_by_run(model, linearised, placing)
         yield linearised

@@ -3,16 +3,18 @@
 The run that goes first notes what its operations are given. The other one finds it there, operation by operation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tensorlens_tl.algebra.secants import MatrixChange
-from tensorlens_tl.core.rules import Operation, Rule, secant, stands
+from tensorlens_tl.core.rules import Operation, Rule, calling_module, secant, stands
 from tensorlens_tl.errors import UnsupportedModelError
+
+Noted = TypeVar("Noted")
 
 
 @dataclass
@@ -34,7 +36,11 @@ class Pairing:
     held: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list[tuple[list[Tensor], list[Tensor]]])
     choices: list[Tensor] = field(default_factory=list[Tensor])
     constants: list["Constant"] = field(default_factory=list["Constant"])
-    _at: dict[int, list[Callable[[], None]]] = field(default_factory=dict[int, list[Callable[[], None]]])
+    _copies: dict[int, list[Callable[[], None]]] = field(default_factory=dict[int, list[Callable[[], None]]])
+
+    def __post_init__(self) -> None:
+        if self.first is not None:
+            self._left = (iter(self.first.values), iter(self.first.held), iter(self.first.choices))
 
     @property
     def rule(self) -> Rule:
@@ -47,37 +53,40 @@ class Pairing:
         if self.first is None:
             self._note(self.values, x)
             return x, x
-        self.values.append(x[:0])  # only counted
-        other = _next(self.first.values, len(self.values))
+        other = _next(self._left[0])
         if other.shape != x.shape:
             raise other_way()
         return x, other
 
     def beside(self, held: list[Tensor], live: list[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
         """What the other run held in place of this, and its live values; None where it held the same."""
-        self.held.append(([], []))
         if self.first is None:
+            self.held.append(([], []))
             for noted, tensors in zip(self.held[-1], (held, live), strict=True):
                 for x in tensors:
                     self._note(noted, x.detach())
             return None
-        other, live = _next(self.first.held, len(self.held))
-        if [x.shape for x in held] != [x.shape for x in other]:
+        other = _next(self._left[1])
+        mine = (held, live)
+        if [[x.shape for x in part] for part in mine] != [[x.shape for x in part] for part in other]:
             raise other_way()
-        if all(mine is theirs or torch.equal(mine, theirs) for mine, theirs in zip(held, other, strict=True)):
-            return None
-        return other, live
+        return None if all(map(torch.equal, held, other[0])) else other
 
     def choose(self, choices: Sequence[Tensor]) -> None:
         """Refuse other choices, or other rows, than in the run that went first."""
-        for choice in choices:
-            self.choices.append(choice)
-            if self.first is not None and not torch.equal(choice, _next(self.first.choices, len(self.choices))):
-                raise other_way()
+        if self.first is None:
+            self.choices += choices
+        elif not all(torch.equal(choice, _next(self._left[2])) for choice in choices):
+            raise other_way()
+
+    def finish(self) -> None:
+        """Refuse to end before the run that went first did."""
+        if any(True for noted in self._left for _ in noted):
+            raise other_way()
 
     def before_change(self, x: Tensor) -> None:
         """Copy what was noted of a tensor before it is changed in place."""
-        for copy in self._at.pop(x.untyped_storage().data_ptr(), ()):
+        for copy in self._copies.pop(x.untyped_storage().data_ptr(), ()):
             copy()
 
     def _note(self, noted: list[Tensor], x: Tensor) -> None:
@@ -87,7 +96,7 @@ class Pairing:
         def copy() -> None:
             noted[place] = noted[place].clone()
 
-        self._at.setdefault(x.untyped_storage().data_ptr(), []).append(copy)
+        self._copies.setdefault(x.untyped_storage().data_ptr(), []).append(copy)
 
     def may_differ(self, x: Tensor) -> bool:
         """Whether a held value may be another in the other run: of one model, the weights are the same."""
@@ -109,10 +118,10 @@ NAME = "_tensorlens_weight"
 """The attribute of what is computed from weights alone that says of which."""
 
 
-def _next(noted: list[Any], count: int) -> Any:
-    if count > len(noted):
-        raise other_way()
-    return noted[count - 1]
+def _next(noted: Iterator[Noted]) -> Noted:
+    for value in noted:
+        return value
+    raise other_way()
 
 
 def other_way() -> UnsupportedModelError:
@@ -202,7 +211,8 @@ def beside_other_weights(
     read = (mine[id(live[0])] + theirs[id(live[0])]) / 2
     for x, value in zip(differing, added, strict=True):
         change = _matrix_change(read, mine[id(x)], theirs[id(x)], value)
-        pairing.constants.append(Constant(pairing.name_of(x), leaf, value, change, linear))
+        name = pairing.name_of(x) or calling_module()
+        pairing.constants.append(Constant(name, leaf, value, change, linear))
     return stands(operation(lambda x: mine.get(id(x), x)), linear + leaf)
 
 

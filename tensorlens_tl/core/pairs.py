@@ -17,7 +17,7 @@ from tensorlens_tl.algebra import ZERO, note_bias
 from tensorlens_tl.algebra.positions import Where
 from tensorlens_tl.algebra.secants import Offset, WithConstants
 from tensorlens_tl.core.linearise import refuse_other_functions, ruled
-from tensorlens_tl.core.pairing import Constant, Pairing, other_way
+from tensorlens_tl.core.pairing import Constant, Pairing
 from tensorlens_tl.core.recorded import Recorded, gradients, recordable
 
 Numbers = Callable[[Tensor], Tensor]
@@ -167,8 +167,7 @@ def paired(
         _run(second, modules[1], noted, b)
         mine = Pairing(names[0], noted)
         given, output = _run(first, modules[0], mine, a)
-    if len(mine.values) != len(noted.values) or len(mine.choices) != len(noted.choices):
-        raise other_way()
+    mine.finish()
     refuse_other_functions([output])
     return Paired(Recorded(given, output, (a.shape[0], a.shape[1])), tuple(mine.constants))
 

@@ -85,7 +85,8 @@ class Recorded(MixingMap):
         return pulled[..., self.cut, :].to(g)
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
-        x = x.expand(*x.shape[:-3], *self.shape, -1) if self.cut == slice(None) else x
+        batch, length = self.shape
+        x = x.expand(*x.shape[:-3], batch, len(range(*self.cut.indices(length))), -1)
         rows = self._among_all(x).reshape(-1, *self.given.shape)
         pushed = self.pushed_from(self.given, rows).reshape(*x.shape[:-2], self.shape[1], -1)
         pushed = pushed[..., self.cut, :].to(x)
