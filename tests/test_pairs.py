@@ -274,6 +274,23 @@ def test_constants_sum_to_what_changed_weights_add(operation):
     assert {offset.name for offset, _ in secant.noted(expected)} == {"weight"}
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_weight_that_nothing_reads_later_adds_nothing(rows):
+    """As the state after the last token."""
+    modules = [torch.nn.Linear(3, 3).double() for _ in range(2)]
+
+    def run(module, x):
+        module(x)
+        return torch.tanh(x)
+
+    a, b = two_inputs(2, 4, 3)
+    secant, expected = difference_of(*(partial(run, module) for module in modules), a, b, tuple(modules))
+    assert close(secant(a - b), expected)
+    for offset, pulled in secant.noted(expected.expand(rows, -1, -1, -1)):
+        assert pulled.shape == (rows, *offset.vectors.shape)
+        assert not pulled.any()
+
+
 @pytest.mark.parametrize("heads", [4, 3])
 def test_what_a_weight_adds_is_at_its_position(heads):
     """Also where as many heads as positions stand beside them."""

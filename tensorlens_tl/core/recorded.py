@@ -118,11 +118,15 @@ def gradients(
 ) -> Float[Tensor, "row ..."]:
     """The gradients of ⟨row, output⟩ by what is given, a row for each; zeros where nothing depends on it."""
     if not output.requires_grad:
-        return rows.new_zeros(len(rows), *given.shape)
-    options: Any = {"retain_graph": True, "create_graph": create_graph, "materialize_grads": True}
+        return given.new_zeros(len(rows), *given.shape)
+    options: Any = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
     if len(rows) == 1:  # no map over rows, which some operations do not know
-        return torch.autograd.grad(output, given, rows[0], **options)[0][None]
-    return torch.autograd.grad(output, given, rows, is_grads_batched=True, **options)[0]
+        of_row = torch.autograd.grad(output, given, rows[0], **options)[0]
+        pulled = None if of_row is None else of_row[None]
+    else:
+        pulled = torch.autograd.grad(output, given, rows, is_grads_batched=True, **options)[0]
+    # torch would give one row of zeros for all
+    return given.new_zeros(len(rows), *given.shape) if pulled is None else pulled
 
 
 @contextmanager
