@@ -275,8 +275,8 @@ def spearman(
     return correlation(*(_centred_ranks(t, mask) for t in (a, b)))
 
 
-def correlation(a: Float[Tensor, "*any part"], b: Float[Tensor, "*any part"]) -> Float[Tensor, "*any"]:
-    """The correlation over parts of numbers less their means; NaN for constant ones."""
+def correlation(a: Float[Tensor, "*any part"], b: Float[Tensor, "*some part"]) -> Float[Tensor, "*any"]:
+    """The correlation over parts of numbers less their means; NaN for constant ones. One `b` may be for several `a`."""
     size = a.norm(dim=-1) * b.norm(dim=-1)
     return torch.where(size > 0, (a * b).sum(-1) / size, torch.nan)
 
