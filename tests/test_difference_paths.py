@@ -10,7 +10,7 @@ from test_difference import logits
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.circuits.stream import Stream
-from tensorlens_tl.testing import model_names
+from tensorlens_tl.testing import model_names, tiny_model
 from tensorlens_tl.testing.models import build_bridge
 
 pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("error::tensorlens_tl.GapWarning")]
@@ -43,6 +43,18 @@ def test_paths_sum_to_the_change_of_the_live_logit(name, model_named):
     heads = {node for path in paths.nodes for node in path if "H" in node}
     assert heads == {f"L{layer}H{head}.{way}" for layer in (0, 1) for head in range(4) for way in "qkv"}
     assert not hooks_left(a.model)
+
+
+@pytest.mark.parametrize("name", rest_whole(NAMES, "hooked/sandwich", "hooked/post-only", "bridge/llama"))
+def test_norms_of_two_models_after_attention_are_counted_once(name):
+    """Queries, keys and values write through the same norm; what two models' gains differ by is added once."""
+    a, b = (tlens.freeze(tiny_model(name, seed=seed), some_tokens(2)) for seed in (0, 1))
+    difference = tlens.difference(a, b)
+    stream = Stream.of(difference)
+    assert close(stream.x[-1], difference.unembedded(), rerun_tolerance(name) * float(stream.x[-1].abs().max()))
+    terms = circuits.logit_attribution(difference, 5, 7, by="head")
+    changes = (logits(a) - logits(b))[:, -1]
+    assert close(terms.scores.sum(-1), changes[:, [5]] - changes[:, [7]], 10 * rerun_tolerance(name))
 
 
 @pytest.mark.parametrize("name", rest_whole([name for name in NAMES if name != "bridge/mixtral"], *QUICK))

@@ -115,7 +115,7 @@ def stream_to(frozen: FrozenPass, place: Place, rule: Rule) -> Stream:
     count = len(layers)
     if place.layer == last:
         count = layers.index(last) + place.step
-    return replace(stream, steps=stream.steps[:count], x=stream.x[: count + 1], hidden=stream.hidden[:count])
+    return replace(stream, steps=stream.steps[:count])
 
 
 def read_at(frozen: FrozenPass, hook: str, *, mlp: bool) -> ReadAt:

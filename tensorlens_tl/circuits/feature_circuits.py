@@ -274,7 +274,7 @@ class _Readouts(NamedTuple):
 
     def of_stream(self, stream: Any, hook: str, label: str) -> StreamTarget:
         """The same as a target of direct effects."""
-        return StreamTarget.at(
+        return StreamTarget(
             stream, hook, self.vectors.transpose(0, 1), self.constant.T, self.total.T, self.positions.T, label, "b_enc"
         )
 

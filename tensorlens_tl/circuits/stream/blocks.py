@@ -167,17 +167,21 @@ def _of_heads(
     if len(routes) == 1:
         return [_sublayer(frozen, layer, at, routes, output, names, bias_name, "head")]
     by_value, by_query, by_key, *by_gate = routes
-    alone = without_offsets(output)  # what two models' outputs differ by is added once
     kinds: list[tuple[AffineMap, AffineMap, Kind]] = [
-        (by_query, alone, "query"),
-        (by_key, alone, "key"),
+        (by_query, output, "query"),
+        (by_key, output, "key"),
         (by_value, output, "head"),
     ]
     if by_gate:  # each of the others ends with it
         kinds = [(Chain(read.parts[:-1]), Chain((read.parts[-1], *stages_of(out))), kind) for read, out, kind in kinds]
-        kinds.insert(0, (by_gate[0], alone, "gate"))
-    sublayers = [_sublayer(frozen, layer, at, (read,), out, names, bias_name, kind) for read, out, kind in kinds]
-    return [replace(sublayer, in_parts=True) for sublayer in sublayers]
+        kinds.insert(0, (by_gate[0], output, "gate"))
+    sublayers: list[Sublayer] = []
+    for part, out, kind in kinds:
+        sublayer = _sublayer(frozen, layer, at, (part,), out, names, bias_name, kind)
+        if kind != "head":  # what two models' outputs, or the norms after them, differ by is added once
+            sublayer = replace(sublayer, write=without_offsets(sublayer.write))
+        sublayers.append(replace(sublayer, in_parts=True))
+    return sublayers
 
 
 def _mlp_nodes(frozen: PassOrDifference, layer: int, rule: str) -> tuple[AffineMap, AffineMap, tuple[str, ...]]:

@@ -96,7 +96,7 @@ def ruled_target(
     run = _RuledRun(readout, rule, start or {})
     steps = tuple(run.steps(biases))
     x = [run.vectors(value) for value in run.streams]
-    stream = replace(readout.stream, steps=steps, x=x, hidden=run.hidden)
+    stream = replace(readout.stream, steps=steps, values=(x, run.hidden))
     pulled = stream.pull(readout.seed)
     run.check(pulled.stream[0])
     return replace(readout, stream=stream), pulled

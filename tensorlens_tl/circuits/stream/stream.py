@@ -16,7 +16,7 @@ part of the pulled-back vector. What `write` and `outer` add besides are *biases
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -68,16 +68,15 @@ class Stream:
     Attributes:
         layers: which of them.
         final_norm: whether the norm after the last layer belongs to it, where the layers reach it.
-        x: the stream before each step, and after the last, `[batch, pos, d_model]`.
-        hidden: each sublayer's hidden vector, by step and sublayer, `[batch, pos, width]`.
+        steps: what the stream goes through.
+        values: `x` and `hidden` of a run that shows them itself; None where the steps give them.
     """
 
     frozen: PassOrDifference
     layers: range
     final_norm: bool
     steps: tuple[Step, ...]
-    x: list[Tensor] = field(default_factory=list)
-    hidden: list[tuple[Tensor, ...]] = field(default_factory=list)
+    values: tuple[list[Tensor], list[tuple[Tensor, ...]]] | None = None
 
     @classmethod
     def of(
@@ -117,16 +116,29 @@ class Stream:
                 ends["prediction head b"] = frozen.prediction_head(rule)
             last = frozen.maps.capture.side(frozen.n_layers - 1)
             steps += [Step(-1, (), end, name, last) for name, end in ends.items() if end is not None]
-        stream = cls(frozen, chosen, normed, tuple(steps))
-        x = frozen.resid_pre(chosen.start)
-        for step in steps:
-            hidden = tuple(sublayer.read(x) for sublayer in step.sublayers)
-            stream.x.append(x)
-            stream.hidden.append(hidden)
-            written = sum((s.write(h) for s, h in zip(step.sublayers, hidden, strict=True)), start=x)
-            x = step.outer(written)
-        stream.x.append(x)
-        return stream
+        return cls(frozen, chosen, normed, tuple(steps))
+
+    @cached_property
+    def _values(self) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
+        if self.values is not None:
+            return self.values
+        x = [self.frozen.resid_pre(self.layers.start)]
+        hidden: list[tuple[Tensor, ...]] = []
+        for step in self.steps:
+            hidden.append(tuple(sublayer.read(x[-1]) for sublayer in step.sublayers))
+            written = sum((s.write(h) for s, h in zip(step.sublayers, hidden[-1], strict=True)), start=x[-1])
+            x.append(step.outer(written))
+        return x, hidden
+
+    @property
+    def x(self) -> list[Float[Tensor, "batch pos d_model"]]:
+        """The stream before each step, and after the last."""
+        return self._values[0]
+
+    @property
+    def hidden(self) -> list[tuple[Float[Tensor, "batch pos _width"], ...]]:
+        """Each sublayer's hidden vector, by step and sublayer."""
+        return self._values[1]
 
     @property
     def run(self) -> FrozenPass:
@@ -222,42 +234,33 @@ class StreamTarget:
         stream: up to where the target reads it.
         read_at: the hook point that holds what the target reads; of an encoder–decoder its decoder's part (`points`).
         vectors: the target's vector for each query, `[batch, query, d_model]`.
-        seed: the same at its place, a row per query, `[query, batch, pos, d_model]`.
         constant: what the answer adds besides (b_U), `[batch, query]`.
         total: the model's own number, before any final soft cap, `[batch, query]`.
         positions: the queries, `[batch, query]`.
-        soft_cap: the cap that the model applies after it, or None.
         label: the target for people.
         constant_name: what the constant is called among the terms.
+        soft_cap: the cap that the model applies after it, or None.
     """
 
     stream: Stream
     read_at: str
     vectors: Float[Tensor, "batch query d_model"]
-    seed: Float[Tensor, "query batch pos d_model"]
     constant: Float[Tensor, "batch query"]
     total: Float[Tensor, "batch query"]
     positions: Int[Tensor, "batch query"]
-    soft_cap: float | None
     label: str
     constant_name: str = "b_U"
+    soft_cap: float | None = None
 
-    @classmethod
-    def at(
-        cls,
-        stream: Stream,
-        read_at: str,
-        vectors: Float[Tensor, "batch query d_model"],
-        constant: Float[Tensor, "batch query"],
-        total: Float[Tensor, "batch query"],
-        positions: Int[Tensor, "batch query"],
-        label: str,
-        constant_name: str = "b_U",
-        soft_cap: float | None = None,
-    ) -> "StreamTarget":
-        """A target of any stream, its vectors placed at the queries."""
-        seed = place(vectors.transpose(0, 1), positions.T, stream.x[-1])
-        return cls(stream, read_at, vectors, seed, constant, total, positions, soft_cap, label, constant_name)
+    @cached_property
+    def seed(self) -> Float[Tensor, "query batch pos d_model"]:
+        """The vectors at their places, a row per query."""
+        return self.seed_of(slice(None))
+
+    def seed_of(self, queries: slice) -> Float[Tensor, "query batch pos d_model"]:
+        """The same of some queries."""
+        vectors, positions = self.vectors[:, queries].transpose(0, 1), self.positions[:, queries].T
+        return place(vectors, positions, self.stream.frozen.resid_pre(0))
 
     @property
     def points(self) -> tuple[str, ...]:
@@ -366,16 +369,8 @@ def stream_target(
     real = torch.take_along_dim(frozen.mask, positions, dim=1)  # padding has no target
     vectors = resolved.vectors * real[..., None]
     constant = resolved.constant.to(activations) * real
-    return StreamTarget.at(
-        stream,
-        read_at,
-        vectors,
-        constant,
-        (activations * vectors).sum(-1) + constant,
-        positions,
-        label,
-        soft_cap=soft_cap,
-    )
+    total = (activations * vectors).sum(-1) + constant
+    return StreamTarget(stream, read_at, vectors, constant, total, positions, label, soft_cap=soft_cap)
 
 
 def points_read(frozen: PassOrDifference, read_at: str, stop: int) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 | module | question |
 | --- | --- |
-| `reading` | which number's change is explained, and which vector is pulled back for it? |
+| `target` | which number's change is explained? |
 | `models`, `weights` | which changed weights of a fine-tuned model change it? |
 | `layer_routes` | does the change pass a layer by values, by where heads attend, by the MLP or by norm scales? |
 """

@@ -12,9 +12,8 @@ Each layer is a cut through the same change: its scores sum to all of it. **Laye
 passes layer 0 by a head's keys may pass layer 1 directly, and counts in both.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
 import torch
 from jaxtyping import Float
@@ -22,25 +21,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tensorlens_tl._arguments import checked_names
-from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Segment, Sum, Tap, stages_of
+from tensorlens_tl.algebra import AffineMap, Chain, Segment, Sum
 from tensorlens_tl.algebra.memory import Memory, chunks
-from tensorlens_tl.algebra.numerics import maybe, size_of_sum, upcast
-from tensorlens_tl.algebra.positions import widened
-from tensorlens_tl.algebra.secants import Offset, offset_terms, pull_noting
+from tensorlens_tl.algebra.numerics import size_of_sum, upcast
+from tensorlens_tl.algebra.secants import RankOne
 from tensorlens_tl.circuits.arguments import Direction, RuleLike
-from tensorlens_tl.circuits.stream import Pulled, StreamTarget, Sublayer, stream_target, target_under
-from tensorlens_tl.circuits.two_runs.reading import Reading
+from tensorlens_tl.circuits.stream import Pulled, Step, StreamTarget, Sublayer, stream_target, target_under
+from tensorlens_tl.circuits.two_runs.target import change_target
 from tensorlens_tl.core import recordable
-from tensorlens_tl.models import Query, TokenLike, Within
+from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import Difference, PassOrDifference
 from tensorlens_tl.results import HEAD_ROUTES, ROUTES, ChangeRoutes
 
-ATTENTION = "attention"
-BESIDE = "beside"
-MLP = "mlp"
-CROSSING = "crossing"
-KINDS = ("values", "queries", "keys", "gates")
-"""What a head reads, in the order of the secant of attention; most have no gate."""
 SCALE = ", scale"
 """What a route by the response of a norm's scale is called beside the same with the scale held."""
 
@@ -104,22 +96,32 @@ def routes(
     >>> by.layers[0], by.layers[-1]
     ('L0', 'end')
     """
-    if not isinstance(difference, Difference) or rule is not None:
+    if isinstance(difference, Difference) and rule is None:
+        readout = change_target(difference, target, minus, direction, query)
+    else:
         readout = stream_target(difference, target, minus, direction, query, "ratio", one=False)
-        return _of_one_run(target_under(readout, rule, "routes"), memory)
-    reading = Reading.of(difference, target, minus, direction, query)
+        readout = target_under(readout, rule, "routes")
+    frozen = readout.stream.frozen
+    queries = readout.positions.shape[1]
+    layers = _layers(readout)
     scores: list[Tensor] = []
     heads: list[Tensor] = []
-    for seed in reading.seeds(memory):
-        cuts = list(_cuts(reading, seed))[::-1]
+    for rows in chunks(queries, frozen.row_bytes, memory if queries > 1 else None, "queries"):
+        cuts = list(_cuts(readout, layers, slice(rows.start, rows.stop)))[::-1]
         scores.append(torch.stack([cut.scores() for cut in cuts], dim=2))
         heads.append(_stacked(cuts))
-    layers = [f"L{layer}" for layer in range(difference.n_layers)]
+    names = ["end" if layer < 0 else f"L{layer}" for layer in layers]
     whole = torch.cat(scores).transpose(0, 1)
-    whole[..., ROUTES.index("later constants")] += reading.constant[..., None]
-    routes = ChangeRoutes([*layers, "end"], whole, torch.cat(heads).transpose(0, 1), **reading.fields())
-    sizes = size_of_sum(whole, torch.zeros_like(whole[..., 0]))
-    return difference.checked(routes, reading.noise[..., None] / sizes)
+    routes = ChangeRoutes(names, whole, torch.cat(heads).transpose(0, 1), **readout.fields())
+    return frozen.checked(routes, readout.noise[..., None] / size_of_sum(whole, torch.zeros_like(whole[..., 0])))
+
+
+def _layers(readout: StreamTarget) -> list[int]:
+    """The depths at which the stream is cut, −1 for what follows the last block: of one run where there is any."""
+    stream = readout.stream
+    if isinstance(stream.frozen, Difference) or any(step.layer < 0 for step in stream.steps):
+        return [*stream.layers, -1]
+    return [*stream.layers]
 
 
 @dataclass
@@ -127,17 +129,11 @@ class _Cut:
     """What passes one depth by every route, `[query, batch]`, and by each head, `[query, batch, head]`.
 
     Attributes:
-        x: the change where it begins.
         by_route, by_head: what was counted so far.
-        seen: what every norm and sublayer reads, of the change.
-        pulled: the vector at what sublayers write and at what the scales of norms add by responding.
     """
 
-    x: Float[Tensor, "batch pos d_model"]
     by_route: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     by_head: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    seen: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    pulled: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def add(self, route: str, value: Float[Tensor, "query batch"]) -> None:
         """More of a route."""
@@ -145,75 +141,42 @@ class _Cut:
             value = self.by_route[route] + value
         self.by_route[route] = value
 
-    def add_heads(
-        self,
-        route: str,
-        written: AffineMap,
-        changes: Mapping[str, Tensor],
-        g: Float[Tensor, "query batch pos width"],
-        heads: int,
-    ) -> None:
-        """What heads give by one route, along a vector at what they give.
+    def held(self, m: AffineMap, x: Tensor, g: Float[Tensor, "query batch pos d"]) -> AffineMap:
+        """A map with the scale of its norm held; what the scale adds by responding is a route of the norms.
 
         Args:
-            route: its name.
-            written: from what it reads to what heads give, side by side.
-            changes: what it reads, by how a norm before it lets it pass.
-            g: the vector.
-            heads: how many.
-        """
-        for how, change in changes.items():
-            products = (g * written.push(change)).unflatten(-1, (heads, -1))
-            share = products.sum((2, -1))
-            self.by_head[f"{route}{how}"] = share
-            self.add(f"{route}{how}", share.sum(-1))
-
-    def add_constants(self, m: AffineMap, g: Float[Tensor, "query batch pos d"]) -> None:
-        """What the weights of two models add inside a map, along a vector at its end."""
-        for _, value in offset_terms(m, g):
-            self.add("constants", value.sum(-1))
-
-    def add_stream(
-        self, direct: AffineMap, norms: Mapping[str, AffineMap], g: Float[Tensor, "query batch pos d"]
-    ) -> None:
-        """What goes past every sublayer, and what norms on that way add by responding.
-
-        Args:
-            direct: the way past, made of `tapped`, `held_norm` and `absent`.
-            norms: its norms by name.
+            m: the map.
+            x: what it reads.
             g: the vector at its end.
         """
-        self.add_constants(direct, g)
-        self.add("direct", _dot(direct.pull(g), self.x))
-        for name, norm in norms.items():
-            if name in self.pulled:  # that before cross-attention is part of the route by its queries
-                self.add("norms", _dot(self.pulled[name], _parts_of(norm)[1].push(self.seen[name])))
+        stages = m.stages if isinstance(m, Chain) else (m,)
+        for number, stage in enumerate(stages):
+            held, response = _by_scale(stage)
+            if response is not None:
+                before, after = stages[:number], stages[number + 1 :]
+                self.add("norms", _dot(Chain(after).pull(g), response.push(Chain(before)(x))))
+                return Chain((*before, held, *after))
+        return m
 
-    def tapped(self, name: str, part: AffineMap) -> Chain:
-        """A part that notes what it reads."""
-        return Chain((Tap(self.seen, name), part))
-
-    def held_norm(self, name: str, norm: AffineMap) -> Chain:
-        """A norm with its scale held, which notes the vector that the scale's response would get."""
-        assert isinstance(norm, Chain)
-        held, _ = _parts_of(norm)
-        return Chain((Sum((held, self.absent(name))), *norm.stages[1:]))
-
-    def absent(self, name: str) -> Chain:
-        """Nothing in place of a part, which notes the vector that the part would get."""
-        return Chain((Diagonal(self.x.new_zeros(1, 1, 1)), Tap(self.seen, name, self.pulled)))
-
-    def tapped_crossing(self, within: Within) -> Within:
-        """Where a block acts, noting the stream that its cross-attention reads."""
-        if within.read is None:
-            return within
-        return replace(within, read=self.tapped(CROSSING, within.read))
-
-    def without_crossing(self, within: Within) -> Within:
-        """Where a block acts, with nothing in place of cross-attention, as `absent`."""
-        if within.read is None:
-            return within
-        return replace(within, read=Identity(), out=self.absent(CROSSING))
+    def add_sublayer(
+        self, sublayer: Sublayer, x: Float[Tensor, "batch pos d_model"], hidden: Tensor, g: Tensor
+    ) -> None:
+        """What a sublayer gives by its route and by the scale of the norm before it, along a vector where it writes."""
+        write = self.held(sublayer.write, hidden, g)
+        self.add("constants", _dot(g, write.bias))
+        g = write.pull(g)
+        self.add("constants", _dot(g, sublayer.read.bias))
+        changes = {"": hidden - sublayer.read.bias}
+        _, response = _by_scale(sublayer.read)
+        if response is not None:
+            changes[SCALE] = response.push(x)
+            changes[""] = changes[""] - changes[SCALE]
+        for how, change in changes.items():
+            route = f"{_route(sublayer)}{how}"
+            shares = sublayer.shares(g, change)
+            self.add(route, shares.sum(-1))
+            if route in HEAD_ROUTES:
+                self.by_head[route] = shares
 
     def scores(self) -> Float[Tensor, "query batch route"]:
         """Of all routes, zero where there is none."""
@@ -221,186 +184,74 @@ class _Cut:
         return torch.stack([self.by_route.get(route, zero) for route in ROUTES], dim=-1)
 
 
-# ------------------------------------------------------------------ one run
-
-
-def _of_one_run(readout: StreamTarget, memory: Memory) -> ChangeRoutes:
-    """The routes of the number itself, along the steps of its stream."""
-    frozen = readout.stream.frozen
-    queries = len(readout.seed)
-    scores: list[Tensor] = []
-    heads: list[Tensor] = []
-    cuts: list[_Cut] = []
-    for rows in chunks(queries, frozen.row_bytes, memory if queries > 1 else None, "queries"):
-        chosen = slice(rows.start, rows.stop)
-        pulled = readout.stream.pull(readout.seed[chosen])
-        cuts = list(_cuts_of_steps(readout, pulled, readout.constant[:, chosen].T))[::-1]
-        scores.append(torch.stack([cut.scores() for cut in cuts], dim=2))
-        heads.append(_stacked(cuts))
-    layers = [f"L{layer}" for layer in readout.stream.layers]
-    whole = torch.cat(scores).transpose(0, 1)
-    routes = ChangeRoutes([*layers, "end"][: len(cuts)], whole, torch.cat(heads).transpose(0, 1), **readout.fields())
-    return frozen.checked(routes, readout.noise[..., None] / size_of_sum(whole, torch.zeros_like(whole[..., 0])))
-
-
-def _cuts_of_steps(readout: StreamTarget, pulled: Pulled, later: Float[Tensor, "query batch"]) -> Iterator[_Cut]:
-    """The cuts from the end to the first layer; `later` is what is added after all of them.
+def _cuts(readout: StreamTarget, layers: Sequence[int], queries: slice) -> Iterator[_Cut]:
+    """The cuts from the end to the first layer.
 
     What a sublayer writes goes past the others of its layer, whose own routes have what it gives them.
     """
     stream = readout.stream
-    backwards = reversed(list(enumerate(stream.steps)))
-    for _, of_layer in groupby(backwards, key=lambda numbered: numbered[1].layer):
-        steps = list(of_layer)
-        first, last = steps[-1][0], steps[0][0]
-        cut = _Cut(stream.x[first])
+    pulled = stream.pull(readout.seed_of(queries))
+    later = readout.constant[:, queries].T  # what is added after a layer
+    before = len(stream.steps)
+    for layer in reversed(layers):
+        numbers = [number for number, step in enumerate(stream.steps) if step.layer == layer]
+        cut = _Cut()
         cut.add("later constants", later)
-        g = pulled.stream[last + 1]
-        for number, step in steps:
-            cut.add("constants", _dot(g, step.outer.bias))
-            later = later + _dot(pulled.stream[number + 1], step.outer.bias)
-            g = step.outer.pull(g)
-            for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
-                whole = pulled.sums[number]
-                later = later + _dot(whole, sublayer.write.bias)
-                later = later + _dot(sublayer.write.pull(whole), sublayer.read.bias)
-                cut.add("constants", _dot(g, sublayer.write.bias))
-                at_hidden = sublayer.write.pull(g)
-                cut.add("constants", _dot(at_hidden, sublayer.read.bias))
-                route = _route(sublayer)
-                shares = sublayer.shares(at_hidden, hidden - sublayer.read.bias)
-                cut.add(route, shares.sum(-1))
-                if route in HEAD_ROUTES:
-                    cut.by_head[route] = shares
-        cut.add("direct", _dot(g, cut.x))
+        g = pulled.stream[before]
+        for number in reversed(numbers):
+            before = number
+            g = _add_step(cut, readout, number, g)
+            later = later + _constants(stream.steps[number], pulled, number)
+        cut.add("direct", _dot(g, stream.x[before]))
         yield cut
 
 
+def _add_step(cut: _Cut, readout: StreamTarget, number: int, g: Float[Tensor, "query batch pos d"]) -> Tensor:
+    """What passes a step by its sublayers and by its norms; the vector that what goes past them meets before it."""
+    stream = readout.stream
+    step, x = stream.steps[number], stream.x[number]
+    if isinstance(stream.frozen, Difference) and any(part.kind == "per_layer" for part in step.sublayers):
+        cut.add("constants", _dot(g, step.map.bias))
+        return step.map.pull(g)  # between two runs what a token brings into a layer belongs to the way past it
+    written = sum((part.write(h) for part, h in zip(step.sublayers, stream.hidden[number], strict=True)), start=x)
+    outer = cut.held(step.outer, written, g)
+    cut.add("constants", _dot(g, outer.bias))
+    g = outer.pull(g)
+    for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
+        cut.add_sublayer(sublayer, x, hidden, g)
+    return g
+
+
+def _constants(step: Step, pulled: Pulled, number: int) -> Float[Tensor, "query batch"]:
+    """What a step adds by itself to what the target reads."""
+    added = _dot(pulled.stream[number + 1], step.outer.bias)
+    for sublayer in step.sublayers:
+        added = added + _dot(pulled.sums[number], sublayer.write.bias)
+        added = added + _dot(sublayer.write.pull(pulled.sums[number]), sublayer.read.bias)
+    return added
+
+
+def _by_scale(m: AffineMap) -> tuple[AffineMap, AffineMap | None]:
+    """A map that may begin with a norm of two runs: with the scale held, and what the scale adds by responding."""
+    match m:
+        case Sum(terms=(held, RankOne() as response)):
+            return held, response
+        case Chain(stages=(first, *rest)):
+            held, response = _by_scale(first)
+            return Chain((held, *rest)), response and Chain((response, *rest))
+        case Segment():
+            held, response = _by_scale(m.inner)
+            return replace(m, inner=held), response and replace(m, inner=response, only=True)
+        case _:
+            return m, None
+
+
 def _route(sublayer: Sublayer) -> str:
-    """The route that a sublayer of one run is."""
+    """The route that a sublayer is."""
     of_heads = {"head": "values", "query": "queries", "key": "keys", "gate": "gates"}
     if sublayer.kind in of_heads:
         return f"{'cross ' * sublayer.is_cross}{of_heads[sublayer.kind]}"
     return "mixer" if sublayer.kind == "mixer" else "MLP"
-
-
-# ------------------------------------------------------------------ two runs
-
-
-def _cuts(reading: Reading, g: Float[Tensor, "query batch pos d"]) -> Iterator[_Cut]:
-    """The cuts from the end to the first layer."""
-    difference = reading.difference
-    cut = _end(reading, g)
-    later = torch.zeros_like(cut.by_route["direct"])
-
-    def note(offset: Offset, vectors: Tensor) -> None:
-        nonlocal later
-        later = later + _dot(vectors, offset.vectors)
-
-    g = pull_noting(reading.ends(), g, note)
-    yield cut
-    for layer in reversed(range(difference.n_layers)):
-        cut = _block(difference, layer, g)
-        cut.add("later constants", later)
-        g = pull_noting(difference.maps.block_map(layer), g, note)
-        yield cut
-
-
-def _end(reading: Reading, g: Float[Tensor, "query batch pos d"]) -> _Cut:
-    """What follows the last block."""
-    cut = _Cut(reading.difference.resid_pre(reading.difference.n_layers))
-    norms: dict[str, AffineMap] = {}
-
-    def noted(name: str, norm: AffineMap) -> AffineMap:
-        norms[name] = norm
-        return cut.tapped(name, norm)
-
-    reading.ends(noted)(cut.x)
-    cut.add_stream(reading.ends(cut.held_norm), norms, g)
-    return cut
-
-
-def _block(difference: Difference, layer: int, g: Float[Tensor, "query batch pos d_model"]) -> _Cut:
-    """What passes one block by every route, along a vector at its output."""
-    maps = difference.maps
-    layout = difference.layouts[layer]
-    parts = maps.parts(layer)
-    block = difference.view.blocks[layer]
-    heads = block.attention.heads if block.mixer is None else 0
-    cut = _Cut(difference.resid_pre(layer))
-    sublayers = {ATTENTION: parts.attention}
-    if parts.beside is not None:
-        sublayers[BESIDE] = parts.beside
-    if parts.mlp is not None:
-        sublayers[MLP] = parts.mlp
-    tapped = {name: cut.tapped(name, part) for name, part in sublayers.items()}
-    norms = {name: cut.tapped(name, norm) for name, norm in parts.norms.items()}
-    within = maybe(cut.tapped_crossing, parts.within)
-    maps.composed(layer, layout, parts._replace(**tapped, norms=norms, within=within))(cut.x)
-    absent = {name: cut.absent(name) for name in sublayers}
-    held = {name: cut.held_norm(name, norm) for name, norm in parts.norms.items()}
-    within = maybe(cut.without_crossing, parts.within)
-    cut.add_stream(maps.composed(layer, layout, parts._replace(**absent, norms=held, within=within)), parts.norms, g)
-    for name, place in ((ATTENTION, layout.attn), (BESIDE, layout.attn), (MLP, layout.mlp)):
-        if name in sublayers:
-            _add_sublayer(cut, name, sublayers[name], maybe(parts.norms.get, place.before), place.before or name, heads)
-    if layout.cross is not None and parts.within is not None:
-        before = maybe(parts.norms.get, layout.cross.before)
-        _add_crossing(cut, parts.within, before, block.require_cross_attention().heads)
-    return cut
-
-
-def _add_sublayer(cut: _Cut, name: str, sublayer: AffineMap, before: AffineMap | None, reads: str, heads: int) -> None:
-    """What a sublayer writes, with the scale of the norm before it held, and by the response of that scale."""
-    g = cut.pulled[name]
-    changes = _by_scale(cut.seen[reads], before)
-    cut.add_constants(sublayer if before is None else Chain((before, sublayer)), g)
-    if name != ATTENTION or not heads:
-        route = "MLP" if name == MLP else "mixer"
-        for how, change in changes.items():
-            cut.add(f"{route}{how}", _dot(g, sublayer.push(change)))
-        return
-    assert isinstance(sublayer, Chain)
-    kinds, *after = sublayer.stages
-    at_heads = upcast(Chain(tuple(after)).pull(g))
-    for kind, route in zip(KINDS, kinds.summands, strict=False):
-        cut.add_heads(kind, route, changes, at_heads, heads)
-
-
-def _add_crossing(cut: _Cut, within: Within, before: AffineMap | None, heads: int) -> None:
-    """What heads of cross-attention write, by the encoder's output, the decoder's queries and the encoder's keys."""
-    assert within.read is not None
-    assert within.out is not None
-    g = cut.pulled[CROSSING]
-    x = cut.seen[CROSSING]
-    cut.add_constants(Chain((within.read, within(within.out, only=True))), widened(g, within.start, within.length))
-    by_values, by_queries, by_keys = within.read.summands
-    at_heads = upcast(within.out.pull(g))
-    for kind, route in (("values", by_values), ("keys", by_keys)):
-        cut.add_heads(f"cross {kind}", route, {"": x}, widened(at_heads, within.start, within.length), heads)
-    (of_decoder,) = stages_of(by_queries)
-    assert isinstance(of_decoder, Segment)
-    assert isinstance(of_decoder.inner, Chain)
-    stages = of_decoder.inner.stages if before is None else of_decoder.inner.stages[1:]
-    changes = _by_scale(x[:, within.start : within.stop], before)
-    cut.add_heads("cross queries", Chain(stages), changes, at_heads, heads)
-
-
-def _by_scale(x: Float[Tensor, "batch pos d_model"], before: AffineMap | None) -> dict[str, Tensor]:
-    """What a sublayer reads after the norm before it, with its scale held, and by the response of the scale."""
-    if before is None:
-        return {"": x}
-    assert isinstance(before, Chain)
-    after = Chain(before.stages[1:])
-    held, response = _parts_of(before)
-    return {"": after.push(held.push(x)), SCALE: after.push(response.push(x))}
-
-
-def _parts_of(norm: AffineMap) -> tuple[AffineMap, AffineMap]:
-    """A norm with its scale held, and what the scale adds by responding."""
-    assert isinstance(norm, Chain)
-    held, response = norm.stages[0].summands
-    return held, response
 
 
 def _dot(g: Float[Tensor, "query batch pos d"], x: Tensor) -> Float[Tensor, "query batch"]:

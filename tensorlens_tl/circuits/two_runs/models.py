@@ -12,7 +12,7 @@ secant of a product does (half of it each).
 """
 
 import inspect
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,22 +20,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice, checked_names, nearest
-from tensorlens_tl.algebra import Chain, Tap
-from tensorlens_tl.algebra.memory import Memory, in_bytes
+from tensorlens_tl.algebra.memory import Memory, chunks, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.arguments import Direction
-from tensorlens_tl.circuits.two_runs.reading import Number, Reading
-from tensorlens_tl.circuits.two_runs.weights import BY, BY_HEAD, CROSS, Directions, WeightTerms, term_name
+from tensorlens_tl.circuits.stream import StreamTarget
+from tensorlens_tl.circuits.two_runs.target import change_target
+from tensorlens_tl.circuits.two_runs.weights import BY, BY_HEAD, Directions, WeightTerms, term_name
 from tensorlens_tl.errors import InvalidInputError, PromptNumber
-from tensorlens_tl.models import BlockView, ModelLike, ModelView, Query, TokenLike, Within
-from tensorlens_tl.passes import Difference, check_one_architecture, difference as difference_of, freeze
+from tensorlens_tl.models import ModelLike, ModelView, Query, TokenLike
+from tensorlens_tl.passes import (
+    Difference,
+    FrozenPass,
+    check_one_architecture,
+    difference as difference_of,
+    freeze,
+)
 from tensorlens_tl.passes.inputs import InputLike, check_slice, one_per_prompt, prompt_batches, taken, tokenized
-from tensorlens_tl.passes.operator import target_ids
+from tensorlens_tl.passes.operator import resolve_target, target_ids
 from tensorlens_tl.results import ModelChange, joined
-
-ATTENTION = "attention"
-"""Where a vector is noted at what self-attention writes."""
 
 
 @checked_names
@@ -162,18 +164,21 @@ class _Comparison:
         if runs[0].tokens.shape == runs[1].tokens.shape and not torch.equal(runs[0].tokens, runs[1].tokens):
             raise InvalidInputError(TOKENIZED_APART)
         difference = difference_of(*runs)
-        reading = Reading.of(difference, target, minus, direction, self.query)
+        readout = change_target(difference, target, minus, direction, self.query)
         if target is not None:  # the same tokens in both runs, where they are the first run's own
-            target, minus = target_ids(difference, reading.positions, target, minus)
-        numbers = [reading.number(frozen, target, minus, direction) for frozen in runs]
+            target, minus = target_ids(difference, readout.positions, target, minus)
+        numbers = [_Number.of(readout, frozen, target, minus, direction) for frozen in runs]
         parts: list[dict[str, Tensor]] = []
         remainders: list[Tensor] = []
-        for seed in reading.seeds(self.memory):
-            terms = _pulled(reading, seed, WeightTerms(self.by, self.directions))
-            parts.append({name: _shown(value, self.positions) for name, value in terms.values.items()})
+        queries = readout.positions.shape[1]
+        for rows in chunks(queries, difference.row_bytes, self.memory if queries > 1 else None, "queries"):
+            seed = readout.seed_of(slice(rows.start, rows.stop))
+            terms = _pulled(readout, seed, WeightTerms(self.by, self.directions))
+            shown = {name: value if self.positions else value.sum(-1) for name, value in terms.values.items()}
+            parts.append(shown)
             remainders.append(terms.remainder_like(seed))
         values = {name: torch.cat([part[name] for part in parts]).transpose(0, 1) for name in reversed(parts[0])}
-        values = _with_unembedding(values, reading, numbers, self.by, self.positions)
+        values = _with_unembedding(values, readout, numbers, self.by, self.positions)
         if len(values) > 1 and not bool(difference.resid_pre(0).any()):
             del values["embed"]
         scores = torch.stack(list(values.values()), dim=2)
@@ -181,7 +186,7 @@ class _Comparison:
         if self.positions:
             keys = scores
             scores = keys.sum(-1)
-        fields = reading.fields()
+        fields = readout.fields()
         fields["provenance"] = _provenance(difference)
         change = ModelChange(
             names=list(values),
@@ -210,78 +215,64 @@ def _provenance(difference: Difference) -> dict[str, str]:
     return common | apart
 
 
-def _pulled(reading: Reading, g: Float[Tensor, "query batch pos d"], terms: WeightTerms) -> WeightTerms:
+def _pulled(readout: StreamTarget, g: Float[Tensor, "query batch pos d"], terms: WeightTerms) -> WeightTerms:
     """Pull the target's vectors through both models, and collect what each changed weight adds."""
-    difference = reading.difference
-    maps = difference.maps
-    g = terms.pull(reading.ends(), g)
+    difference, steps = readout.stream.frozen, readout.stream.steps
+    for step in reversed([step for step in steps if step.layer < 0]):
+        g = terms.pull(step.outer, g)
     for layer in reversed(range(difference.n_layers)):
-        parts = maps.parts(layer)
-        pulled: dict[str, Tensor] = {}
-        tapped = parts._replace(attention=Chain((parts.attention, Tap({}, ATTENTION, pulled))))
-        within = parts.within
-        if within is not None and within.out is not None:
-            tapped = tapped._replace(within=replace(within, out=Chain((within.out, Tap({}, CROSS, pulled)))))
-        g = terms.pull(maps.composed(layer, difference.layouts[layer], tapped), g)
+        at_end = g
+        g = terms.pull(difference.maps.block_map(layer), g)
+        if terms.by not in BY_HEAD:
+            continue
         block = difference.view.blocks[layer]
-        if terms.by in BY_HEAD and block.mixer is None:
-            assert isinstance(parts.attention, Chain)
-            _pull_heads(terms, block, parts.attention, within, pulled)
+        for step in reversed([step for step in steps if step.layer == layer]):
+            of_heads = [sublayer for sublayer in step.sublayers if sublayer.letter]
+            for sublayer in of_heads[-1:] + of_heads[:-1]:  # by values first, with what writes what heads give
+                weights = block.require_cross_attention() if sublayer.is_cross else block.attention
+                terms.pull_heads(sublayer, step.outer.pull(at_end), weights.kv_heads)
+            at_end = step.map.pull(at_end)
     terms.add(["embed"], (upcast(g) * difference.resid_pre(0)).sum(-1)[..., None])
     return terms
 
 
-def _pull_heads(
-    terms: WeightTerms, block: BlockView, attention: Chain, within: Within | None, pulled: dict[str, Tensor]
-) -> None:
-    """Collect what the changed weights of a block's heads add, those of cross-attention as well.
+@dataclass(frozen=True, eq=False)
+class _Number:
+    """The number of one run at some queries: ``⟨vectors, state⟩ + constant``, zero at padding."""
 
-    Args:
-        terms: takes them.
-        block: one layer.
-        attention: the secant of its self-attention.
-        within: where it acts, with its cross-attention.
-        pulled: the vectors at what either attention writes.
-    """
-    name = f"L{block.layer}"
-    terms.pull_heads(_of_all(attention, within), _at_all(pulled[ATTENTION], within), block.attention, name)
-    if within is not None and within.read is not None and within.out is not None:
-        crossing = Chain((within.read, within(within.out, only=True)))
-        weights = block.require_cross_attention()
-        terms.pull_heads(crossing, _at_all(pulled[CROSS], within), weights, f"{name}.{CROSS}")
+    state: Float[Tensor, "batch query d"]
+    vectors: Float[Tensor, "batch query d"]
+    constant: Float[Tensor, "batch query"]
 
+    @classmethod
+    def of(
+        cls, readout: StreamTarget, frozen: FrozenPass, target: TokenLike, minus: TokenLike, direction: Direction
+    ) -> "_Number":
+        """One run's own."""
+        resolved = resolve_target(frozen, target, minus, direction, readout.positions)
+        real = torch.take_along_dim(frozen.mask, readout.positions, dim=1)
+        read = torch.take_along_dim(readout.read_of(frozen.activation), readout.positions[..., None], dim=1)
+        return cls(upcast(read), resolved.vectors * real[..., None], resolved.constant * real)
 
-def _of_all(attention: Chain, within: Within | None) -> Chain:
-    """Attention as a map of all positions, where a block acts on one side of an encoder–decoder."""
-    if within is None:
-        return attention
-    return Chain(tuple(within(stage, only=True) for stage in attention.stages))
-
-
-def _at_all(g: Float[Tensor, "query batch pos d_model"], within: Within | None) -> Float[Tensor, "query batch all d"]:
-    """Vectors at one side's positions, among all of them."""
-    if within is None:
-        return g
-    return widened(g, within.start, within.length)
-
-
-def _shown(value: Float[Tensor, "query batch pos"], positions: bool) -> Float[Tensor, "query batch *pos"]:
-    """A term by position, or in all."""
-    return value if positions else value.sum(-1)
+    @property
+    def value(self) -> Float[Tensor, "batch query"]:
+        """The number."""
+        return (self.state * self.vectors).sum(-1) + self.constant
 
 
 def _with_unembedding(
-    values: dict[str, Tensor], reading: Reading, numbers: list[Number], by: str, positions: bool
+    values: dict[str, Tensor], readout: StreamTarget, numbers: list[_Number], by: str, positions: bool
 ) -> dict[str, Tensor]:
     """With what the unembedding adds, where it changed, at the query's position."""
     tuned, base = numbers
     state = (tuned.state + base.state) / 2
+    pos = torch.arange(readout.stream.frozen.mask.shape[1], device=state.device)
     added = {"W_U": (state * (tuned.vectors - base.vectors)).sum(-1), "b_U": tuned.constant - base.constant}
     for weight, value in added.items():
         if not bool(value.any()):
             continue
         if positions:
-            value = value[..., None] * reading.at_queries(value)
+            value = value[..., None] * (readout.positions[..., None] == pos)
         name = term_name(weight, by)
         if name in values:
             value = values[name] + value

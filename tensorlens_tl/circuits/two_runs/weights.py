@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap, Chain, Linear
+from tensorlens_tl.algebra import AffineMap, Linear
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.secants import MatrixChange, Offset, pull_noting
+from tensorlens_tl.circuits.stream import Sublayer
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models.parameters import AttentionWeights
 
 BY = ("matrix", "layer", "component", "head", "head_matrix", "rank")
 BY_HEAD = ("head", "head_matrix")
@@ -129,45 +129,43 @@ class WeightTerms:
 
     # ------------------------------------------------------------------ by head
 
-    def pull_heads(
-        self, attention: Chain, g: Float[Tensor, "query batch pos d_model"], weights: AttentionWeights, name: str
-    ) -> None:
-        """Collect what the changed weights of one layer's attention add, head by head.
+    def pull_heads(self, sublayer: Sublayer, g: Float[Tensor, "query batch pos d_model"], kv_heads: int) -> None:
+        """Collect what the changed weights of attention add by one of its routes, head by head.
 
         Where heads share keys and values, each pulls the vector to these by itself: heads that share none together.
 
         Args:
-            attention: its secant, by routes to what its heads give, and what writes that.
-            g: the vector at what it writes.
-            weights: how many heads it has.
-            name: what its heads' names begin with.
+            sublayer: the route, and what writes what heads give.
+            g: the vector at the sum that they write to.
+            kv_heads: how many heads have keys and values of their own.
         """
-        routes, *after = attention.stages
-        repeats = weights.heads // weights.kv_heads
-        names = [f"{name}H{head}" for head in range(weights.heads)]
+        heads = len(sublayer.nodes)
+        repeats = heads // kv_heads
 
         def note_output(offset: Offset, g: Tensor) -> None:
+            if _matrix(offset.name) not in ATTENTION:
+                return  # a norm's: `pull` has noted it, as no head's
             if offset.change is None:
                 self.add([offset.name], (upcast(g) * offset.vectors).sum(-1)[..., None])
                 return
             shares = upcast(Linear(offset.change.matrix).pull(g)) * offset.change.read
-            self._add_heads(names, offset.name, shares.unflatten(-1, (weights.heads, -1)).sum(-1))
+            self._add_heads(sublayer.nodes, offset.name, shares.unflatten(-1, (heads, -1)).sum(-1))
 
         def note_input(offset: Offset, g: Tensor) -> None:
             if _matrix(offset.name) not in ATTENTION:
-                return  # a gate's, a sink's, a latent's or a norm's: `pull` has noted it, as no head's
+                return  # a gate's, a sink's, a latent's or a norm's
             products = upcast(g) * offset.vectors
             if _matrix(offset.name) in QUERIES:
-                shares = products.sum(0).unflatten(-1, (weights.heads, -1)).sum(-1)
+                shares = products.sum(0).unflatten(-1, (heads, -1)).sum(-1)
             else:  # of the heads that share keys and values, each is one row
-                shares = products.unflatten(-1, (weights.kv_heads, -1)).sum(-1).movedim(0, -1).flatten(-2)
-            self._add_heads(names, offset.name, shares)
+                shares = products.unflatten(-1, (kv_heads, -1)).sum(-1).movedim(0, -1).flatten(-2)
+            self._add_heads(sublayer.nodes, offset.name, shares)
 
-        g = pull_noting(Chain(tuple(after)), g, note_output)
-        number = torch.arange(weights.heads, device=g.device) % repeats
+        g = pull_noting(sublayer.write, g, note_output)
+        number = torch.arange(heads, device=g.device) % repeats
         chosen = (number == torch.arange(repeats, device=g.device)[:, None]).to(g.dtype)
-        by_channel = chosen.repeat_interleave(g.shape[-1] // weights.heads, dim=-1)
-        pull_noting(routes, g[None] * by_channel[:, None, None, None], note_input)
+        by_channel = chosen.repeat_interleave(g.shape[-1] // heads, dim=-1)
+        pull_noting(sublayer.read, g[None] * by_channel[:, None, None, None], note_input)
 
     def _add_heads(self, heads: Sequence[str], weight: str, shares: Float[Tensor, "query batch pos head"]) -> None:
         names = list(heads)
