@@ -119,7 +119,7 @@ def test_some_heads_of_a_mixer_are_refused():
 
 def test_mixers_of_other_sizes_are_two_architectures():
     a, b = (tlens.freeze(build_bridge("mamba", state_size=size), some_tokens()) for size in (4, 6))
-    with pytest.raises(InvalidInputError, match=r"two architectures.*MambaWeights of .*32×4.*32×6"):
+    with pytest.raises(InvalidInputError, match=r"two architectures.*Mamba of .*32×4.*32×6"):
         tlens.difference(a, b)
 
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from tensorlens_tl import core
 from tensorlens_tl.algebra import CausalConvolution, Chain, Diagonal, DiagonalRecursion
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.models.sublayers import delta_pattern, mixer_map, mixer_weights, read_mixer, scan_of
+from tensorlens_tl.models.sublayers import delta_pattern, mixer_map, read_mixer, scan_of
 from tensorlens_tl.testing import check_map
 
 pytestmark = pytest.mark.numeric
@@ -399,8 +399,8 @@ def test_parts_that_another_library_wraps_are_read():
 
 def test_the_scan_is_found_and_the_weights_are_the_models():
     mixer, x, mask, _ = run("Mamba2")
-    assert mixer_weights(mixer).ends.W_out.data_ptr() == mixer.out_proj.weight.data_ptr()
     m = mixer_map(mixer, x, mask)
+    assert m.stages[-1].weight.data_ptr() == mixer.out_proj.weight.data_ptr()
     attention = scan_of(m).implicit_attention()
     assert attention.shape == (2, 4, 9, 9)
     assert not attention.triu(1).any()

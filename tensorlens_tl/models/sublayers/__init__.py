@@ -7,7 +7,7 @@ from tensorlens_tl.models.sublayers.attention import (
     read_shared_attention,
     shared_source,
 )
-from tensorlens_tl.models.sublayers.delta import DeltaWeights, delta_pattern, is_delta
+from tensorlens_tl.models.sublayers.delta import delta_pattern, is_delta
 from tensorlens_tl.models.sublayers.experts import (
     ExpertsWeights,
     PerLayerWeights,
@@ -16,47 +16,25 @@ from tensorlens_tl.models.sublayers.experts import (
     read_experts,
     read_per_layer,
 )
-from tensorlens_tl.models.sublayers.mixers import (
-    Mixer,
-    MixerWeights,
-    ShortConvolution,
-    mixer_map,
-    read_mixer,
-    read_only_mixer,
-)
-from tensorlens_tl.models.sublayers.mixing import Ends, GatedNorm
+from tensorlens_tl.models.sublayers.mixers import Mixer, mixer_map, read_mixer, read_only_mixer
 from tensorlens_tl.models.sublayers.mlps import read_mlp, read_module
 from tensorlens_tl.models.sublayers.query_key import read_latent_scores, read_query_key
 from tensorlens_tl.models.sublayers.rwkv import (
     ChannelMixWeights,
-    Mix,
-    TimeMixWeights,
     channel_mix_weights,
     halves_after,
     halving_period,
     is_channel_mix,
-    shifted,
-    squared_relu,
-    weighted_mean,
 )
-from tensorlens_tl.models.sublayers.scans import Mamba2Weights, MambaWeights, mixer_weights, scan_of
+from tensorlens_tl.models.sublayers.scans import scan_of
 
 __all__ = [
     "ChannelMixWeights",
-    "DeltaWeights",
-    "Ends",
     "ExpertsWeights",
-    "GatedNorm",
-    "Mamba2Weights",
-    "MambaWeights",
-    "Mix",
     "Mixer",
-    "MixerWeights",
     "NoMixing",
     "PerLayerWeights",
     "Routing",
-    "ShortConvolution",
-    "TimeMixWeights",
     "channel_mix_weights",
     "delta_pattern",
     "halves_after",
@@ -67,7 +45,6 @@ __all__ = [
     "is_delta",
     "is_mlp",
     "mixer_map",
-    "mixer_weights",
     "pattern_reader",
     "read_attention",
     "read_experts",
@@ -81,7 +58,4 @@ __all__ = [
     "read_shared_attention",
     "scan_of",
     "shared_source",
-    "shifted",
-    "squared_relu",
-    "weighted_mean",
 ]

@@ -20,7 +20,6 @@ is zeroed before them, and only there. Hugging Face's own modules round to float
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -37,6 +36,8 @@ from tensorlens_tl.models.sublayers.mixing import (
     Entry,
     GatedNorm,
     Mask,
+    MixerWeights,
+    biased_entry,
     rates,
     read_convolution,
     read_linear,
@@ -85,54 +86,6 @@ def delta_pattern(
     return written * beta[..., None, :]
 
 
-@dataclass(frozen=True)
-class DeltaWeights:
-    """A mixer of the gated delta rule. `W_in` gives values, queries, keys (all three convolved), gate, β and decay.
-
-    Attributes:
-        ends: what comes before the pattern and after it.
-        heads: of values; as many strengths and decays.
-        key_heads: of queries and keys, each for as many value heads.
-        key_width: numbers of a key.
-        A: the rates, negative.
-        b_delta: added to the steps before softplus.
-        strongest: the largest β: 1, or 2 where the state may turn its sign.
-        gate: its activation.
-        norm: the norm before it.
-        epsilon: added to the squared length of keys and queries.
-    """
-
-    ends: Ends
-    heads: int
-    key_heads: int
-    key_width: int
-    A: Float[Tensor, "head"]
-    b_delta: Float[Tensor, "head"]
-    strongest: float
-    gate: nn.Module
-    norm: GatedNorm
-    epsilon: float = EPSILON
-
-    def hold(self, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
-        """The mixer as a map, with everything that depends on its input held at `x`."""
-        channels = len(self.ends.W_out)
-        convolved = len(self.ends.convolution.weight)
-        into = Entry(self.ends, x, slice(0, convolved), mask, twice=False)
-        sizes = [channels, self.heads, self.heads]
-        gate, b, a = (wide(part) for part in into.projected[..., convolved:].split(sizes, dim=-1))
-        q, k = (self._unit(part) for part in into.after[..., channels:].chunk(2, dim=-1))
-        log_decay = self.A * softplus(a + self.b_delta)
-        strength = self.strongest * b.sigmoid()
-        pattern = delta_pattern(q * self.key_width**-0.5, k, log_decay, strength)
-        return into.chain(Attention(pattern.to(x), self.heads), self.gate(gate), self.norm)
-
-    def _unit(self, part: Tensor) -> Float[Tensor, "batch pos head width"]:
-        """Of length 1, once for each head of values."""
-        heads = wide(part).unflatten(-1, (self.key_heads, -1))
-        length = (heads.square().sum(-1, keepdim=True) + self.epsilon).sqrt()
-        return (heads / length).repeat_interleave(self.heads // self.key_heads, dim=-2)
-
-
 # ------------------------------------------------------------------ reading modules
 
 
@@ -149,18 +102,7 @@ def _has(module: nn.Module, names: Sequence[str]) -> bool:
     return all(hasattr(module, name) for name in names)
 
 
-def _first_name(module: nn.Module, names: Sequence[str], what: str) -> str:
-    """The first of some names under which a module has a part.
-
-    Raises:
-        UnsupportedModelError: it has none of them.
-    """
-    present = [name for name in names if hasattr(module, name)]
-    require(bool(present), module, what, "is missing")
-    return present[0]
-
-
-def delta_weights(module: Any) -> DeltaWeights:
+def read_delta(module: Any) -> MixerWeights:
     """What a mixer of the gated delta rule is made of.
 
     Raises:
@@ -168,36 +110,60 @@ def delta_weights(module: Any) -> DeltaWeights:
     """
     from transformers.activations import ACT2FN  # transformers is slow to import
 
-    heads, key_heads, width = (int(getattr(module, name)) for name in ("num_v_heads", "num_k_heads", "head_v_dim"))
-    keys = int(module.head_k_dim) * key_heads
-    values = width * heads
+    names = ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")
+    heads, key_heads, width, key_width = (int(getattr(module, name)) for name in names)
+    keys, values = key_width * key_heads, width * heads
     require(heads % key_heads == 0, module, "num_v_heads", f"({heads}) is no multiple of the {key_heads} of keys")
     q, k, v, *others = _projections(module, keys, values)
     convolution = read_convolution(module)
-    require(len(convolution.weight) == 2 * keys + values, module, "conv1d", "does not take queries, keys and values")
-    order = [*range(2 * keys, 2 * keys + values), *range(2 * keys)]  # values come last in the model, and first here
+    convolved = 2 * keys + values
+    require(len(convolution.weight) == convolved, module, "conv1d", "does not take queries, keys and values")
+    order = [*range(2 * keys, convolved), *range(2 * keys)]  # values come last in the model, and first here
     convolution = CausalConvolution(convolution.weight[order], maybe(itemgetter(order), convolution.offset))
     known = isinstance(module.activation, str) and module.activation in ACT2FN
     require(known, module, "activation", f"is {module.activation}, which transformers does not know")
     activation = ACT2FN[module.activation]
     W_in, b_in = _side_by_side([v, q, k, *others])
     require(is_elementwise(activation, W_in.dtype, W_in.device), module, "activation", "does not treat channels alone")
-    norm_name = _first_name(module, ("norm", "o_norm"), "norm")
-    out_name = _first_name(module, ("out_proj", "o_proj"), "out_proj")
-    norm = read_part(module, norm_name)
-    known = _has(norm, ("weight", "variance_epsilon")) and norm.weight.shape == (width,)
-    require(known, module, norm_name, f"({type(norm).__name__}) is not an RMSNorm of each head with a gate")
-    return DeltaWeights(
-        ends=Ends(W_in, b_in, convolution, activation, *read_linear(module, out_name)),
-        heads=heads,
-        key_heads=key_heads,
-        key_width=int(module.head_k_dim),
-        A=rates(module),
-        b_delta=module.dt_bias.detach(),
-        strongest=2.0 if getattr(module, "allow_neg_eigval", False) else 1.0,
-        gate=ACT2FN[getattr(norm, "activation", "silu")],
-        norm=GatedNorm(norm.weight.detach().repeat(heads), float(norm.variance_epsilon), heads, first=True),
-    )
+    norm_name = _first_name(module, "norm", "o_norm")
+    ends = Ends(W_in, b_in, convolution, activation, *read_linear(module, _first_name(module, "out_proj", "o_proj")))
+    inner = read_part(module, norm_name)
+    known = _has(inner, ("weight", "variance_epsilon")) and inner.weight.shape == (width,)
+    require(known, module, norm_name, f"({type(inner).__name__}) is not an RMSNorm of each head with a gate")
+    norm = GatedNorm(inner.weight.detach().repeat(heads), float(inner.variance_epsilon), heads, first=True)
+    of_gate = ACT2FN[getattr(inner, "activation", "silu")]
+    A, b_delta = rates(module), module.dt_bias.detach()
+    strongest = 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0  # of 2, the state may turn its sign
+
+    def unit(part: Tensor) -> Float[Tensor, "batch pos head width"]:
+        """Of length 1, once for each head of values."""
+        by_head = wide(part).unflatten(-1, (key_heads, -1))
+        length = (by_head.square().sum(-1, keepdim=True) + EPSILON).sqrt()
+        return (by_head / length).repeat_interleave(heads // key_heads, dim=-2)
+
+    def hold(x: Float[Tensor, "batch pos d_model"], mask: Mask | None) -> Chain:
+        into = Entry(ends, x, slice(0, convolved), mask, twice=False)
+        gate, b, a = (wide(part) for part in into.projected[..., convolved:].split([values, heads, heads], dim=-1))
+        q, k = map(unit, into.after[..., values:].chunk(2, dim=-1))
+        pattern = delta_pattern(q * key_width**-0.5, k, A * softplus(a + b_delta), strongest * b.sigmoid())
+        return into.chain(Attention(pattern.to(x), heads), of_gate(gate), norm)
+
+    leaking = biased_entry(module, ends)
+    # those of Mamba zero padding again after the convolution, and a short convolution is followed by nothing that mixes
+    if not leaking and convolution.offset is not None and bool(convolution.offset.any()):
+        leaking = f"the convolution of {type(module).__name__} has a bias"
+    return MixerWeights("DeltaRule", ends, hold, A, leaking)
+
+
+def _first_name(module: nn.Module, *names: str) -> str:
+    """The first of some names under which a module has a part.
+
+    Raises:
+        UnsupportedModelError: it has none of them.
+    """
+    present = [name for name in names if hasattr(module, name)]
+    require(bool(present), module, names[0], "is missing")
+    return present[0]
 
 
 def _projections(module: Any, keys: int, values: int) -> list[Stored]:

@@ -21,29 +21,19 @@ from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Linear, on_device
 from tensorlens_tl.algebra.numerics import maybe, times
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.parameters import innermost
-from tensorlens_tl.models.sublayers.delta import DeltaWeights, delta_weights, is_delta
-from tensorlens_tl.models.sublayers.mixing import Ends, Mask, read_convolution, read_linear, real_tokens, require
-from tensorlens_tl.models.sublayers.rwkv import TimeMixWeights, is_time_mix, time_mix_weights
-from tensorlens_tl.models.sublayers.scans import Mamba2Weights, MambaWeights, mixer_weights
-
-
-@dataclass(frozen=True)
-class ShortConvolution:
-    """A gated short convolution: out(C ⊙ conv(B ⊙ x)), with B, C and x three parts of one projection."""
-
-    ends: Ends
-
-    def hold(self, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
-        """The mixer as a map, with B and C, which depend on the input, held at `x`."""
-        ends = self.ends
-        keep = real_tokens(mask, x)
-        before, after, _ = Linear(ends.W_in, ends.b_in)(times(x, keep)).chunk(3, dim=-1)
-        last = slice(2 * len(ends.W_out), None)
-        offset = maybe(lambda b_in: before * b_in[last], ends.b_in)
-        stages: list[AffineMap] = [] if keep is None else [Diagonal(keep)]
-        convolution = replace(ends.convolution, length=x.shape[1])
-        stages += [Linear(ends.W_in[:, last]), Diagonal(before, offset), convolution, Diagonal(after)]
-        return Chain((*stages, Linear(ends.W_out, ends.b_out)))
+from tensorlens_tl.models.sublayers.delta import is_delta, read_delta
+from tensorlens_tl.models.sublayers.mixing import (
+    Ends,
+    Mask,
+    MixerWeights,
+    biased_entry,
+    read_convolution,
+    read_linear,
+    real_tokens,
+    require,
+)
+from tensorlens_tl.models.sublayers.rwkv import is_time_mix, read_time_mix
+from tensorlens_tl.models.sublayers.scans import read_scan
 
 
 @torch.no_grad()
@@ -69,10 +59,6 @@ def mixer_map(module: nn.Module, x: Float[Tensor, "batch pos d_model"], mask: Ma
     if mask is not None and mask.shape != x.shape[:2]:
         raise InvalidInputError(f"mixer_map: the mask is {list(mask.shape)}, x is {list(x.shape)}; pass [batch, pos].")
     return weights.hold(x.detach(), mask)
-
-
-MixerWeights = MambaWeights | Mamba2Weights | DeltaWeights | ShortConvolution | TimeMixWeights
-"""What a mixer is made of, by its kind."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,19 +89,9 @@ class Mixer:
         return on_device(mixer_map(self.module, *on_device((x, mask), device)), x.device)
 
     @property
-    def weights(self) -> MixerWeights:
-        """What it is made of."""
-        return _weights(self.module)
-
-    @property
     def form(self) -> str:
         """Its kind and sizes, which two models of one architecture have in common."""
-        weights = self.weights
-        ends = weights.ends
-        shapes = [ends.W_in.shape, ends.convolution.weight.shape, ends.W_out.shape]
-        if not isinstance(weights, ShortConvolution):
-            shapes.append(weights.A.shape)
-        return f"{type(weights).__name__} of {', '.join('×'.join(map(str, shape)) for shape in shapes)}"
+        return _weights(self.module).form
 
     def runs(self, mask: Mask | None) -> Callable[[Tensor], Tensor]:
         """The module as a function of what it reads, by operations of torch where it has kernels of its own, too."""
@@ -144,7 +120,7 @@ def read_mixer(module: nn.Module, refuse: Callable[[str], UnsupportedModelError]
     Raises:
         UnsupportedModelError: a mixer of no known kind; names the part.
     """
-    return Mixer(module, refuse, _leaking(_weights(module), type(module).__name__))
+    return Mixer(module, refuse, _weights(module).leaking)
 
 
 def read_only_mixer(mixers: Mapping[str, Any], refuse: Callable[[str], UnsupportedModelError]) -> Mixer | None:
@@ -168,35 +144,38 @@ def read_only_mixer(mixers: Mapping[str, Any], refuse: Callable[[str], Unsupport
         raise refuse(f"{names[0]}: {error}") from None
 
 
-def _leaking(weights: MixerWeights, kind: str) -> str:
-    """What, if anything, gives padded positions something that reaches later ones."""
-    if isinstance(weights, TimeMixWeights):
-        return f"{kind} reads padding as it reads tokens"
-    ends = weights.ends
-    if ends.b_in is not None and bool(ends.b_in.any()):
-        return f"the first projection of {kind} has a bias"
-    offset = ends.convolution.offset
-    # those of Mamba zero padding again after the convolution, and a short convolution is followed by nothing that mixes
-    if isinstance(weights, DeltaWeights) and offset is not None and bool(offset.any()):
-        return f"the convolution of {kind} has a bias"
-    return ""
-
-
 def _weights(module: nn.Module) -> MixerWeights:
+    """What a mixer is made of, whichever its kind."""
     if is_delta(module):
-        return delta_weights(module)
+        return read_delta(module)
     if is_time_mix(module):
-        return time_mix_weights(module)
-    if _is_short_convolution(module):
-        convolution = read_convolution(module, "conv")
-        ends = Ends(*read_linear(module, "in_proj"), convolution, nn.Identity(), *read_linear(module, "out_proj"))
-        channels = len(ends.W_out)
-        fits = ends.W_in.shape[1] == 3 * channels == 3 * len(convolution.weight)
-        require(fits, module, "in_proj", "does not make B, C and x")
-        return ShortConvolution(ends)
-    return mixer_weights(module)
-
-
-def _is_short_convolution(module: nn.Module) -> bool:
+        return read_time_mix(module)
     parts = [innermost(getattr(module, name, None)) for name in ("in_proj", "conv", "out_proj")]
-    return all(isinstance(part, nn.Module) for part in parts) and not hasattr(module, "A_log")
+    if all(isinstance(part, nn.Module) for part in parts) and not hasattr(module, "A_log"):
+        return _short_convolution(module)
+    return read_scan(module)
+
+
+def _short_convolution(module: nn.Module) -> MixerWeights:
+    """A gated short convolution: out(C ⊙ conv(B ⊙ x)), with B, C and x three parts of one projection."""
+    ends = Ends(
+        *read_linear(module, "in_proj"),
+        read_convolution(module, "conv"),
+        nn.Identity(),
+        *read_linear(module, "out_proj"),
+    )
+    channels = len(ends.W_out)
+    fits = ends.W_in.shape[1] == 3 * channels == 3 * len(ends.convolution.weight)
+    require(fits, module, "in_proj", "does not make B, C and x")
+    last = slice(2 * channels, None)
+
+    def hold(x: Float[Tensor, "batch pos d_model"], mask: Mask | None) -> Chain:
+        keep = real_tokens(mask, x)
+        before, after, _ = Linear(ends.W_in, ends.b_in)(times(x, keep)).chunk(3, dim=-1)
+        offset = maybe(lambda b_in: before * b_in[last], ends.b_in)
+        stages: list[AffineMap] = [] if keep is None else [Diagonal(keep)]
+        convolution = replace(ends.convolution, length=x.shape[1])
+        stages += [Linear(ends.W_in[:, last]), Diagonal(before, offset), convolution, Diagonal(after)]
+        return Chain((*stages, Linear(ends.W_out, ends.b_out)))
+
+    return MixerWeights("ShortConvolution", ends, hold, leaking=biased_entry(module, ends))

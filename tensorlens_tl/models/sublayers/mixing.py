@@ -3,6 +3,7 @@
 Held values are made in float32 at least, and in float64 where the input is.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -32,6 +33,32 @@ class Ends:
     activation: Activation
     W_out: Float[Tensor, "channel d_model"]
     b_out: Float[Tensor, "d_model"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class MixerWeights:
+    """A mixer whose parts are as expected.
+
+    Attributes:
+        kind: its kind, in a word.
+        ends: what comes before what mixes all positions, and after it.
+        hold: from what it reads, and which tokens are real, to its map with all that depends on its input held.
+        rates: those of its states, if it has any.
+        leaking: what, if anything, gives padded positions something that reaches later ones.
+    """
+
+    kind: str
+    ends: Ends
+    hold: Callable[[Float[Tensor, "batch pos d_model"], Mask | None], Chain]
+    rates: Tensor | None = None
+    leaking: str = ""
+
+    @property
+    def form(self) -> str:
+        """Its kind and sizes, which two models of one architecture have in common."""
+        ends = self.ends
+        parts = (ends.W_in, ends.convolution.weight, ends.W_out, self.rates)
+        return f"{self.kind} of {', '.join('×'.join(map(str, part.shape)) for part in parts if part is not None)}"
 
 
 @dataclass(frozen=True)
@@ -135,6 +162,13 @@ def gated_norm(module: Any) -> GatedNorm | None:
 def rates(module: Any) -> Tensor:
     """How fast states decay, negative."""
     return -wide(module.A_log.detach()).exp()
+
+
+def biased_entry(module: Any, ends: Ends) -> str:
+    """What gives padded positions something that reaches later ones, where the first projection does."""
+    if ends.b_in is None or not bool(ends.b_in.any()):
+        return ""
+    return f"the first projection of {type(module).__name__} has a bias"
 
 
 def read_convolution(module: Any, name: str = "conv1d") -> CausalConvolution:

@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from tensorlens_tl.algebra import AffineMap, CausalConvolution, Chain, Diagonal, Identity, Linear, SelectiveScan, Sum
 from tensorlens_tl.models.activations import coefficients
 from tensorlens_tl.models.parameters import innermost
-from tensorlens_tl.models.sublayers.mixing import Ends, Mask, read_linear, read_part, require
+from tensorlens_tl.models.sublayers.mixing import Ends, Mask, MixerWeights, read_linear, read_part, require
 
 TIME_MIX = ("time_decay", "time_first", "time_mix_key", "time_mix_value", "time_mix_receptance", "output")
 """What a time mixing has; beside them, its matrices `key`, `value` and `receptance`."""
@@ -54,38 +54,6 @@ class Mix:
         return replace(self.convolution, length=length), self.linear
 
 
-@dataclass(frozen=True)
-class TimeMixWeights:
-    """Time mixing, in place of attention.
-
-    Attributes:
-        key, value, receptance: what the weights of the mean, its values and the gate are read by.
-        A: the rates at which weights decay, −w.
-        bonus: u, added to a token's key where the token itself reads it.
-        W_out, b_out: of what it writes.
-    """
-
-    key: Mix
-    value: Mix
-    receptance: Mix
-    A: Float[Tensor, "channel"]
-    bonus: Float[Tensor, "channel"]
-    W_out: Float[Tensor, "channel d_model"]
-    b_out: Float[Tensor, "d_model"] | None
-
-    @property
-    def ends(self) -> Ends:
-        """What comes before the mean of the values, and after it."""
-        value = self.value
-        return Ends(value.linear.weight, value.linear.offset, value.convolution, nn.Identity(), self.W_out, self.b_out)
-
-    def hold(self, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
-        """The sublayer as a map, with the weights of the mean and the gate held at `x`; no token is masked."""
-        gate = self.receptance(x).sigmoid()
-        mean = weighted_mean(self.key(x).float(), self.A, self.bonus, x.dtype)
-        return Chain((*self.value.stages(x.shape[1]), mean, Diagonal(gate), Linear(self.W_out, self.b_out)))
-
-
 def weighted_mean(
     k: Float[Tensor, "batch pos channel"], A: Float[Tensor, "channel"], bonus: Tensor, dtype: torch.dtype
 ) -> Sum:
@@ -103,16 +71,11 @@ def weighted_mean(
     earlier = pad((keys - largest).exp(), (0, 0, 1, 0))[:, :-1, :, None]
     ones = torch.ones_like(itself)
     scan = SelectiveScan(ones, A.double(), earlier, ones[..., None])
-    shift = shifted(k, dtype)
+    before = k.new_tensor([[1.0, 0.0]], dtype=dtype).expand(k.shape[-1], -1)
+    shift = CausalConvolution(before, length=k.shape[1])  # every channel of the position before; zero at the first
     total = scan.push(shift.push(ones)) + itself
     held = replace(scan, C=total.reciprocal()[..., None])
     return Sum((Chain((shift, held)), Diagonal((itself / total).to(dtype))))
-
-
-def shifted(like: Float[Tensor, "batch pos channel"], dtype: torch.dtype) -> CausalConvolution:
-    """Every channel of the position before; zero at the first one."""
-    weight = like.new_tensor([[1.0, 0.0]], dtype=dtype)
-    return CausalConvolution(weight.expand(like.shape[-1], -1), length=like.shape[1])
 
 
 @dataclass(frozen=True)
@@ -170,21 +133,30 @@ def is_time_mix(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in TIME_MIX)
 
 
-def time_mix_weights(module: Any) -> TimeMixWeights:
+def read_time_mix(module: Any) -> MixerWeights:
     """What a time mixing is made of.
 
     Raises:
         UnsupportedModelError: a part is not as expected.
     """
-    key, value, receptance = (_mix(module, name) for name in ("key", "value", "receptance"))
+    names = ("key", "value", "receptance")
+    key, value, receptance = mixes = [_mix(module, name) for name in names]
     W_out, b_out = read_linear(module, "output")
     channels = len(W_out)
-    decay = module.time_decay.detach()
-    for name, mix in (("key", key), ("value", value), ("receptance", receptance)):
+    for name, mix in zip(names, mixes, strict=True):
         width = mix.linear.weight.shape[1]
         require(width == channels, module, name, f"gives {width} numbers, not the {channels} that `output` reads")
-    require(decay.shape == (channels,), module, "time_decay", "is not one number for each channel")
-    return TimeMixWeights(key, value, receptance, -decay.exp(), module.time_first.detach(), W_out, b_out)
+    A, bonus = -module.time_decay.detach().exp(), module.time_first.detach()
+    require(A.shape == (channels,), module, "time_decay", "is not one number for each channel")
+
+    def hold(x: Float[Tensor, "batch pos d_model"], mask: Mask | None) -> Chain:
+        """With the weights of the mean and the gate held; no token is masked."""
+        gate = receptance(x).sigmoid()
+        mean = weighted_mean(key(x).float(), A, bonus, x.dtype)
+        return Chain((*value.stages(x.shape[1]), mean, Diagonal(gate), Linear(W_out, b_out)))
+
+    ends = Ends(value.linear.weight, value.linear.offset, value.convolution, nn.Identity(), W_out, b_out)
+    return MixerWeights("TimeMix", ends, hold, A, f"{type(module).__name__} reads padding as it reads tokens")
 
 
 def is_channel_mix(module: Any) -> bool:
