@@ -66,6 +66,7 @@ def test_two_models_and_two_prompts_together(name):
     tokens = some_tokens()
     model, other = models_of(name)
     expected = live(model, tokens) - live(other, tokens.flip(0))
+    assert result.bias is not None
     assert close(result.scores.sum(-1) + result.bias, expected, TOLERANCE)
     assert bool((result.bias.abs() > 1e-3).all())
 
@@ -133,6 +134,7 @@ def test_changed_weights_sum_to_the_change_of_the_logit(name, by):
     tokens = some_tokens()
     change = tlens.compare_models(base, tuned, tokens, 5, 9, by=by)
     assert close(change.total, live(tuned, tokens) - live(base, tokens), TOLERANCE)
+    assert change.remainder is not None
     assert close(change.scores.sum(-1) + change.remainder, change.total, TOLERANCE)
     assert float(change.gap.max()) < TOLERANCE
 

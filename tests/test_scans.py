@@ -2,6 +2,7 @@
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch.nn.functional import pad, silu, softplus
 from torch.overrides import TorchFunctionMode
 
 from tensorlens_tl import core
-from tensorlens_tl.algebra import CausalConvolution, Chain, Diagonal, DiagonalRecursion
+from tensorlens_tl.algebra import CausalConvolution, Chain, Diagonal, DiagonalRecursion, Linear
+from tensorlens_tl.core import families
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.sublayers import delta_pattern, mixer_map, read_mixer, scan_of
 from tensorlens_tl.testing import check_map
@@ -134,7 +136,7 @@ def test_the_gradient_of_the_frozen_rule_is_the_pull_of_the_map(name, padding):
 
 @pytest.mark.parametrize("name", ["Mamba", "Mamba2", "Qwen3Next"])
 def test_a_mixer_without_a_line_is_refused(name, monkeypatch):
-    monkeypatch.setattr(core.families, "MIXERS", ())
+    monkeypatch.setattr(families, "MIXERS", ())
     mixer, x, mask, _ = run(name)
     leaf = x.clone().requires_grad_()
     with pytest.raises(UnsupportedModelError, match=f"in {type(mixer).__name__}: "), core.ruled(mixer, core.FROZEN):
@@ -288,7 +290,7 @@ def test_a_recurrent_block_needs_no_map_of_its_own():
     for part in block.parameters():
         part.data = 0.5 * torch.randn_like(part)
     x, places, seen = torch.randn(2, 11, 16, dtype=torch.float64), torch.arange(11).expand(2, -1), {}
-    lru = block.rg_lru
+    lru: Any = block.rg_lru
     own, lru._rnn_scan = lru._rnn_scan, lambda **held: seen.update(held) or own(**held)
     with Wide():
         expected = block(x, places, None, use_cache=False)[0]
@@ -400,7 +402,9 @@ def test_parts_that_another_library_wraps_are_read():
 def test_the_scan_is_found_and_the_weights_are_the_models():
     mixer, x, mask, _ = run("Mamba2")
     m = mixer_map(mixer, x, mask)
-    assert m.stages[-1].weight.data_ptr() == mixer.out_proj.weight.data_ptr()
+    output = m.stages[-1]
+    assert isinstance(output, Linear)
+    assert output.weight.data_ptr() == mixer.out_proj.weight.data_ptr()
     attention = scan_of(m).implicit_attention()
     assert attention.shape == (2, 4, 9, 9)
     assert not attention.triu(1).any()
