@@ -216,8 +216,7 @@ def corrupted_stream(readout: StreamTarget, corrupted: PassLike, activation: str
     Raises:
         InvalidInputError: hooks add to the stream in one of the two passes only.
     """
-    of_tokens = readout.read_at == corrupted.points.unembed_in
-    stream = Stream.of(corrupted, activation, final_norm=readout.stream.final_norm, to_tokens=of_tokens)
+    stream = Stream.of(corrupted, activation, final_norm=readout.stream.final_norm, to_tokens=readout.of_tokens)
     of_clean, of_corrupted = ([step.outer_name for step in of.steps] for of in (readout.stream, stream))
     if of_clean != of_corrupted:
         points = ", ".join(sorted({*of_clean} ^ {*of_corrupted}))
@@ -297,7 +296,7 @@ class _Comparison:
             readout = stream_target(difference(clean, corrupted), target, minus, direction, query, "ratio")
             resolved = resolve_target(clean, target, minus, direction, readout.positions)
             first, second = (readout.number_of(run.activation) + resolved.constant for run in (clean, corrupted))
-            readout = replace(readout, label=resolved.label)  # what other methods call the same number
+            readout = replace(readout, label=readout.name)  # what other methods call the same number
         else:
             readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
             first, second = readout.total, readout.number_of(corrupted.activation)

@@ -28,9 +28,10 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra import ZERO, AffineMap, Chain, Diagonal, Identity, Norm
-from tensorlens_tl.algebra.numerics import relative_error
+from tensorlens_tl.algebra.memory import chunks
+from tensorlens_tl.algebra.numerics import relative_error, widest
 from tensorlens_tl.circuits.arguments import FeatureLike, HookName, LabelsLike
-from tensorlens_tl.circuits.stream import Step, Stream, Sublayer, block_steps
+from tensorlens_tl.circuits.stream import Step, Stream, Sublayer
 from tensorlens_tl.drawing import figure, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number, visible
 from tensorlens_tl.errors import FileFormatError, InvalidInputError, NumericalError, warn_caller
@@ -94,28 +95,11 @@ class WriteAt:
     beside_name: str = ""
 
 
-def maps_between(frozen: FrozenPass, start: Place, stop: Place, rule: Rule) -> list[AffineMap]:
-    """What the stream goes through from one place to another, which does not come before it."""
-    maps: list[AffineMap] = []
-    for layer in range(start.layer, min(stop.layer + 1, frozen.n_layers)):
-        steps = block_steps(frozen, layer, rule)
-        if layer == stop.layer:
-            steps = steps[: stop.step]
-        if layer == start.layer:
-            steps = steps[start.step :]
-        maps += [step.map for step in steps]
-    return maps
-
-
 def stream_to(frozen: FrozenPass, place: Place, rule: Rule) -> Stream:
     """The stream from the embeddings to a place."""
-    last = min(place.layer, frozen.n_layers - 1)
-    stream = Stream.of(frozen, rule, layers=slice(0, last + 1), final_norm=False, to_tokens=False)
-    layers = [step.layer for step in stream.steps]
-    count = len(layers)
-    if place.layer == last:
-        count = layers.index(last) + place.step
-    return replace(stream, steps=stream.steps[:count])
+    layers = slice(0, min(place.layer + 1, frozen.n_layers))
+    stream = Stream.of(frozen, rule, layers=layers, final_norm=False, to_tokens=False)
+    return replace(stream, steps=stream.steps[: stream.step_at(place.layer, place.step)])
 
 
 def read_at(frozen: FrozenPass, hook: str, *, mlp: bool) -> ReadAt:
@@ -449,12 +433,31 @@ class Features(Result):
         return chained([self.reads.through, Norm(how.divided_by, centre=how.centred)])
 
     @cached_property
-    def writer(self) -> AffineMap | None:
-        """What the decoder's output goes through, held: the scale of a dictionary that normalises; None for nothing."""
+    def writer(self) -> AffineMap:
+        """What the decoder's output goes through, held: the scale of a dictionary that normalises."""
         how = self.dictionary.normalised(self.reads.x)
-        if how is None:
-            return None
-        return Diagonal(how.multiplied_by)
+        return Identity() if how is None else Diagonal(how.multiplied_by)
+
+    def gains(self, g: Float[Tensor, "row batch pos d_out"]) -> Float[Tensor, "row active"]:
+        """What a target gains for each unit of an active feature, along its vector where the dictionary writes.
+
+        Parts are often hundreds of times larger than what they sum to: the products are in float64.
+        """
+        g = self.writer.pull(g)
+        gains = widest(g[:0]).new_zeros(len(g), len(self.values))
+        for some in chunks(len(self.values), (len(g) + 2) * g.shape[-1] * gains.element_size(), None, "features"):
+            part = slice(some.start, some.stop)
+            prompt, position, feature = self.index[part].T
+            W_dec = widest(self.dictionary.W_dec[feature])
+            gains[:, part] = torch.einsum("rad,ad->ra", widest(g[:, prompt, position]), W_dec)
+        return gains
+
+    @cached_property
+    def others(self) -> dict[str, Float[Tensor, "batch pos d_out"]]:
+        """What else the output is the sum of, zero at padding: b_dec, and what a dictionary that centres adds again."""
+        b_dec = self.writer(self.dictionary.b_dec.expand_as(self.error))
+        parts = {"b_dec": b_dec} | self.dictionary.beside(self.reads.x)
+        return {name: part * self.frozen.mask[..., None] for name, part in parts.items()}
 
     def pre_activation(
         self, features: Int[Tensor, "row"], positions: Int[Tensor, "row batch"]

@@ -15,8 +15,9 @@ A transcoder stands in its MLP's place: the error is what the MLP gives and the 
 the target beside that MLP is one term.
 """
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -32,19 +33,15 @@ from tensorlens_tl.circuits.arguments import Direction, FeatureLike
 from tensorlens_tl.circuits.dictionary_features import (
     Features,
     FeaturesLike,
-    Place,
     chained,
-    maps_between,
     names_with_labels,
     stream_to,
 )
 from tensorlens_tl.circuits.effects import BY as DIRECT, direct_effects
-from tensorlens_tl.circuits.stream import StreamTarget
+from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models import Query, TokenLike, check_rule
-from tensorlens_tl.passes import FrozenPass
+from tensorlens_tl.models import Query, Rule, TokenLike, check_rule
 from tensorlens_tl.passes.inputs import query_positions
-from tensorlens_tl.passes.operator import resolve_target
 from tensorlens_tl.results import Attribution, FeatureEdges, Terms
 
 BY = ("feature_token", "feature")
@@ -91,27 +88,21 @@ def feature_attribution(
     positions = query_positions(frozen.prompt, query)
     frozen.check_fresh()
     numbers = torch.full((positions.shape[1],), number, device=positions.device)
-    readouts = _pre_activations(features, numbers, positions.T)
     name = " · ".join(filter(None, [f"F{number}", features.labels.get(number, "")]))
     label = f"pre-activation of {name} at {features.hook}"
+    readout = _pre_activations(features, numbers, positions, label, rule)
     if by != "token":
-        stream = stream_to(frozen, features.reads.place, rule)
-        return direct_effects(readouts.of_stream(stream, features.hook, label), by, memory)
-    through = chained(maps_between(frozen, Place(0, 0), features.reads.place, rule))
+        return direct_effects(readout, by, memory)
+    through = chained(step.map for step in readout.stream.steps)
     x = frozen.resid_pre(0)
-    scores = x.new_zeros(*positions.shape, x.shape[1])
-    bias = x.new_zeros(positions.shape)
-    scores = upcast(scores)
-    bias = upcast(bias)
-    for rows in chunks(len(readouts.vectors), frozen.row_bytes, memory, "queries"):
-        part = readouts.part(rows)
-        terms = BiasTerms()
-        pulled = _pulled(frozen, through, part, terms)
-        scores[:, rows.start : rows.stop] = (upcast(pulled) * x).sum(-1).transpose(0, 1)
-        bias[:, rows.start : rows.stop] = (in_total(terms, part.constant) + part.constant).T
+    parts = [
+        ((upcast(g) * x).sum(-1), constant)
+        for g, constant in _pulled(readout, through, frozen.row_bytes, memory, "queries")
+    ]
+    scores, bias = (torch.cat(column).transpose(0, 1) for column in zip(*parts, strict=True))
     options = {"feature": number, "hook": features.hook, "query": query, "activation": activation}
     return Attribution.of(
-        frozen, scores * frozen.mask[:, None], method="tensorlens", query=query, bias=bias, total=readouts.total.T,
+        frozen, scores * frozen.mask[:, None], method="tensorlens", query=query, bias=bias, total=readout.total,
         additive=True, target=label, options=options,
     )  # fmt: skip
 
@@ -152,30 +143,14 @@ def feature_effects(
     True
     """
     frozen = _checked(features).frozen
-    rule = check_rule(activation)
-    positions = query_positions(frozen.prompt, query)
-    resolved = resolve_target(frozen, target, minus, direction, positions)
-    frozen.check_fresh()
-    output = frozen.output
-    soft_cap = None
-    stages = maps_between(frozen, features.writes.place, Place(frozen.n_layers, 0), rule)
-    ends = [frozen.final_map()]
-    if resolved.of_tokens:
-        output = frozen.unembedded()
-        soft_cap = frozen.view.soft_cap
-        ends.append(frozen.prediction_head(rule))
-    stages += [end for end in ends if end is not None]
-    output = upcast(torch.take_along_dim(output, positions[..., None], dim=1))
-    total = (output * resolved.vectors).sum(-1) + resolved.constant
-    readouts = _Readouts(resolved.vectors.transpose(0, 1), resolved.constant.T, total.T, positions.T).at_real(frozen)
-    names, scores = _effects(features, chained(stages), readouts, by, memory)
+    readout = stream_target(frozen, target, minus, direction, query, activation, one=False)
+    names, scores = _effects(features, readout, by, memory)
     terms = Terms(
         names=names,
         scores=scores.transpose(0, 1),
-        remainder=torch.zeros_like(readouts.total.T),
-        soft_cap=soft_cap,
+        remainder=torch.zeros_like(readout.total),
         labels=names_with_labels(names, features.labels),
-        **readouts.fields(frozen, resolved.label),
+        **replace(readout, label=readout.name).fields(),
     )
     return frozen.checked(terms)
 
@@ -224,59 +199,16 @@ def feature_edges(
     positions = query_positions(frozen.prompt, query)
     frozen.check_fresh()
     columns, numbers = _late_features(late, features, positions)
-    readouts = _pre_activations(late, numbers, positions.T[columns])
-    through = chained(maps_between(frozen, early.writes.place, late.reads.place, rule))
-    names, scores = _effects(early, through, readouts, by, memory)
+    readout = _pre_activations(late, numbers, positions[:, columns], f"pre-activations at {late.hook}", rule)
+    names, scores = _effects(early, readout, by, memory)
     return FeatureEdges(
         names=names,
         scores=scores.transpose(0, 1),
-        remainder=torch.zeros_like(readouts.total.T),
+        remainder=torch.zeros_like(readout.total),
         features=numbers.tolist(),
         labels=names_with_labels(names, early.labels),
-        **readouts.fields(frozen, f"pre-activations at {late.hook}"),
+        **readout.fields(),
     )
-
-
-class _Readouts(NamedTuple):
-    """Linear readouts of the stream, ``vector · stream + constant`` at a position of each prompt, one per row.
-
-    Attributes:
-        vectors: `[row, batch, d]`.
-        constant, total: `[row, batch]`.
-        positions: `[row, batch]`.
-    """
-
-    vectors: Float[Tensor, "row batch d"]
-    constant: Float[Tensor, "row batch"]
-    total: Float[Tensor, "row batch"]
-    positions: Int[Tensor, "row batch"]
-
-    def at_real(self, frozen: FrozenPass) -> "_Readouts":
-        """The same, with zeros at padding."""
-        real = torch.take_along_dim(frozen.mask, self.positions.T, dim=1).T
-        return self._replace(
-            vectors=self.vectors * real[..., None], constant=upcast(self.constant) * real, total=self.total * real
-        )
-
-    def part(self, rows: range) -> "_Readouts":
-        return _Readouts(*(column[rows.start : rows.stop] for column in self))
-
-    def fields(self, frozen: FrozenPass, label: str) -> dict[str, Any]:
-        """What a result says about them."""
-        return {
-            "total": self.total.T,
-            "queries": self.positions.T,
-            "mask": frozen.mask,
-            "tokens": frozen.str_tokens,
-            "target": label,
-            "provenance": frozen.provenance(),
-        }
-
-    def of_stream(self, stream: Any, hook: str, label: str) -> StreamTarget:
-        """The same as a target of direct effects."""
-        return StreamTarget(
-            stream, hook, self.vectors.transpose(0, 1), self.constant.T, self.total.T, self.positions.T, label, "b_enc"
-        )
 
 
 def _checked(features: Any) -> Features:
@@ -287,15 +219,25 @@ def _checked(features: Any) -> Features:
     return features
 
 
-def _pre_activations(features: Features, numbers: Int[Tensor, "row"], positions: Int[Tensor, "row batch"]) -> _Readouts:
-    """Pre-activations as readouts of the stream that the dictionary reads."""
-    rows = features.dictionary.W_enc.T[numbers]
-    vectors = rows[:, None].expand(-1, len(features.frozen.tokens), -1)
-    reader = features.reader.at(RowPositions(positions))
+def _pre_activations(
+    features: Features, numbers: Int[Tensor, "row"], positions: Int[Tensor, "batch row"], label: str, rule: Rule
+) -> StreamTarget:
+    """Pre-activations, one in each row, as a target that the stream leads to; `rule` is that of MLPs on the way."""
+    frozen = features.frozen
+    vectors = features.dictionary.W_enc.T[numbers][:, None].expand(-1, len(frozen.tokens), -1)
+    reader = features.reader.at(RowPositions(positions.T))
     pulled, bias = reader.pull_with_bias(vectors[:, :, None])
     constant = bias + features.dictionary.b_enc[numbers, None]
-    return _Readouts(pulled[:, :, 0], constant, features.pre_activation(numbers, positions), positions).at_real(
-        features.frozen
+    real = torch.take_along_dim(frozen.mask, positions, dim=1)
+    return StreamTarget(
+        stream_to(frozen, features.reads.place, rule),
+        features.hook,
+        pulled[:, :, 0].transpose(0, 1) * real[..., None],
+        upcast(constant).T * real,
+        features.pre_activation(numbers, positions.T).T * real,
+        positions,
+        label,
+        "b_enc",
     )
 
 
@@ -320,108 +262,75 @@ def _late_features(late: Features, features: Any, positions: Tensor) -> tuple[Te
 
 
 def _pulled(
-    frozen: FrozenPass, through: AffineMap, readouts: _Readouts, biases: BiasTerms
-) -> Float[Tensor, "row batch pos d_model"]:
-    """Vectors at their positions, pulled to every position of an earlier stream."""
+    readout: StreamTarget, through: AffineMap, row_bytes: int, memory: Memory, title: str
+) -> Iterator[tuple[Float[Tensor, "row batch pos d_model"], Float[Tensor, "row batch"]]]:
+    """A target's vectors pulled to every position of an earlier stream, and what is added after it, rows by rows.
+
+    Args:
+        readout: the target.
+        through: what lies between.
+        row_bytes: what one row allocates.
+        memory, title: what all of them may, and the words at the progress bar.
+    """
+    frozen = readout.stream.run
     length = frozen.tokens.shape[1]
-    where = RowPositions(readouts.positions)
-    vectors = readouts.vectors.to(frozen.resid_pre(0).dtype)
-    pulled = through.pull_between(vectors, where, None, length, causal=frozen.causal, biases=biases)
-    return pad(pulled, (0, 0, 0, length - pulled.shape[2]))
+    for rows in chunks(readout.positions.shape[1], row_bytes, memory, title):
+        part = slice(rows.start, rows.stop)
+        vectors, constant = readout.vectors[:, part].transpose(0, 1), readout.constant[:, part].T
+        terms = BiasTerms()
+        where = RowPositions(readout.positions[:, part].T)
+        vectors = vectors.to(frozen.resid_pre(0).dtype)
+        g = through.pull_between(vectors, where, None, length, causal=frozen.causal, biases=terms)
+        yield pad(g, (0, 0, 0, length - g.shape[2])), in_total(terms, constant) + constant
 
 
 def _effects(
-    features: Features, through: AffineMap, readouts: _Readouts, by: str, memory: Memory
+    features: Features, readout: StreamTarget, by: str, memory: Memory
 ) -> tuple[list[str], Float[Tensor, "row batch term"]]:
-    """Everything that adds to the readouts, which `through` reads from where the features are written."""
+    """Everything that adds to a target which the stream leads to from where the features are written."""
     check_choice("by", by, BY)
-    frozen = features.frozen
     writes = features.writes
-    through = Chain((writes.outer, through))
-    parts = _Parts.of(features, by)
-    per_row = frozen.row_bytes + features.values.element_size() * (
-        len(parts.names) * len(frozen.tokens) + len(features.values)
+    steps = readout.stream.steps[readout.stream.step_at(writes.place.layer, writes.place.step) :]
+    through = Chain((writes.outer, *(step.map for step in steps)))
+    column, n_features, names, at_token = _columns(features, by)
+    per_row = features.frozen.row_bytes + features.values.element_size() * (
+        len(names) * len(features.frozen.tokens) + len(features.values)
     )
-    scores = []
-    for rows in chunks(len(readouts.vectors), per_row, memory, "rows"):
-        part = readouts.part(rows)
-        terms = BiasTerms()
-        g = _pulled(frozen, through, part, terms)
-        columns = [parts.scores(writes.after.pull(g))]
+    scores: list[Tensor] = []
+    for pulled, constant in _pulled(readout, through, per_row, memory, "rows"):
+        g = writes.after.pull(pulled)
+        of_features = widest(g[:0]).new_zeros(len(g), g.shape[1] * n_features)
+        of_features.index_add_(1, column, features.gains(g) * features.values)
+        errors = (widest(g) * features.error).sum(-1)
+        errors = errors.sum(-1, keepdim=True) if at_token is None else errors[..., at_token]
+        parts = [of_features.unflatten(1, (-1, n_features)), errors]
+        parts += [dot(widest(g), part) for part in features.others.values()]
+        columns = [torch.cat(parts, dim=-1).to(constant)]
         if writes.beside is not None:
-            columns.append((upcast(g) * writes.beside).sum((-2, -1))[..., None])
-        columns.append((in_total(terms, part.constant) + part.constant)[..., None])
-        scores.append(torch.cat(columns, dim=-1))
-    names = [*parts.names, "bias"]
+            columns.append(dot(pulled, writes.beside))
+        scores.append(torch.cat([*columns, constant[..., None]], dim=-1))
     if writes.beside is not None:
-        names.insert(-1, writes.beside_name)
-    return names, torch.cat(scores)
+        names.append(writes.beside_name)
+    return [*names, "bias"], torch.cat(scores)
 
 
-class _Parts(NamedTuple):
-    """What a dictionary's output is the sum of, and the names of the parts.
+def _columns(features: Features, by: str) -> tuple[Int[Tensor, "active"], int, list[str], Int[Tensor, "token"] | None]:
+    """Which term each active feature counts for.
 
-    Attributes:
-        column: which term each active feature counts for.
-        others: vectors for the whole prompt by name, error first, `[batch, pos, d_out]` each.
+    Returns:
+        The term's number, those of a later prompt after those of the one before; how many terms of features a prompt
+        has; the names of everything that a dictionary gives; and the positions whose errors are terms, None for one.
     """
-
-    features: Features
-    names: list[str]
-    column: Int[Tensor, "active"]
-    n_terms: int
-    by_token: list[int]
-    others: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, features: Features, by: str) -> "_Parts":
-        _, position, feature = features.index.T
-        count = features.dictionary.features
-        if by == "feature":
-            numbers, column = feature.unique(return_inverse=True)
-            names = [f"F{number}" for number in numbers.tolist()]
-            tokens: list[int] = []
-            errors = ["error"]
-        else:
-            numbers, column = (position * count + feature).unique(return_inverse=True)
-            names = [f"F{number % count}@{number // count}" for number in numbers.tolist()]
-            tokens = features.frozen.mask.any(0).nonzero()[:, 0].tolist()
-            errors = [f"error@{at}" for at in tokens]
-        mask = features.frozen.mask[..., None]
-        b_dec = features.dictionary.b_dec.expand_as(features.error)
-        scaled = b_dec
-        if features.writer is not None:
-            scaled = features.writer(b_dec)
-        beside = features.dictionary.beside(features.reads.x)
-        others = {"error": features.error} | {name: x * mask for name, x in ({"b_dec": scaled} | beside).items()}
-        return cls(features, [*names, *errors, *list(others)[1:]], column, len(names), tokens, others)
-
-    def scores(self, g: Float[Tensor, "row batch pos d_out"]) -> Float[Tensor, "row batch term"]:
-        """Each part's inner product with vectors pulled to the dictionary's output.
-
-        Parts are often hundreds of times larger than what they sum to: the products are summed in float64.
-        """
-        at = {name: (widest(g) * x).sum(-1) for name, x in self.others.items()}
-        error = at.pop("error")
-        errors = error.sum(-1, keepdim=True)
-        if self.by_token:
-            errors = error[..., self.by_token]
-        parts = torch.cat([self._of_features(g), errors, *(part.sum(-1)[..., None] for part in at.values())], dim=-1)
-        return parts.to(upcast(g[:0]).dtype)
-
-    def _of_features(self, g: Float[Tensor, "row batch pos d_out"]) -> Float[Tensor, "row batch term"]:
-        features = self.features
-        rows, batch = g.shape[:2]
-        if features.writer is not None:
-            g = features.writer.pull(g)
-        scores = widest(g[:0]).new_zeros(rows, batch * self.n_terms)
-        column = features.index[:, 0] * self.n_terms + self.column
-        per_one = (rows + 2) * g.shape[-1] * scores.element_size()
-        for some in chunks(len(features.values), per_one, None, "features"):
-            part = slice(some.start, some.stop)
-            prompt, position, feature = features.index[part].T
-            gains = torch.einsum(
-                "rad,ad->ra", widest(g[:, prompt, position]), widest(features.dictionary.W_dec[feature])
-            )
-            scores.index_add_(1, column[part], gains * features.values[part])
-        return scores.reshape(rows, batch, self.n_terms)
+    prompt, position, feature = features.index.T
+    count = features.dictionary.features
+    at_token = None
+    if by == "feature":
+        numbers, column = feature.unique(return_inverse=True)
+        names = [f"F{number}" for number in numbers.tolist()]
+        errors = ["error"]
+    else:
+        numbers, column = (position * count + feature).unique(return_inverse=True)
+        names = [f"F{number % count}@{number // count}" for number in numbers.tolist()]
+        at_token = features.frozen.mask.any(0).nonzero()[:, 0]
+        errors = [f"error@{at}" for at in at_token.tolist()]
+    return prompt * len(names) + column, len(names), [*names, *errors, *features.others], at_token

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -61,14 +61,6 @@ class Examples:
     tokens: Int[Tensor, "feature example window"]
 
     @classmethod
-    def none(cls, features: int, window: int, like: Tensor) -> "Examples":
-        """No examples of so many features."""
-        numbers = torch.empty(features, 0, dtype=torch.long, device=like.device)
-        values = like.new_empty(features, 0)
-        around = values.new_empty(features, 0, window)
-        return cls(values, numbers, numbers, around, around.long())
-
-    @classmethod
     def of(
         cls, values: Float[Tensor, "row pos feature"], tokens: Int[Tensor, "row pos"], rows: Int[Tensor, "row"],
         lengths: Int[Tensor, "row"], k: int, window: tuple[int, int],
@@ -108,13 +100,9 @@ class Examples:
         sizes = both.peaks.abs().gather(1, by_row)
         order = by_row.gather(1, sizes.argsort(dim=1, descending=True, stable=True))[:, :k]
         wide = order[..., None].expand(-1, -1, both.tokens.shape[-1])
-        return Examples(
-            both.peaks.gather(1, order),
-            both.rows.gather(1, order),
-            both.positions.gather(1, order),
-            both.activations.gather(1, wide),
-            both.tokens.gather(1, wide),
-        )
+        numbers = (both.peaks, both.rows, both.positions)
+        windows = (both.activations, both.tokens)
+        return Examples(*(part.gather(1, order) for part in numbers), *(part.gather(1, wide) for part in windows))
 
 
 def histogram(
@@ -198,81 +186,70 @@ def feature_examples(
     >>> [entry.token for entry in examples.top(2)]
     [' are', ' is']
     """
-    reading = _Reading(ModelView(model), truncate, prepend_bos)
+    view = ModelView(model)
     sizes = _window(window)
     k = whole_number("k", k, least=1, why="how many examples to keep")
     skip = whole_number("skip", skip, least=0, why="how many tokens at the beginning of a row to leave out")
     count = whole_number("promoted", promoted, least=0, why="how many tokens to list")
-    rows = reading.rows(input)
+    rows = _rows(view, input, truncate, prepend_bos)
     first = next(rows, None)
     if first is None:
         raise InvalidInputError("input: there are no rows; pass texts or rows of token ids.")
     probe = features_of(freeze(model, first[None, :PROBED]), dictionary, hook, any_model=any_model, labels=labels)
     chosen = _chosen(probe, features)
-    running = _Running(reading.view, probe, chosen, k, sizes, skip)
-    ends = _Promoted.of(reading.view, probe, chosen, count)
+    running = _Running(view, probe, chosen, k, sizes, skip)
     with tqdm(desc="rows", delay=2.0, unit=" rows", leave=False) as bar:
         stream = chain([first], rows)
         while some := list(islice(stream, ROWS_AT_ONCE)):
             running.read(some, memory)
             bar.update(len(some))
-    return running.result(ends, feature_labels(labels))
+    return running.result(_promoted(view, probe, chosen, count), feature_labels(labels))
 
 
-class _Reading(NamedTuple):
-    """How rows are read."""
+def _rows(view: ModelView, input: Any, truncate: bool, prepend_bos: bool | None) -> Iterator[Int[Tensor, "pos"]]:
+    """Each row's token ids, one row at a time.
 
-    view: ModelView
-    truncate: bool
-    prepend_bos: bool | None
-
-    def rows(self, input: Any) -> Iterator[Int[Tensor, "pos"]]:
-        """Each row's token ids, one row at a time.
-
-        Raises:
-            InvalidInputError: no texts and no token ids; a row that is empty, too long, or has ids of no token.
-        """
-        if self.view.reads != "tokens":
-            raise UnsupportedModelError(
-                f"feature_examples: {self.view.description} reads no tokens. circuits.features(frozen, dictionary) "
-                "gives the features of its passes."
-            )
-        _check_no_file_or_table(input)
-        if isinstance(input, str):
-            input = [input]
-        if isinstance(input, Mapping) or not isinstance(input, Iterable):
-            raise InvalidInputError(
-                f"input: cannot read {type(input).__name__} as rows; pass a list of texts, rows of token ids, or one "
-                "column of a data set, such as dataset['text']."
-            )
-        for number, row in enumerate(input):
-            yield self._row(number, row)
-
-    def _row(self, number: int, row: Any) -> Int[Tensor, "pos"]:
+    Raises:
+        InvalidInputError: no texts and no token ids; a row that is empty, too long, or has ids of no token.
+    """
+    if view.reads != "tokens":
+        raise UnsupportedModelError(
+            f"feature_examples: {view.description} reads no tokens. circuits.features(frozen, dictionary) gives the "
+            "features of its passes."
+        )
+    _check_no_file_or_table(input)
+    if isinstance(input, str):
+        input = [input]
+    if isinstance(input, Mapping) or not isinstance(input, Iterable):
+        raise InvalidInputError(
+            f"input: cannot read {type(input).__name__} as rows; pass a list of texts, rows of token ids, or one "
+            "column of a data set, such as dataset['text']."
+        )
+    for number, row in enumerate(input):
         if isinstance(row, Mapping):
             raise InvalidInputError(
                 f"input: row {number} is a {type(row).__name__} with {', '.join(map(repr, row))}; pass the column that "
                 "holds the texts, such as dataset['text']."
             )
         try:
-            ids = token_rows(self.view, row, self.prepend_bos)
+            ids = token_rows(view, row, prepend_bos)
         except InvalidInputError as error:
             raise InvalidInputError(f"row {number}: {error}") from error
         if len(ids) != 1:
             raise InvalidInputError(f"input: row {number} holds {len(ids)} rows; pass texts or rows of token ids.")
-        length = self.view.n_ctx
-        if len(ids[0]) > length and not self.truncate:
+        length = view.n_ctx
+        if len(ids[0]) > length and not truncate:
             raise InvalidInputError(
                 f"input: row {number} has {len(ids[0])} tokens, and the context of this model is {length}; cut it into "
                 "pieces, or pass truncate=True to read its beginning."
             )
-        outside = (ids[0] < 0) | (ids[0] >= self.view.d_vocab)
+        outside = (ids[0] < 0) | (ids[0] >= view.d_vocab)
         if bool(outside.any()):
             raise InvalidInputError(
                 f"input: row {number} has the token id {int(ids[0][outside][0])}, and the vocabulary ends at "
-                f"{self.view.d_vocab - 1}. Is it another tokenizer's?"
+                f"{view.d_vocab - 1}. Is it another tokenizer's?"
             )
-        return ids[0][:length].cpu()
+        yield ids[0][:length].cpu()
 
 
 class _Running:
@@ -290,7 +267,7 @@ class _Running:
         self.skip = skip
         self.column = torch.full((probe.dictionary.features,), -1, device=weights.device)
         self.column[chosen] = torch.arange(len(chosen), device=weights.device)
-        self.examples = Examples.none(len(chosen), 1 + sum(window), weights)
+        self.examples: Examples | None = None
         self.counts = histogram(weights.new_empty(0), self.column[:0], len(chosen))
         self.n_rows = 0
         self.n_tokens = 0
@@ -313,17 +290,22 @@ class _Running:
         encoded = self.probe.dictionary.encode(x[seen], self.probe.frozen.tolerance)
         column = self.column[encoded.where[:, 1]]
         wanted = column >= 0
-        active = _Active(
-            torch.cat([seen.nonzero()[encoded.where[wanted, 0]], column[wanted, None]], dim=1), encoded.values[wanted]
-        )
+        column, values = column[wanted], encoded.values[wanted]
+        row, position = seen.nonzero()[encoded.where[wanted, 0]].T
+
+        def dense(part: range) -> Float[Tensor, "row pos feature"]:
+            """The values of some of the chosen features at every token, zero where they are not active."""
+            here = (column >= part.start) & (column < part.stop)
+            whole = values.new_zeros(*tokens.shape, len(part))
+            whole[row[here], position[here], column[here] - part.start] = values[here]
+            return whole
+
         facts = (tokens.to(device), torch.tensor(numbers, device=device), lengths.to(device), self.k, self.window)
         per_feature = 4 * tokens.numel() * x.element_size()
-        parts = [
-            Examples.of(active.dense(part, tokens.shape), *facts)
-            for part in chunks(len(self.chosen), per_feature, memory, "features")
-        ]
-        self.examples = self.examples.merged(Examples.of_features(parts), self.k)
-        self.counts += histogram(active.values, column[wanted], len(self.chosen))
+        parts = chunks(len(self.chosen), per_feature, memory, "features")
+        examples = Examples.of_features([Examples.of(dense(part), *facts) for part in parts])
+        self.examples = examples if self.examples is None else self.examples.merged(examples, self.k)
+        self.counts += histogram(values, column, len(self.chosen))
         self.n_tokens += int(seen.sum())
 
     def _activations(self, tokens: Int[Tensor, "row pos"], mask: Tensor) -> Float[Tensor, "row pos d_in"]:
@@ -336,9 +318,12 @@ class _Running:
         held, _ = capture(self.view.model, prompt.kwargs, [hook], last=hook)
         return held[hook].reshape(*tokens.shape, -1).to(self.probe.dictionary.W_enc.device)
 
-    def result(self, promoted: "_Promoted", labels: Mapping[int, str]) -> FeatureExamples:
+    def result(
+        self, promoted: tuple[Int[Tensor, "feature token"], Float[Tensor, "feature token"]], labels: Mapping[int, str]
+    ) -> FeatureExamples:
         """The examples, with readable tokens."""
-        texts, (windows, tokens) = _as_texts(self.view, [self.examples.tokens, promoted.tokens])
+        assert self.examples is not None  # there are rows
+        texts, (windows, tokens) = _as_texts(self.view, [self.examples.tokens, promoted[0]])
         return FeatureExamples(
             features=self.chosen,
             labels=[labels.get(number, "") for number in self.chosen],
@@ -348,7 +333,7 @@ class _Running:
             positions=self.examples.positions.cpu(),
             counts=self.counts.cpu(),
             promoted=tokens,
-            promotion=promoted.logits.cpu(),
+            promotion=promoted[1].cpu(),
             texts=texts,
             before=self.window[0],
             n_rows=self.n_rows,
@@ -360,47 +345,26 @@ class _Running:
         )
 
 
-class _Active(NamedTuple):
-    """Activations of one batch that are not zero.
+def _promoted(
+    view: ModelView, probe: Features, chosen: list[int], count: int
+) -> tuple[Int[Tensor, "feature token"], Float[Tensor, "feature token"]]:
+    """The tokens whose logits each feature's decoder row raises most, and by how much.
 
-    Attributes:
-        places: row, position and column of the feature of each.
-        values: what they are worth.
+    There are none where no matrix leads from the stream to the logits of tokens.
     """
-
-    places: Int[Tensor, "active 3"]
-    values: Float[Tensor, "active"]
-
-    def dense(self, part: range, shape: torch.Size) -> Float[Tensor, "row pos feature"]:
-        """The values of some columns at every token, zero where they are not active."""
-        row, position, column = self.places.T
-        here = (column >= part.start) & (column < part.stop)
-        values = self.values.new_zeros(*shape, len(part))
-        values[row[here], position[here], column[here] - part.start] = self.values[here]
-        return values
-
-
-class _Promoted(NamedTuple):
-    """The tokens whose logits each feature's decoder row raises most."""
-
-    tokens: Int[Tensor, "feature token"]
-    logits: Float[Tensor, "feature token"]
-
-    @classmethod
-    def of(cls, view: ModelView, probe: Features, chosen: list[int], count: int) -> "_Promoted":
-        """Of some features; none where no matrix leads from the stream to the logits of tokens."""
-        rows = upcast(probe.dictionary.W_dec[chosen])
-        none = cls(torch.empty(len(chosen), 0, dtype=torch.long), rows.new_empty(len(chosen), 0))
-        try:
-            W_U = upcast(stream_unembedding(view, fold_norms=True))
-        except UnsupportedModelError:
-            return none
-        if not count:
-            return none
-        best = []
-        for part in chunks(len(chosen), 3 * W_U.shape[1] * W_U.element_size(), None, "features"):
-            best.append((rows[part.start : part.stop] @ W_U).topk(min(count, W_U.shape[1])))
-        return cls(torch.cat([top.indices for top in best]), torch.cat([top.values for top in best]))
+    rows = upcast(probe.dictionary.W_dec[chosen])
+    none = (torch.empty(len(chosen), 0, dtype=torch.long), rows.new_empty(len(chosen), 0))
+    try:
+        W_U = upcast(stream_unembedding(view, fold_norms=True))
+    except UnsupportedModelError:
+        return none
+    if not count:
+        return none
+    best = [
+        (rows[part.start : part.stop] @ W_U).topk(min(count, W_U.shape[1]))
+        for part in chunks(len(chosen), 3 * W_U.shape[1] * W_U.element_size(), None, "features")
+    ]
+    return torch.cat([top.indices for top in best]), torch.cat([top.values for top in best])
 
 
 def _as_texts(view: ModelView, ids: list[Int[Tensor, "..."]]) -> tuple[list[str], list[Int[Tensor, "..."]]]:

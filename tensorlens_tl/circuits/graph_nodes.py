@@ -271,14 +271,7 @@ class FeatureSplit:
     @cached_property
     def gains(self) -> Float[Tensor, "active"]:
         """What the target gains for each unit of an active feature."""
-        features = self.features
-        g = self._before_scale(self.cotangent)
-        gains = upcast(self.cotangent).new_zeros(len(features.values))
-        for some in chunks(len(gains), 3 * g.shape[-1] * gains.element_size(), None, "features"):
-            part = slice(some.start, some.stop)
-            _, position, feature = features.index[part].T
-            gains[part] = (upcast(g[position]) * upcast(features.dictionary.W_dec[feature])).sum(-1)
-        return gains
+        return self.features.gains(self.cotangent[None, None])[0].to(upcast(self.cotangent))
 
     @cached_property
     def weights(self) -> Float[Tensor, "active"]:
@@ -328,8 +321,8 @@ class FeatureSplit:
             )
             rows.append(Row(name("F.rest"), "feature", layer, weights, biases))
         g = upcast(self.cotangent)
-        rows += [Row(name(of), "feature", layer, (g * x).sum(-1), zero) for of, x in self._mean.items()]
-        constant = (g * self._b_dec).sum(-1)
+        constant, *means = ((g * x[0]).sum(-1) for x in features.others.values())
+        rows += [Row(name(of), "feature", layer, mean, zero) for of, mean in zip(self._means, means, strict=True)]
         biases = -zero.index_add(0, position, encoder_biases) - constant
         return [
             *rows,
@@ -346,8 +339,9 @@ class FeatureSplit:
         if rest:
             others = self._others(chosen)
             outputs.append(self._summed(W_dec, features.values, others, position, feature)[None])
-        scaled = [self._after_scale(part) for part in outputs]
-        return torch.cat([*scaled, *(x[None] for x in self._mean.values()), features.error, self._b_dec[None]])
+        scaled = [features.writer.push(part[:, None])[:, 0] for part in outputs]
+        b_dec, *means = features.others.values()
+        return torch.cat([*scaled, *means, features.error, b_dec])
 
     def reads(self, chosen: Int[Tensor, "slot pos"], rest: bool) -> Iterator[Float[Tensor, "row pos d_model"]]:
         """The vectors by which each node takes what was written before, some rows at a time; b_dec takes nothing."""
@@ -364,7 +358,7 @@ class FeatureSplit:
             pulled = features.reader.pull(read[None])
             left = left - pulled[0]
             yield pulled
-        for _ in self._mean:
+        for _ in self._means:
             pulled = (self.cotangent.mean(-1, keepdim=True) * features.frozen.mask[0, :, None]).expand_as(
                 self.cotangent
             )
@@ -372,26 +366,10 @@ class FeatureSplit:
             yield pulled[None]
         yield left[None]
 
-    @cached_property
-    def _b_dec(self) -> Float[Tensor, "pos d_model"]:
-        b_dec = self.features.dictionary.b_dec.expand_as(self.cotangent)
-        return self._after_scale(b_dec[None])[0] * self.features.frozen.mask[0, :, None]
-
-    @cached_property
-    def _mean(self) -> dict[str, Float[Tensor, "pos d_model"]]:
-        """What a dictionary that centres adds again, by name."""
-        mask = self.features.frozen.mask[0, :, None]
-        return {name: x[0] * mask for name, x in self.features.dictionary.beside(self.features.reads.x).items()}
-
-    def _before_scale(self, g: Float[Tensor, "pos d_model"]) -> Float[Tensor, "pos d_model"]:
-        if self.features.writer is None:
-            return g
-        return self.features.writer.pull(g[None])[0]
-
-    def _after_scale(self, x: Float[Tensor, "row pos d_model"]) -> Float[Tensor, "row pos d_model"]:
-        if self.features.writer is None:
-            return x
-        return self.features.writer.push(x[:, None])[:, 0]
+    @property
+    def _means(self) -> list[str]:
+        """The names of what a dictionary that centres adds again."""
+        return list(self.features.others)[1:]
 
     def _slots(self, chosen: Int[Tensor, "slot pos"]) -> Iterator[Int[Tensor, "some pos"]]:
         size = max(1, ROW_BYTES // (self.cotangent.numel() * self.cotangent.element_size()))
@@ -444,7 +422,7 @@ def feature_splits(dictionaries: Any, stream: Stream, pulled: Pulled) -> dict[in
     for features in given:
         if not isinstance(features, Features):
             raise _not_features(features)
-        number = _number(features, stream)
+        number = _step_before(features, stream)
         if number in splits:
             raise InvalidInputError(
                 f"contribution_graph: dictionaries= has two at one place, {splits[number].features.hook} and "
@@ -462,8 +440,8 @@ def feature_splits(dictionaries: Any, stream: Stream, pulled: Pulled) -> dict[in
     return splits
 
 
-def _number(features: Features, stream: Stream) -> int:
-    """The step before which a dictionary stands."""
+def _step_before(features: Features, stream: Stream) -> int:
+    """The number of the step before which a dictionary stands."""
     name = features.dictionary.name
     if features.frozen is not stream.frozen:
         raise InvalidInputError(
@@ -477,15 +455,12 @@ def _number(features: Features, stream: Stream) -> int:
             "do and feature_attribution for what makes them; neurons= splits the MLP itself."
         )
     at = features.writes.place
-    layers = [step.layer for step in stream.steps]
-    if at.layer == stream.layers.stop and at.step == 0:
-        return sum(layer >= 0 for layer in layers)
-    if at.layer not in stream.layers:
+    if at.layer not in stream.layers and (at.layer, at.step) != (stream.layers.stop, 0):
         raise InvalidInputError(
             f"contribution_graph: the features at {features.hook} are outside layers= {stream.layers.start} to "
             f"{stream.layers.stop - 1}. Leave out this dictionary, or ask for layers that hold its place."
         )
-    return layers.index(at.layer) + at.step
+    return stream.step_at(at.layer, at.step)
 
 
 def _not_features(given: Any) -> InvalidInputError:

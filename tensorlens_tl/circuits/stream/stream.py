@@ -140,6 +140,10 @@ class Stream:
         """Each sublayer's hidden vector, by step and sublayer."""
         return self._values[1]
 
+    def step_at(self, layer: int, step: int = 0) -> int:
+        """The number of a step of one layer; of the layer after the last one, of what follows the blocks."""
+        return sum(0 <= earlier.layer < layer for earlier in self.steps) + step
+
     @property
     def run(self) -> FrozenPass:
         """The pass, of a stream that is no difference of two."""
@@ -237,9 +241,10 @@ class StreamTarget:
         constant: what the answer adds besides (b_U), `[batch, query]`.
         total: the model's own number, before any final soft cap, `[batch, query]`.
         positions: the queries, `[batch, query]`.
-        label: the target for people.
+        label: the target for people, with where it is read.
         constant_name: what the constant is called among the terms.
         soft_cap: the cap that the model applies after it, or None.
+        name: the target, wherever it is read, and of a difference the number whose change it is.
     """
 
     stream: Stream
@@ -251,6 +256,7 @@ class StreamTarget:
     label: str
     constant_name: str = "b_U"
     soft_cap: float | None = None
+    name: str = ""
 
     @cached_property
     def seed(self) -> Float[Tensor, "query batch pos d_model"]:
@@ -261,6 +267,11 @@ class StreamTarget:
         """The same of some queries."""
         vectors, positions = self.vectors[:, queries].transpose(0, 1), self.positions[:, queries].T
         return place(vectors, positions, self.stream.frozen.resid_pre(0))
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether it reads what is unembedded."""
+        return self.read_at == self.stream.frozen.points.unembed_in
 
     @property
     def points(self) -> tuple[str, ...]:
@@ -370,7 +381,9 @@ def stream_target(
     vectors = resolved.vectors * real[..., None]
     constant = resolved.constant.to(activations) * real
     total = (activations * vectors).sum(-1) + constant
-    return StreamTarget(stream, read_at, vectors, constant, total, positions, label, soft_cap=soft_cap)
+    return StreamTarget(
+        stream, read_at, vectors, constant, total, positions, label, soft_cap=soft_cap, name=resolved.label
+    )
 
 
 def points_read(frozen: PassOrDifference, read_at: str, stop: int) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.stream import StreamTarget, stream_target
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import Difference
-from tensorlens_tl.passes.operator import resolve_target
 
 
 def change_target(
@@ -14,6 +13,5 @@ def change_target(
 ) -> StreamTarget:
     """The change of a number of two runs, named after the number; see `stream_target` for what is refused."""
     readout = stream_target(difference, target, minus, direction, query, "ratio", one=False)
-    resolved = resolve_target(difference, target, minus, direction, readout.positions)
-    soft_cap = difference.view.soft_cap if resolved.of_tokens else None
-    return replace(readout, label=f"change of the {resolved.label}", soft_cap=soft_cap)
+    soft_cap = difference.view.soft_cap if readout.of_tokens else None
+    return replace(readout, label=f"change of the {readout.name}", soft_cap=soft_cap)
