@@ -9,7 +9,8 @@ from conftest import hooks_left, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra import ZERO, AffineMap, Attention, Linear, MixingMap, PositionwiseMap, RowPositions
-from tensorlens_tl.core import FROZEN, SECANT, Linearised, Rule, unchanged
+from tensorlens_tl.core import FROZEN, Linearised, Rule, unchanged
+from tensorlens_tl.core.rules import secant
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models.lifecycle import OncePerWeights
 from tensorlens_tl.testing import (
@@ -372,7 +373,7 @@ def test_a_derivative_that_is_none_is_caught(monkeypatch):
         check_rule("tangent", ["bridge/gpt2"])
 
 
-@pytest.mark.parametrize("rule", [SECANT, "no-such-rule", None])
+@pytest.mark.parametrize("rule", [secant(lambda x: (x, x)), "no-such-rule", None])
 def test_what_is_no_rule_of_one_run(rule):
     with pytest.raises(tlens.InvalidInputError, match="rule="):
         check_rule(rule)

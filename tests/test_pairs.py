@@ -236,19 +236,53 @@ def test_a_run_that_takes_another_way_is_refused():
             difference_of(first, second, a, b)
 
 
-def test_values_that_are_chosen_are_refused():
-    """They would be held, and be no part of what responds."""
-    a, b = two_inputs(1, 4, 3)
-    with pytest.raises(UnsupportedModelError, match="topk in the model: it gives values that it chooses"):
-        difference_of(*[lambda x: x * x.topk(1, 1).values] * 2, a, b)
-
-
-def test_what_is_held_and_differs_is_a_constant_of_its_module():
+@pytest.mark.parametrize(
+    "largest", [lambda x: x.amax(1, keepdim=True), lambda x: x.topk(1, 1).values], ids=["amax", "topk"]
+)
+def test_what_is_held_and_differs_is_a_constant_of_its_module(largest):
     """The largest value is held, as in a softmax that is written out."""
     a, b = two_inputs(1, 4, 3)
-    secant, expected = difference_of(*[lambda x: x * x.amax(1, keepdim=True)] * 2, a, b)
+    secant, expected = difference_of(*[lambda x: x * largest(x)] * 2, a, b)
     assert close(secant(a - b), expected)
     assert {offset.name for offset, _ in secant.noted(expected)} == {"the model"}
+
+
+class Choosing(torch.nn.Module):
+    """One of three experts for each token, which counts as much as it is chosen by."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4).double() for _ in range(3))
+
+    def choice(self, x):
+        return x.tanh()[..., :3].topk(1, dim=-1)
+
+    def forward(self, x, choice=None):
+        weights, chosen = choice or self.choice(x)
+        out = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            rows = (chosen[..., 0] == number).nonzero(as_tuple=True)
+            out = out.index_put(rows, weights[rows] * self.experts[number](x[rows]).sigmoid())
+        return out
+
+
+OTHER_CHOICES = {
+    "other rows": ([[2.0, 0, 0, 1], [0, 2, 0, -1]], [[0, 2.0, 0, 1], [0, 2, 0, 2]]),
+    "the same rows, other experts": ([[2.0, 0, 0, 1], [0, 2, 0, -1]], [[0, 2.0, 0, 1], [0, 0, 2, 2]]),
+    "the same experts": ([[2.0, 0, 0, 1], [0, 2, 0, -1]], [[1.0, 0.5, 0, 1], [0, 1, 0, 2]]),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CHOICES)
+def test_a_changed_choice_is_a_constant(name):
+    """The module with either run's choice, and what that counts, explains its mean; the rest is the constant."""
+    module = Choosing()
+    a, b = torch.tensor(OTHER_CHOICES[name]).double()[:, None]
+    secant, expected = difference_of(module, module, a, b, (module, module))
+    assert close(secant(a - b), expected)
+    assert {offset.name for offset, _ in secant.noted(expected)} == {"routing"}
+    explained = sum(module(a, choice) - module(b, choice) for choice in map(module.choice, (a, b))) / 2
+    assert close(secant.linear(a - b), explained)
 
 
 def test_weights_that_an_operation_is_not_linear_in_are_refused():

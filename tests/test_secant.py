@@ -1,4 +1,4 @@
-"""The difference of two runs as a rule over operations, beside the one that is put together from weights.
+"""The difference of two whole runs, recorded, beside the one that is put together from weights.
 
 The other witness are the live numbers, whose change scores and constants sum to.
 """
@@ -12,8 +12,9 @@ from test_difference_families import built
 from torch.overrides import TorchFunctionMode
 
 import tensorlens_tl as tlens
-from tensorlens_tl.core import SECANT, Linearised, refuse_other_functions, ruled
+from tensorlens_tl.core import in_two_runs, refuse_other_functions
 from tensorlens_tl.hooks import graph_of
+from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.testing import model_names, tiny_input
 from tensorlens_tl.testing.models import random_input
 
@@ -71,48 +72,47 @@ def frozen_of(name, model, seed):
 
 @dataclass
 class Change:
-    """The difference of two runs, of one batch of both: what its last position gives to a direction."""
+    """The difference of two runs of whole models: what its last position gives to a direction."""
 
     gradient: torch.Tensor
-    leaf: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
     end: torch.Tensor
-    at_end: torch.Tensor
+    change: torch.Tensor
     constants: dict[str, torch.Tensor]
 
     @property
     def scores(self):
-        first, second = self.leaf.chunk(2)
-        return (self.gradient.chunk(2)[0] * (first - second)).sum(-1)
+        return (self.gradient * (self.a - self.b)).sum(-1)
 
     @property
     def size(self):
         """What scores are rounded by a share of."""
-        return float((self.gradient * self.leaf).abs().sum(-1).max())
+        return float((self.gradient.abs() * (self.a.abs() + self.b.abs())).sum(-1).max())
 
 
-def change_of(a, b, point, direction, rule=SECANT):
-    """Under a rule, runs `a` and `b` as one batch; without one, of each its model's own gradient."""
-    model = a.model
-    both = {name: torch.cat([a.inputs[name], b.inputs[name]]) for name in a.inputs}
-    leaf = torch.cat([a.resid_pre(0), b.resid_pre(0)]).requires_grad_()
-    parts = leaf.split(list(a.sides or (leaf.shape[1],)), dim=1)
-    entries = zip(a.capture.stream_names(0), parts, strict=True)
-    hooks = [(name, lambda stream, *, hook, part=part: part) for name, part in entries]
-    with ruled(model, rule) as linearised:
-        (end,) = graph_of(model, both, [point], hooks)
-    at_end = torch.zeros_like(end)
-    first, second = at_end.chunk(2)
-    first[:, -1], second[:, -1] = direction, -direction
-    if rule is None:
-        return Change(*torch.autograd.grad(end, leaf, at_end), leaf.detach(), end.detach(), at_end, {})
+def change_of(a, b, point, direction):
+    """What the whole of two runs gives, recorded once."""
+    x = [frozen.resid_pre(0).clone().requires_grad_() for frozen in (a, b)]
+
+    def run(frozen, leaf):
+        parts = leaf.split(list(frozen.sides or (leaf.shape[1],)), dim=1)
+        entries = zip(frozen.capture.stream_names(0), parts, strict=True)
+        hooks = [(name, lambda stream, *, hook, part=part: part) for name, part in entries]
+        return graph_of(frozen.model, frozen.inputs, [point], hooks)[0]
+
+    others = []
+    end, constants = in_two_runs(lambda: run(a, x[0]), lambda: others.append(run(b, x[1])), (a.model, b.model))
     refuse_other_functions([end])
-    leaves = [constant for _, constant in linearised.constants]
-    gradient, *of_constants = torch.autograd.grad(end, [leaf, *leaves], at_end, allow_unused=True)
-    constants = {}
-    for (name, value), given in zip(linearised.constants, of_constants, strict=True):
-        if given is not None:
-            constants[name] = constants.get(name, 0) + (given * value.detach()).sum()
-    return Change(gradient, leaf.detach(), end.detach(), at_end, constants)
+    at_end = torch.zeros_like(end)
+    at_end[:, -1] = direction
+    leaves = [constant.leaf for constant in constants]
+    gradient, *pulled = torch.autograd.grad(end, [x[0], *leaves], at_end, materialize_grads=True)
+    terms = {}
+    for constant, given in zip(constants, pulled, strict=True):
+        terms[constant.name] = terms.get(constant.name, 0) + (given * constant.added).sum()
+    change = (at_end * (end - others[0])).sum()
+    return Change(gradient, x[0].detach(), x[1].detach(), end.detach(), change.detach(), terms)
 
 
 def asked(name, frozen):
@@ -126,20 +126,16 @@ def asked(name, frozen):
 
 
 @pytest.mark.parametrize("name", rest_whole(NAMES, *QUICK))
-def test_two_runs_in_one_batch_are_the_difference(name, model):
+def test_two_whole_runs_are_the_difference(name, model):
     """The model's own values; scores that with constants sum to their change; and the scores that weights give."""
     a, b = (frozen_of(name, model, seed) for seed in (0, 1))
     point, direction, question = asked(name, a)
     mine = change_of(a, b, point, direction)
-    for half, frozen in zip(mine.end.chunk(2), (a, b), strict=True):
-        live = frozen.activation(point)
-        assert (half - live).abs().max() <= ALLOWED * live.abs().max()
-    of_a, of_b = mine.gradient.chunk(2)
-    assert (of_a + of_b).abs().max() <= ALLOWED * of_a.abs().max()
-    change = (mine.at_end * mine.end).sum()
-    assert abs(mine.scores.sum() + sum(mine.constants.values()) - change) <= ALLOWED * mine.size
-    there = change_of(b, a, point, direction)
-    assert (there.gradient - mine.gradient).abs().max() <= ALLOWED * of_a.abs().max()
+    live = a.activation(point)
+    assert (mine.end - live).abs().max() <= ALLOWED * live.abs().max()
+    assert abs(mine.scores.sum() + sum(mine.constants.values()) - mine.change) <= ALLOWED * mine.size
+    back = change_of(b, a, point, direction)
+    assert (back.gradient - mine.gradient).abs().max() <= ALLOWED * mine.gradient.abs().max()
     if name in SPLIT_OTHERWISE or name in NEW:
         return
     theirs = tlens.attribute(tlens.difference(a, b), **question)
@@ -147,23 +143,22 @@ def test_two_runs_in_one_batch_are_the_difference(name, model):
     constants = sum(mine.constants.values(), torch.zeros(()))
     assert abs(constants - theirs.bias.sum()) <= ALLOWED * mine.size
     assert mine.scores.abs().max() > 1e-3 * mine.size
+    assert all(term.endswith(".routing") for term in mine.constants)
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [lambda x: x.topk(2), lambda x: x[torch.tensor([0, 1, 1])], lambda x: torch.where(x > 0, x, 0.0)],
-    ids=["topk", "rows", "where"],
-)
-def test_a_choice_that_no_module_makes_is_refused(choice):
-    """Which rows, and where, is another thing in each run, so that halves of the batch no longer match."""
-    x = torch.tensor([[1.0, -2.0, 3.0], [-1.0, 2.0, 0.5]], requires_grad=True)
-    with Linearised(SECANT), pytest.raises(tlens.UnsupportedModelError, match=r"in both runs|in each of the two runs"):
-        choice(x)
-
-
-def test_equal_runs_have_the_models_gradient_whatever_is_split(model_named):
-    model = model_named("bridge/mamba")
-    a = frozen_of("bridge/mamba", model, 0)
-    point, direction, _ = asked("bridge/mamba", a)
-    mine, theirs = (change_of(a, a, point, direction, rule).gradient for rule in (SECANT, None))
-    assert (mine - theirs).abs().max() <= ALLOWED * theirs.abs().max()
+@pytest.mark.parametrize("name", rest_whole(NAMES, *QUICK))
+def test_equal_runs_have_the_models_gradient_whatever_is_split(name, model):
+    """With the routing of experts held."""
+    a = frozen_of(name, model, 0)
+    point, direction, _ = asked(name, a)
+    mine = change_of(a, a, point, direction)
+    assert not any(map(bool, mine.constants.values()))
+    if any(isinstance(block.mlp, ExpertsWeights) for block in a.view.blocks) or name in NEW:
+        return
+    leaf = a.resid_pre(0).clone().requires_grad_()
+    parts = leaf.split(list(a.sides or (leaf.shape[1],)), dim=1)
+    entries = zip(a.capture.stream_names(0), parts, strict=True)
+    hooks = [(name, lambda stream, *, hook, part=part: part) for name, part in entries]
+    (end,) = graph_of(model, a.inputs, [point], hooks)
+    (expected,) = torch.autograd.grad((end[:, -1] * direction).sum(), leaf)
+    assert (mine.gradient - expected).abs().max() <= ALLOWED * expected.abs().max()

@@ -1,7 +1,7 @@
 """A run whose gradient is a linear map, by a rule: no architecture is described here, only kinds of operations."""
 
 from tensorlens_tl.core.linearise import Linearised, activation, refuse_other_functions, ruled
-from tensorlens_tl.core.pairs import Paired, paired
+from tensorlens_tl.core.pairs import Paired, in_two_runs, paired
 from tensorlens_tl.core.recorded import Recorded, gradients, recordable
 from tensorlens_tl.core.rules import (
     ATTNLRP,
@@ -9,7 +9,6 @@ from tensorlens_tl.core.rules import (
     GIM,
     RELP,
     RULES,
-    SECANT,
     TANGENT,
     Rule,
     by_ratio,
@@ -29,7 +28,6 @@ __all__ = [
     "GIM",
     "RELP",
     "RULES",
-    "SECANT",
     "TANGENT",
     "Linearised",
     "Paired",
@@ -42,6 +40,7 @@ __all__ = [
     "gates_held",
     "gradients",
     "held",
+    "in_two_runs",
     "paired",
     "recordable",
     "refuse_other_functions",

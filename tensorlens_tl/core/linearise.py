@@ -2,21 +2,31 @@
 
 import functools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import Token
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
-from tensorlens_tl.core.choices import CHOOSES, ChoiceError, Trace, by_runs
 from tensorlens_tl.core.families import held_of, held_pieces
-from tensorlens_tl.core.pairing import Pairing, beside_other_weights
-from tensorlens_tl.core.rules import ONES, Ones, Operation, Rule, calling_module, halves, stands
+from tensorlens_tl.core.pairing import (
+    CHOOSES,
+    Call,
+    Constant,
+    OtherWayError,
+    Pairing,
+    beside_other_weights,
+    is_weight,
+    same_indices,
+)
+from tensorlens_tl.core.rules import ONES, Ones, Operation, Rule, calling_module, stands
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import Placing, lock_of
 from tensorlens_tl.models import HookedModel
+
+Given = TypeVar("Given")
 
 
 def _names(text: str) -> frozenset[str]:
@@ -133,9 +143,7 @@ class Linearised(TorchFunctionMode):
 
     Attributes:
         rule: what stands for operations that are not linear.
-        trace: of a run of a module that two runs are paired by, if they are not one batch.
-        pairing: with another run of the same module, if this is one of two.
-        constants: what is held and differs between two runs, by name: its gradient times it is what it adds.
+        pairing: with another run, if this is one of two.
 
     Raises:
         UnsupportedModelError: an operation that no rule knows.
@@ -149,12 +157,11 @@ class Linearised(TorchFunctionMode):
     True
     """
 
-    def __init__(self, rule: Rule, pairing: Pairing | None = None) -> None:
+    def __init__(self, rule: Rule) -> None:
         super().__init__()
         self.rule = rule
-        self.trace: Trace | None = None
-        self.pairing = pairing
-        self.constants: list[tuple[str, Tensor]] = []
+        self.pairing: Pairing | None = None
+        self._routers: set[str] = set()
         self.ones = Ones() if rule.affine else None
         self._entered: list[Token[Ones | None]] = []
         self._pieces: Mapping[int, tuple[int, ...]] = {}
@@ -207,10 +214,6 @@ class Linearised(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.pairing is not None:
             return self._of_pair(func, name, args, kwargs, live)
-        if self.rule.runs == 2:
-            if name in CHOOSES or (name == "gather" and self.trace is not None):
-                return self._chosen(func, name, args, kwargs)
-            args, live = self._beside(name, args, kwargs, live)
         return self._operation(func, name, args, kwargs, live)
 
     def _operation(
@@ -253,11 +256,11 @@ class Linearised(TorchFunctionMode):
             return rule.softmax(lambda scores, dim: of_first(scores), x, dim)
         if name in ("pow", "__pow__", "square"):
             return self._power(of_first, x, 2 if name == "square" else kwargs.get("exponent", args[-1]))
-        if name in ("maximum", "minimum") and rule.runs == 2:
+        if name in ("maximum", "minimum") and self.pairing is not None:
             return self._larger(func, name, x, args[1])
-        if name == "linalg_solve_triangular" and rule.runs == 2:
+        if name == "linalg_solve_triangular" and self.pairing is not None:
             return self._solved(func, *args, **kwargs)
-        if name in MOMENTS and rule.runs == 2:
+        if name in MOMENTS and self.pairing is not None:
             return self._moment(name, x, *args[1:], **kwargs)
         if name in FUNCTIONS:
             return rule.function(of_first, x)
@@ -279,7 +282,7 @@ class Linearised(TorchFunctionMode):
         """What a norm is divided by, or weights that are to sum to 1, is a scale."""
         if not (isinstance(y, Tensor) and y.requires_grad):
             return func(x, y, **kwargs)
-        if self.rule.runs == 1:
+        if self.pairing is None:
             return func(x, self.rule.scale(lambda scale: scale, y), **kwargs)
         inverse = self.rule.scale(torch.reciprocal, y)
         both = isinstance(x, Tensor) and x.requires_grad
@@ -287,7 +290,7 @@ class Linearised(TorchFunctionMode):
 
     def _power(self, f: Operation, x: Tensor, exponent: Any) -> Tensor:
         if isinstance(exponent, Tensor) or exponent >= 1:
-            if exponent == 2 and self.rule.runs == 2:
+            if exponent == 2 and self.pairing is not None:
                 return self.rule.multiply(torch.mul, x, x)
             return self.rule.function(f, x)
         return self.rule.scale(f, x)
@@ -316,21 +319,17 @@ class Linearised(TorchFunctionMode):
         if name == "activation" and self.pairing.names and _has_weights(args[1]):
             with self:  # an activation with weights of its own, by its operations
                 return args[1](args[0])
-        if name in CHOOSES:
-            chosen = func(*args, **kwargs)
-            if any(x.is_floating_point() for x in _tensors([chosen])):
-                raise UnsupportedModelError(
-                    f"{name} in {calling_module()}: it gives values that it chooses, and not only which they are. Ask "
-                    "about each run by itself."
-                )
-            self.pairing.choose(_tensors([chosen]))
-            return chosen
+        if name in CHOOSES or (name == "gather" and self.pairing.chooses):
+            return self.pairing.choose(_fixed(func(*args, **kwargs)))
         changed = args[0] if _is_in_place(name) else None
         beside = [
             x for x in _tensors((*args, *kwargs.values()))
             if x is not changed and x.numel() and not any(x is of for of in live) and name not in LIKE
         ]  # fmt: skip
-        self.pairing.choose([x for x in beside if not x.is_floating_point()])
+        indices = [x for x in beside if not x.is_floating_point()]
+        weights = [x for x in beside if x.is_floating_point() and is_weight(x)]
+        if indices or weights:
+            self.pairing.index(indices, weights)
         held = [x for x in beside if x.is_floating_point() and self.pairing.may_differ(x)]
         if not held or name in WITH_STEPS:
             return self._operation(func, name, args, kwargs, live)
@@ -367,67 +366,93 @@ class Linearised(TorchFunctionMode):
 
         return beside_other_weights(self.pairing, operation, of_means, held, live, other)
 
-    def constant(self, name: str, value: Tensor) -> Tensor:
-        """A value that no source gives, as a source by itself."""
-        leaf = value.detach().clone()
-        leaf.requires_grad = True
-        if self.trace is None:
-            self.constants.append((name, leaf))
-        elif self.trace.other is not None:
-            self.constants.append((self.trace.name, leaf))
-        return leaf
+    # ------------------------------------------------------------------ modules that choose
 
-    def _chosen(self, func: Operation, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """A choice of two runs: of one run of a module its own, or the one that is to be made."""
-        if self.trace is None:
-            raise ChoiceError(
-                f"{name} in {calling_module()}: it chooses by itself in each of the two runs, and no module around it "
-                "gives a stream as it is given one. Ask about each run by itself."
-            )
-        return self.trace.choose(lambda: _fixed(func(*args, **kwargs)))
+    def calling(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a module of one of two runs, which may choose, or be given what a router chose."""
+        pairing, call = self.pairing, Call(forward, args, kwargs)
+        assert pairing is not None
+        if not torch.is_grad_enabled():  # inside a router
+            return call()
+        before = pairing.routing, pairing.chooses
+        pairing.routing, pairing.chooses = pairing.label(name), False
+        try:
+            if name in self._routers:
+                with torch.no_grad():  # what it chooses, and what that counts, is held
+                    return pairing.choose(call())
+            return self._first(call, name) if pairing.first is None else self._second(call)
+        finally:
+            pairing.routing, pairing.chooses = before
 
-    def _beside(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], live: list[Tensor]
-    ) -> tuple[tuple[Any, ...], list[Tensor]]:
-        """What is held beside live values: if it differs between the runs, a constant; other rows are refused."""
-        put: dict[int, Tensor] = {}
-        changed = args[0] if name.endswith("_") else None  # in place
-        for y in _tensors((*args, *kwargs.values())):
-            if (
-                y is changed
-                or isinstance(y, nn.Parameter)
-                or any(y is x for x in live)
-                or isinstance(y._base, nn.Parameter)
-            ):
-                continue
-            if not y.is_floating_point():
-                self._placed(name, y, args, live)
-            elif name not in LIKE and self._differs(y, live):
-                put[id(y)] = self.constant(calling_module(), y)
-        if put:
-            args = tuple(_put(arg, put) for arg in args)
-            live = [x for x in _tensors((*args, *kwargs.values())) if _is_live(x)]
-        return args, live
+    def _first(self, call: Call, name: str) -> Any:
+        """A call in the run that goes first."""
+        assert self.pairing is not None
+        call.start = self.pairing.noted
+        self.pairing.calls.append(call)
+        out = call()
+        if call.stream is None and call.gives_choices:
+            self._routers.add(name)
+            self.pairing.drop(call)
+            out = self.pairing.choose(_fixed(out))
+        call.end = self.pairing.noted
+        return out
 
-    def _placed(self, name: str, y: Tensor, args: tuple[Any, ...], live: list[Tensor]) -> None:
-        """Note which rows an operation takes; in a batch of both runs, refuse those that are not the same in both."""
-        if self.trace is not None:
-            return self.trace.places.append(y)
-        index = args[1][0] if name == "__getitem__" and isinstance(args[1], tuple) and args[1] else args[-1]
-        if (name == "__getitem__" and index is y and y.ndim) or self._differs(y, live):
-            raise ChoiceError(
-                f"{name} in {calling_module()}: which rows it takes is not the same in both runs, and no module around "
-                "it gives a stream as it is given one. Ask about each run by itself."
-            )
-        return None
+    def _second(self, call: Call) -> Any:
+        """A call in the other run; where the two runs choose differently, by the choices of both."""
+        pairing = self.pairing
+        assert pairing is not None
+        other = pairing.other_call()
+        constants = len(pairing.constants)
+        given_alike = other.stream is None or same_indices(call.given, other.given)
+        try:
+            if not given_alike:
+                raise OtherWayError
+            return call()
+        except OtherWayError:
+            alike = given_alike and other.start.choices == other.end.choices
+            if alike or other.stream is None or pairing.forced is not None:
+                raise
+        del pairing.constants[constants:]
+        out = self._by_choices(call, other)
+        pairing.place = other.end
+        return out
 
-    def _differs(self, y: Tensor, live: list[Tensor]) -> bool:
-        """Whether a value that is held is another in the second run."""
-        if self.trace is not None:
-            return self.trace.sees(y)
-        if y.ndim == 0 or y.ndim != live[0].ndim or len(y) != len(live[0]) or len(y) % 2:
-            return False
-        return not torch.equal(*halves(y))
+    def _by_choices(self, call: Call, other: Call) -> Any:
+        """A call by the mean of both choices, each for both runs, and a constant for what the changed choice adds."""
+        pairing = self.pairing
+        assert pairing is not None
+        assert pairing.first is not None
+        alone = Pairing(pairing.names, pairing.label)
+        whole = self.under(alone, call.with_held_of(call))
+        of_other = pairing.first.choices[other.start.choices : other.end.choices]
+        shares: list[Tensor] = []
+        explained: list[Tensor] = []
+        for choices, chosen in ((alone.choices, call), (of_other, other)):
+            first = Pairing(pairing.first.names, pairing.label, forced=choices)
+            theirs = self.under(first, other.with_held_of(chosen))
+            second = Pairing(pairing.names, pairing.label, first, choices)
+            mine = _stream(self.under(second, call.with_held_of(chosen)))
+            second.finish()
+            pairing.constants += second.constants
+            shares.append(mine / 2)
+            explained.append((mine.detach() - _stream(theirs).detach()) / 2)
+        linear = shares[0] + shares[1]
+        added = _stream(whole).detach() - _stream(other.out).detach() - explained[0] - explained[1]
+        leaf = torch.zeros_like(added, requires_grad=True)
+        pairing.constants.append(Constant(pairing.routing, leaf, added, None, linear))
+        out = stands(_stream(whole), linear + leaf)
+        return (out, *_fixed(whole[1:])) if isinstance(whole, tuple) else out
+
+    def under(self, pairing: Pairing, run: Callable[[], Given]) -> Given:
+        """What a run, or a call, gives as one of two runs."""
+        before = self.pairing, self.rule
+        self.pairing, self.rule = pairing, pairing.rule
+        try:
+            return run()
+        finally:
+            self.pairing, self.rule = before
+
+    # ------------------------------------------------------------------ by their steps
 
     def _moment(self, name: str, x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
         """A norm or a variance, by its steps."""
@@ -456,35 +481,38 @@ class Linearised(TorchFunctionMode):
 
 
 @contextmanager
-def ruled(
-    model: HookedModel | nn.Module, rule: Rule | None, pairing: Pairing | None = None
-) -> Generator[Linearised | None, None, None]:
-    """Inside, runs of a model, or of a module, have gradients by a rule, or for None the model's own.
-
-    Args:
-        model: runs inside.
-        rule: of its operations.
-        pairing: with those of another run, by which they are paired.
-    """
+def ruled(model: HookedModel | nn.Module, rule: Rule | None) -> Generator[Linearised | None, None, None]:
+    """Inside, runs of a model, or of a module, have gradients by a rule, or for None the model's own."""
     if rule is None:
         yield None
         return
-    with lock_of(model), Placing() as placing, Linearised(rule, pairing) as linearised:
+    with lock_of(model), Placing() as placing, Linearised(rule) as linearised:
         assert isinstance(model, nn.Module)
         _mark_activations(model, placing)
         if rule.affine:
             _hold_factors(model, placing, linearised)
-        if rule.runs == 2 and pairing is None:
-            _run_by_run(model, linearised, placing)
         yield linearised
 
 
-def _run_by_run(model: nn.Module, linearised: Linearised, placing: Placing) -> None:
-    """Let modules that choose be run for each run, until `placing` is taken off."""
-    for name, module in model.named_modules():
-        if any(True for _ in module.children()):
-            routing = f"{name.replace('._original_component', '')}.routing"
-            placing.instead_of(module, "forward", functools.partial(by_runs, linearised, routing, module.forward))
+@contextmanager
+def in_pairs(modules: Sequence[nn.Module]) -> Generator[Linearised, None, None]:
+    """Inside, runs of the modules are paired.
+
+    Args:
+        modules: one, or those of two models, which are called inside by `Linearised.under`.
+    """
+    with ExitStack() as stack:
+        for module in dict.fromkeys(modules):
+            stack.enter_context(lock_of(module))
+        placing = stack.enter_context(Placing())
+        linearised = stack.enter_context(Linearised(Rule()))
+        for module in dict.fromkeys(modules):
+            _mark_activations(module, placing)
+            for name, part in module.named_modules():
+                if any(True for _ in part.children()) or any(weight.ndim > 2 for weight in part.parameters()):
+                    name = name.replace("._original_component", "")
+                    placing.instead_of(part, "forward", functools.partial(linearised.calling, name, part.forward))
+        yield linearised
 
 
 def refuse_other_functions(outputs: Iterable[Tensor]) -> None:
@@ -549,6 +577,11 @@ def _has_weights(function: Any) -> bool:
     """Whether a function is a method of a module with weights."""
     module = getattr(function, "__self__", None)
     return isinstance(module, nn.Module) and any(True for _ in module.parameters())
+
+
+def _stream(out: Any) -> Tensor:
+    """What a module gives, of several things the first."""
+    return out[0] if isinstance(out, tuple) else out
 
 
 def _is_live(x: Tensor) -> bool:

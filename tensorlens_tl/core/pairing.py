@@ -1,11 +1,20 @@
 """What two runs of a module are paired by: their operations in their order, and the weights that differ.
 
 The run that goes first notes what its operations are given. The other one finds it there, operation by operation.
+
+Modules that choose by live values, such as mixtures of experts, may choose differently in the two runs. Then the runs
+have no operations in common, and the smallest module around the choice that gives a stream, as it is given one, is run
+with the choice r of either run for both:
+
+    F(x; a) − F(y; b) = ½ Σ_r [F(x; r) − F(y; r)] + what the changed choice adds
+
+F(·; r) is the module with the choice r, and with what that counts: an expert has the mean of its weights, 0 where a
+token is not sent. What is added is a constant.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +23,83 @@ from tensorlens_tl.algebra.secants import MatrixChange
 from tensorlens_tl.core.rules import Operation, Rule, calling_module, secant, stands
 from tensorlens_tl.errors import UnsupportedModelError
 
-Noted = TypeVar("Noted")
+CHOOSES = frozenset(["topk", "sort", "argsort", "argmax", "argmin"])
+"""Operations that give numbers of experts, tokens or groups."""
+
+
+class OtherWayError(UnsupportedModelError):
+    """The two runs have different operations, or choose differently."""
+
+    def __init__(self) -> None:
+        super().__init__("the two runs take different ways through a module. Ask about each run by itself.")
+
+
+class Place(NamedTuple):
+    """How much of a run was noted: of its values, of what was held, of indices, of choices, and of calls."""
+
+    values: int = 0
+    held: int = 0
+    indices: int = 0
+    choices: int = 0
+    calls: int = 0
+
+
+NOTHING = Place()
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a module that may choose, in the run that goes first.
+
+    Attributes:
+        forward, args, kwargs: the call.
+        out: what it gave.
+        start, end: how much the run had noted before and after it.
+    """
+
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    out: Any = None
+    start: Place = NOTHING
+    end: Place = NOTHING
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """All arguments."""
+        return (*self.args, *self.kwargs.values())
+
+    @property
+    def gives_choices(self) -> bool:
+        """Whether it is a router: numbers are among what it gives."""
+        return any(_is_index(part) for part in _parts(self.out))
+
+    @property
+    def stream(self) -> Tensor | None:
+        """The stream that it is given, if it gives one."""
+        x = next((x for x in _parts(self.given) if isinstance(x, Tensor)), None)
+        y = _parts(self.out)[0]
+        if x is None or not x.requires_grad or not isinstance(y, Tensor):
+            return None
+        return x if y.shape[-1] == x.shape[-1] and y.numel() == x.numel() else None  # rows may be flattened
+
+    def with_held_of(self, other: "Call") -> "Call":
+        """The call with what another is given beside live values, which is part of its choice."""
+        kwargs = {name: _with_held(arg, other.kwargs[name]) for name, arg in self.kwargs.items()}
+        return Call(self.forward, _with_held(self.args, other.args), kwargs)
+
+    def __call__(self) -> Any:
+        """Call the module."""
+        self.out = self.forward(*self.args, **self.kwargs)
+        return self.out
+
+
+def _with_held(arg: Any, other: Any) -> Any:
+    if isinstance(arg, list | tuple):
+        return type(arg)(map(_with_held, arg, other))
+    if hasattr(arg, "get_seq_length"):  # a cache, which holds nothing of a whole prompt
+        return None
+    return other if isinstance(arg, Tensor) and not arg.requires_grad else arg
 
 
 @dataclass
@@ -23,29 +108,53 @@ class Pairing:
 
     Attributes:
         names: of the weights, by the identity of their tensors; empty where both runs have the same.
+        label: the name of what a module chooses, from the module's own.
         first: what the run that went first noted; None of that run itself.
+        forced: the choices to make instead of its own; None for these.
         values: what operations were given that are not linear.
         held: what was held beside live values, and the live values.
-        choices: integers and booleans beside live values, and what was chosen by them.
-        constants: what other weights add.
+        indices: integers and booleans beside live values, and which weights are.
+        choices: what was chosen by live values.
+        calls: of modules that may choose.
+        constants: what other weights and changed choices add.
+        place: in the second run, how much of the first it has passed.
+        routing: the name of what the module that runs chooses.
+        chooses: whether that module has chosen already.
     """
 
     names: Mapping[int, str]
+    label: Callable[[str], str]
     first: "Pairing | None" = None
+    forced: Sequence[Any] | None = None
     values: list[Tensor] = field(default_factory=list[Tensor])
     held: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list[tuple[list[Tensor], list[Tensor]]])
-    choices: list[Tensor] = field(default_factory=list[Tensor])
+    indices: list[tuple[list[Tensor], list[Any]]] = field(default_factory=list[tuple[list[Tensor], list[Any]]])
+    choices: list[Any] = field(default_factory=list[Any])
+    calls: list[Call] = field(default_factory=list[Call])
     constants: list["Constant"] = field(default_factory=list["Constant"])
+    place: Place = NOTHING
+    routing: str = ""
+    chooses: bool = False
     _copies: dict[int, list[Callable[[], None]]] = field(default_factory=dict[int, list[Callable[[], None]]])
-
-    def __post_init__(self) -> None:
-        if self.first is not None:
-            self._left = (iter(self.first.values), iter(self.first.held), iter(self.first.choices))
 
     @property
     def rule(self) -> Rule:
         """Of the run that goes first no gradient is needed; the other one has secants."""
-        return _noting(self.pair) if self.first is None else secant(self.pair, lambda mean: mean)
+        return _noting(self.pair) if self.first is None else secant(self.pair)
+
+    @property
+    def noted(self) -> Place:
+        """How much is noted of the run that goes first."""
+        return Place(len(self.values), len(self.held), len(self.indices), len(self.choices), len(self.calls))
+
+    def _next(self, kind: str) -> Any:
+        """What the run that went first noted at this place."""
+        number = getattr(self.place, kind)
+        noted = getattr(self.first, kind)
+        if number >= len(noted):
+            raise OtherWayError
+        self.place = self.place._replace(**{kind: number + 1})
+        return noted[number]
 
     def pair(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """A value of this run and of the other; of the run that goes first twice the same."""
@@ -53,9 +162,9 @@ class Pairing:
         if self.first is None:
             self._note(self.values, x)
             return x, x
-        other = _next(self._left[0])
+        other = self._next("values")
         if other.shape != x.shape:
-            raise other_way()
+            raise OtherWayError
         return x, other
 
     def beside(self, held: list[Tensor], live: list[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
@@ -66,23 +175,46 @@ class Pairing:
                 for x in tensors:
                     self._note(noted, x.detach())
             return None
-        other = _next(self._left[1])
+        other = self._next("held")
         mine = (held, live)
         if [[x.shape for x in part] for part in mine] != [[x.shape for x in part] for part in other]:
-            raise other_way()
+            raise OtherWayError
         return None if all(map(torch.equal, held, other[0])) else other
 
-    def choose(self, choices: Sequence[Tensor]) -> None:
-        """Refuse other choices, or other rows, than in the run that went first."""
+    def index(self, indices: list[Tensor], weights: list[Tensor]) -> None:
+        """Refuse to take other rows, other places or other weights than the run that went first."""
+        mine = indices, [(self._name(x), x.storage_offset()) for x in weights]
         if self.first is None:
-            self.choices += choices
-        elif not all(torch.equal(choice, _next(self._left[2])) for choice in choices):
-            raise other_way()
+            self.indices.append(mine)
+            return
+        others = self._next("indices")
+        if len(others[0]) != len(indices) or not all(map(torch.equal, indices, others[0])) or mine[1] != others[1]:
+            raise OtherWayError
+
+    def choose(self, choice: Any) -> Any:
+        """What is chosen: the forced choice, or this."""
+        self.chooses = True
+        if self.first is not None:
+            self._next("choices")
+        if self.forced is not None:
+            choice = self.forced[len(self.choices)]
+        self.choices.append(choice)
+        return choice
+
+    def drop(self, call: Call) -> None:
+        """Forget a call, and what was noted inside."""
+        for kind, start in zip(Place._fields, call.start, strict=True):
+            del getattr(self, kind)[start:]
+
+    def other_call(self) -> Call:
+        """The same call in the run that went first."""
+        return self._next("calls")
 
     def finish(self) -> None:
         """Refuse to end before the run that went first did."""
-        if any(True for noted in self._left for _ in noted):
-            raise other_way()
+        assert self.first is not None
+        if self.place != self.first.noted:
+            raise OtherWayError
 
     def before_change(self, x: Tensor) -> None:
         """Copy what was noted of a tensor before it is changed in place."""
@@ -94,13 +226,18 @@ class Pairing:
         noted.append(x)
 
         def copy() -> None:
-            noted[place] = noted[place].clone()
+            if place < len(noted):  # else the call was a router's, and is forgotten
+                noted[place] = noted[place].clone()
 
         self._copies.setdefault(x.untyped_storage().data_ptr(), []).append(copy)
 
     def may_differ(self, x: Tensor) -> bool:
         """Whether a held value may be another in the other run: of one model, the weights are the same."""
-        return bool(self.names) or not (isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter))
+        return bool(self.names) or not is_weight(x)
+
+    def _name(self, x: Tensor) -> Any:
+        """What tells a weight from others of its model."""
+        return self.name_of(x) or x.untyped_storage().data_ptr()
 
     def name_of(self, x: Tensor) -> str:
         """The weight that a tensor is, or is computed from."""
@@ -118,15 +255,23 @@ NAME = "_tensorlens_weight"
 """The attribute of what is computed from weights alone that says of which."""
 
 
-def _next(noted: Iterator[Noted]) -> Noted:
-    for value in noted:
-        return value
-    raise other_way()
+def is_weight(x: Tensor) -> bool:
+    """Whether a tensor is a weight, or a view of one."""
+    return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
 
 
-def other_way() -> UnsupportedModelError:
-    """The error where operations have no partner."""
-    return UnsupportedModelError("the two runs take different ways through a module. Ask about each run by itself.")
+def same_indices(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Whether the integers among some values are the same."""
+    pairs = [[x for value in of for x in _parts(value) if _is_index(x)] for of in (mine, theirs)]
+    return len(pairs[0]) == len(pairs[1]) and all(map(torch.equal, *pairs))
+
+
+def _parts(values: Any) -> list[Any]:
+    return [part for part in (values if isinstance(values, list | tuple) else (values,)) if part is not None]
+
+
+def _is_index(part: Any) -> bool:
+    return isinstance(part, Tensor) and not part.is_floating_point() and part.dtype != torch.bool
 
 
 def _noting(pair: Callable[[Tensor], Any]) -> Rule:
@@ -200,7 +345,8 @@ def beside_other_weights(
         """What the output of both runs differs by if of the weights only these are each run's."""
         shared = {key: mean for key, mean in means.items() if key not in map(id, apart)}
         first, second = (of | shared for of in (mine, theirs))
-        return operation(lambda x: first.get(id(x), x)) - operation(lambda x: second.get(id(x), x))
+        ends = operation(lambda x: first.get(id(x), x)), operation(lambda x: second.get(id(x), x))
+        return torch.where(ends[0] == ends[1], 0, ends[0] - ends[1])  # −∞ of both where they are masked
 
     explained = change_by()
     differing = [x for x in held if not torch.equal(mine[id(x)], theirs[id(x)])]
@@ -211,7 +357,7 @@ def beside_other_weights(
     read = (mine[id(live[0])] + theirs[id(live[0])]) / 2
     for x, value in zip(differing, added, strict=True):
         change = _matrix_change(read, mine[id(x)], theirs[id(x)], value)
-        name = pairing.name_of(x) or calling_module()
+        name = pairing.name_of(x) or pairing.routing or calling_module()
         pairing.constants.append(Constant(name, leaf, value, change, linear))
     return stands(operation(lambda x: mine.get(id(x), x)), linear + leaf)
 

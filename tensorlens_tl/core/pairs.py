@@ -7,7 +7,7 @@ the module computes. Where the runs are of two models, what other weights add ar
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from jaxtyping import Float
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from tensorlens_tl.algebra import ZERO, note_bias
 from tensorlens_tl.algebra.positions import Where
 from tensorlens_tl.algebra.secants import Offset, WithConstants
-from tensorlens_tl.core.linearise import refuse_other_functions, ruled
+from tensorlens_tl.core.linearise import in_pairs, refuse_other_functions
 from tensorlens_tl.core.pairing import Constant, Pairing
 from tensorlens_tl.core.recorded import Recorded, gradients, recordable
 
+Given = TypeVar("Given")
 Numbers = Callable[[Tensor], Tensor]
 """A module as a function of what it reads."""
 
@@ -160,25 +161,41 @@ def paired(
     Raises:
         UnsupportedModelError: the two runs take different ways, or an operation that no rule knows.
     """
+    with torch.inference_mode(False):
+        given, other = (x.detach().clone().requires_grad_() for x in (a, b))
+    output, constants = in_two_runs(lambda: first(given), lambda: second(other), modules, name)
+    refuse_other_functions([output])
+    return Paired(Recorded(given, output, (a.shape[0], a.shape[1])), constants)
+
+
+def in_two_runs(
+    first: Callable[[], Given], second: Callable[[], Any], modules: tuple[nn.Module, nn.Module], name: str = ""
+) -> tuple[Given, tuple[Constant, ...]]:
+    """What the first of two runs gives, with the gradients of its difference from the second, and what differs besides.
+
+    Args:
+        first, second: the runs, of tensors that require gradients.
+        modules: what they call, one module or those of two models.
+        name: what the names of its weights begin with.
+
+    Raises:
+        UnsupportedModelError: as `paired`.
+    """
     weights = {} if modules[0] is modules[1] else [dict(module.named_parameters()) for module in modules]
     names = [{id(weight): _readable(f"{name}.{key}") for key, weight in of.items()} for of in weights] or [{}, {}]
-    with recordable(), torch.enable_grad():
-        noted = Pairing(names[1])
-        _run(second, modules[1], noted, b)
-        mine = Pairing(names[0], noted)
-        given, output = _run(first, modules[0], mine, a)
-    mine.finish()
-    refuse_other_functions([output])
-    return Paired(Recorded(given, output, (a.shape[0], a.shape[1])), tuple(mine.constants))
+
+    def label(module: str) -> str:
+        return f"{name}.{module}.routing".strip(".")
+
+    with recordable(), torch.enable_grad(), in_pairs(modules) as run:
+        noted = Pairing(names[1], label)
+        run.under(noted, second)
+        mine = Pairing(names[0], label, noted)
+        output = run.under(mine, first)
+        mine.finish()
+    return output, tuple(mine.constants)
 
 
 def _readable(name: str) -> str:
     """A weight's name without the wrappers of a Bridge."""
     return name.replace("._original_component", "").strip(".")
-
-
-def _run(function: Numbers, module: nn.Module, pairing: Pairing, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What a module is given, and gives, in one run."""
-    given = x.detach().clone().requires_grad_(True)
-    with ruled(module, pairing.rule, pairing):
-        return given, function(given)

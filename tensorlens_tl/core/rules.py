@@ -45,7 +45,7 @@ class Rule:
         scale: what a norm divides by, or one over it, and sigmoids, which are gates.
         softmax: attention patterns, of scores and the dimension that they are normalised over.
         mean: a value that is fixed: itself, or of two runs their mean.
-        runs: of how many runs the map is; of two, a batch holds the first run's prompts, then the second's.
+        runs: of how many runs the map is.
         head: the same for prediction heads that are read from their weights, as `activation` of an operator.
         needs: names of `tensorlens_tl.requirements.REQUIREMENTS`: what it needs of a model.
         affine: whether it makes one run an affine map, whose scores and bias sum to the model's own number. What
@@ -259,17 +259,16 @@ GIM = Rule(matmul=shared, softmax=softened, needs=("attention_products", "full_r
 # ------------------------------------------------------------------ two runs
 
 
-def secant(pair: Callable[[Tensor], tuple[Tensor, Tensor]], spread: Callable[[Tensor], Tensor]) -> Rule:
+def secant(pair: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Rule:
     """The exact difference of two runs: nothing is held.
 
     Args:
-        pair: a value in the first run and in the second.
-        spread: what is the same for both runs, in the shape of such a value.
+        pair: a value of this run, and what it is in the other one.
     """
 
     def mean(x: Tensor) -> Tensor:
         first, second = pair(x)
-        return spread((first + second) / 2)
+        return (first + second) / 2
 
     def by_means(f: Operation, x: Tensor, y: Tensor) -> Tensor:
         """Δ(xy) = Δx·ȳ + x̄·Δy."""
@@ -280,30 +279,14 @@ def secant(pair: Callable[[Tensor], tuple[Tensor, Tensor]], spread: Callable[[Te
         out = f(z.detach())
         steep = slope(lambda middle: derivative(f, middle), pair(z), pair(out))
         steep.masked_fill_(steep.isnan(), 0)  # −∞ in both runs, where a mask was added
-        return stands(out, z * spread(steep))
+        return stands(out, z * steep)
 
     def by_logarithmic_mean(f: Operation, scores: Tensor, dim: int) -> Tensor:
         """A softmax by the logarithmic mean of both patterns."""
         first, second = (run.double().log_softmax(dim) for run in pair(scores))
-        weights = spread(logarithmic_mean(first, second).to(scores))
-        return weighted(f(scores.detach(), dim), scores, weights, dim)
+        return weighted(f(scores.detach(), dim), scores, logarithmic_mean(first, second).to(scores), dim)
 
     return Rule(by_means, by_means, by_slope, by_slope, by_slope, by_logarithmic_mean, mean, runs=2)
-
-
-def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The first run's prompts, and the second's, of a batch of both."""
-    first, second = x.detach().chunk(2)
-    return first, second
-
-
-def twice(x: Tensor) -> Tensor:
-    """What is the same for both runs, in a batch of both."""
-    return torch.cat([x, x])
-
-
-SECANT = secant(halves, twice)
-"""The exact difference of two runs, of a batch that holds the first run's prompts, then the second's."""
 
 
 # ------------------------------------------------------------------ by name
