@@ -3,6 +3,7 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -99,10 +100,18 @@ class Recorded(MixingMap):
 
     def pushed_from(self, place: Tensor, rows: Float[Tensor, "row ..."]) -> Float[Tensor, "row ..."]:
         """What any value of the graph gives the output, of rows in its own shape."""
-        cotangent = torch.zeros_like(self.output, requires_grad=True)
-        with torch.enable_grad():  # what is pulled back is linear in the cotangent, and its derivative pushes
-            pulled = gradients(self.output, place, cotangent[None], create_graph=True)[0]
+        cotangent, pulled = self._pulled if place is self.given else self._pulled_back(place)
         return joined(gradients(pulled, cotangent, part) for part in rows.to(place).split(self._at_once))
+
+    @cached_property
+    def _pulled(self) -> tuple[Tensor, Tensor]:
+        return self._pulled_back(self.given)
+
+    def _pulled_back(self, place: Tensor) -> tuple[Tensor, Tensor]:
+        """A cotangent, and what it is pulled back to: that is linear in the cotangent, and its derivative pushes."""
+        cotangent = torch.zeros_like(self.output, requires_grad=True)
+        with torch.enable_grad():
+            return cotangent, gradients(self.output, place, cotangent[None], create_graph=True)[0]
 
     def _among_all(self, vectors: Float[Tensor, "*rows some d"]) -> Float[Tensor, "*rows pos d"]:
         return widened(vectors, self.cut.start or 0, self.shape[1])
