@@ -66,12 +66,17 @@ OF_ONE_LINE = re.compile("hooked/|encoder/|encoder-decoder/|bridge/roberta|bridg
 """Models that one line of TransformerLens alone has or runs."""
 
 
+TURNS = 3
+"""So many commits run each of the marked cases once."""
+
+
 def pytest_addoption(parser):
     parser.addoption("--cases", type=int, help="of each test no more than so many cases, evenly spread")
     parser.addoption(
         "--half", type=int, choices=(1, 2), help="of the marked cases that both lines of TransformerLens have, one half"
     )
-    parser.addoption("--turn", type=int, choices=(0, 1), help="of the marked cases one half, the same on both lines")
+    third = "of the marked cases one third, the same on both lines"
+    parser.addoption("--turn", type=int, choices=range(TURNS), help=third)
     parser.addoption("--other-rounding", action="store_true", help="round otherwise than this processor does")
 
 
@@ -159,8 +164,8 @@ def _of_other_half(item, half):
 
 
 def _of_other_turn(item, turn):
-    """Whether a case is left to other commits; another bit of the same checksum, so that turns divide both halves."""
-    return crc32(item.nodeid.encode()) // 2 % 2 != turn
+    """Whether a case is left to other commits; another part of the same checksum, so that turns divide both halves."""
+    return crc32(item.nodeid.encode()) // 2 % TURNS != turn
 
 
 def _is_mixed(item):
