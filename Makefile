@@ -11,10 +11,12 @@ demo: .venv/.ready
 test: .venv/.ready
 	.venv/bin/python -m pytest
 
-# CASES=2: two cases of each test, evenly spread; `make test-whole` has half of the other models on this line
+# CASES=2: two cases of each test, evenly spread, and nothing of what reads sources and pages, the same on every line;
+# `make test-whole` has half of the other models on this line
 CASES =
+SOURCES = prose words structure readme release registry fonts
 test-tl4: .venv-tl4/.ready
-	.venv-tl4/bin/python -m pytest $(CASES:%=--cases=%)
+	.venv-tl4/bin/python -m pytest $(CASES:%=--cases=%) $(if $(CASES),$(SOURCES:%=--ignore=tests/test_%.py))
 
 # what the default run leaves out: most models, random ones, the training scripts, most tests in a browser. Of the cases
 # that both lines have, each runs one half. A commit runs every third case, which ones is decided by the last digit of
@@ -28,8 +30,7 @@ test-whole: .venv/.ready .venv-tl4/.ready
 # the default run once more, every signature's types and shapes checked as it is called: three times as slow, so one
 # case of each test; without what runs in processes of its own, where nothing is checked, what repeats calls, what
 # passes wrong things on purpose, what looks at the calls that are running, and what reads sources and pages
-UNCHECKED = notebooks supply_chain changed_models inputs messages devices interrupts prose words structure docs \
-	readme release registry
+UNCHECKED = notebooks supply_chain changed_models inputs messages devices interrupts docs $(SOURCES)
 test-shapes: .venv/.ready
 	.venv/bin/python -m pytest --cases=1 --jaxtyping-packages=tensorlens_tl,every_item.checked $(UNCHECKED:%=--ignore=tests/test_%.py)
 

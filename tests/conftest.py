@@ -48,6 +48,15 @@ MIXED = ("mamba", "mamba2", "jamba", "falcon-h1", "lfm2", "qwen3-next", "rwkv")
 of others; these have `test_mixers`."""
 
 
+MODELS_OF_A_TEST = 3
+"""On so many models a test runs by default, with each of its options on one at least: other tests run on others, so
+that every model is run."""
+
+
+OF_EVERY_MODEL = ("test_families", "test_battery", "test_methods")
+"""Files whose tests run on all representatives: what is exact, what is refused, and every method."""
+
+
 SCORES = {
     "encoder": ({"layer": 1, "query": 4, "key": 1}, (4, 1)),
     "decoder": ({"layer": 3, "query": -1, "key": 7}, (-1, 1)),
@@ -97,6 +106,7 @@ def pytest_collection_modifyitems(config, items):
     of_heads = [item for item in items if item.path.stem in ("test_circuits", "test_compress") and _is_mixed(item)]
     items[:] = [item for item in items if item not in of_heads]
     config.hook.pytest_deselected(items=of_heads)
+    of_model = {}
     for item in items:
         params = (getattr(item, "callspec", None) and item.callspec.params) or {}
         asked = next((params[key] for key in ("name", "whitened", "plain") if key in params), None)
@@ -104,6 +114,10 @@ def pytest_collection_modifyitems(config, items):
         named = [mark.args[1] for mark in item.iter_markers("parametrize") if mark.args[0] == "name"]
         if asked in model_names() and asked not in REPRESENTATIVES and not (named and len(named[0]) <= FEW):
             item.add_marker(pytest.mark.whole)
+        asked = next((value for value in params.values() if isinstance(value, str) and value in model_names()), None)
+        if asked and item.path.stem not in OF_EVERY_MODEL:
+            of_model[item] = asked
+    _mark_other_models(items, of_model)
     _mark_slow(items)
     surplus = set()
     cases = config.getoption("cases")
@@ -118,6 +132,22 @@ def pytest_collection_modifyitems(config, items):
         surplus |= {item for item in items if _is_whole(item) and _of_other_turn(item, turn)}
     items[:] = [item for item in items if item not in surplus]
     config.hook.pytest_deselected(items=list(surplus))
+
+
+def _mark_other_models(items, of_model):
+    """Of the cases of a test that differ in nothing but their model, most belong to the marked set."""
+    for tests in _by_test(items):
+        options = {}
+        for item in tests:
+            if item in of_model:
+                options.setdefault(item.nodeid.replace(of_model[item], ""), []).append(item)
+        count = -(-MODELS_OF_A_TEST // max(1, len(options)))
+        first = crc32(tests[0].name.split("[")[0].encode())
+        for number, cases in enumerate(options.values(), start=first):
+            chosen = {(number + len(cases) * place // count) % len(cases) for place in range(count)}
+            for place, item in enumerate(cases):
+                if place not in chosen:
+                    item.add_marker(pytest.mark.whole)
 
 
 def _mark_slow(items):

@@ -91,7 +91,7 @@ SOME = [
 
 
 @pytest.mark.parametrize("number", SOME)
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 def test_every_change(number):
     change = CHANGES[number]
     if (at := place(number, change)) is None:
@@ -236,6 +236,7 @@ SAME = [change.name for change in CHANGES if change.frozen_as and change.asked_a
         for number, change in enumerate(SAME)
     ],
 )
+@pytest.mark.few(20)
 def test_an_equivalent_computes_the_same(name, change):
     """Before anything is compared with it: logits of the changed model and of its untouched equivalent."""
     change = NAMED[change]

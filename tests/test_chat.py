@@ -83,6 +83,7 @@ def ways(model, *chats):
 
 
 @pytest.mark.parametrize("chats", [(CHAT,), (CHAT, OTHER)])
+@pytest.mark.few(5)
 def test_every_way_gives_the_templates_own_tokens(model, chats):
     expected = [template_ids(model, chat) for chat in chats]
     for name, given in ways(model, *chats).items():
@@ -118,6 +119,7 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.few(4)
 def test_every_function_takes_every_way(chatty, question):
     ask = QUESTIONS[question]
     given = ways(chatty, CHAT, OTHER)
@@ -174,6 +176,7 @@ def test_rows_of_a_data_set_are_chats(chatty, tmp_path):
 
 @pytest.mark.parametrize("prepend_bos", [None, True, False])
 @pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.few(8)
 def test_a_text_with_bos_gets_no_second_one(model, prepend_bos, count):
     bos = model.tokenizer.bos_token
     text = count * bos + "Return the value" + bos + " of the"

@@ -68,6 +68,7 @@ def relative(ours, expected):
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.few(5)
 def test_the_sums_are_the_classifiers_own_logits(tmp_path, name):
     folder = saved(tmp_path, name)
     model = tlens.load_classifier(folder, dtype=torch.float64)

@@ -336,7 +336,7 @@ def examples():
 
 
 @pytest.mark.parametrize("example", examples())
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 def test_examples_of_the_help_run(example, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.csv").write_text("text\nReturn the value of the\nRaise an error if the\n", encoding="utf-8")

@@ -64,6 +64,7 @@ def run(model, out, rows=ROWS, **options):
     ],
     ids=str,
 )
+@pytest.mark.few(4)
 def test_each_row_is_what_it_is_alone(gpt2, tmp_path, options, many_shards):
     options = {name: value for name, value in options.items() if value is not None}
     rows = [row for row in ROWS if len(row["text"]) > 1]

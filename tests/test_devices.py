@@ -137,6 +137,7 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.few(6)
 def test_same_numbers_as_on_one_device(passes, question):
     here = passes[0]
     same(*(QUESTIONS[question](frozen.operator()) for frozen in reversed(passes)), here)
@@ -240,6 +241,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("question", PAIRS)
+@pytest.mark.few(4)
 def test_two_prompts_are_compared_alike(passes, question):
     here, there = (PAIRS[question](run, tlens.freeze(run.model, run.tokens.flip(1))) for run in passes)
     same(there, here, passes[0])
@@ -254,6 +256,7 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("question", EXPERTS)
+@pytest.mark.few(2)
 def test_experts_of_another_device(question):
     """Their weights are read one expert at a time, after those of the rest of the block."""
     results = []

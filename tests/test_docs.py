@@ -78,7 +78,7 @@ def shown():
 
 
 @pytest.mark.parametrize("path", HOW_TO, ids=lambda path: path.stem)
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 def test_how_to_pages_run(path, tmp_path, monkeypatch, clean_registry):
     pytest.importorskip("matplotlib").use("Agg")
     monkeypatch.chdir(tmp_path)

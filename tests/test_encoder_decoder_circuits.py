@@ -147,6 +147,7 @@ def test_several_queries_are_each_by_itself(frozen, name):
 
 
 @pytest.mark.parametrize(("layer", "cross"), HEADS)
+@pytest.mark.few(3)
 def test_a_head_is_worth_what_the_held_model_loses_without_it(frozen, name, layer, cross):
     head = 1
     alone = circuits.head_map(frozen, layer, head, cross=cross)

@@ -43,7 +43,7 @@ BY_DEFAULT = [name for name in ("encoder-decoder/tied", "bridge/bart", "bridge/t
 
 
 @parametrize_with_checks(battery(BY_DEFAULT))
-@pytest.mark.few(16)
+@pytest.mark.few(8)
 def test_battery(check):
     check()
 

@@ -91,7 +91,7 @@ def booted(folder, name, way):
     return model
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("way", ["folder", "passed", "built", "set later"])
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("name", MASKED)

@@ -309,6 +309,7 @@ def test_chosen_nodes_have_the_effects_that_they_have_among_all(model):
         ("feature", {"feature": 98, "at": 20}),
     ],
 )
+@pytest.mark.few(6)
 def test_the_code_gives_the_result_again(model, with_features, dictionary, view, fields):
     answer = with_features.view(view, {"text": PROMPT, **fields})
     names = {"model": model, "dictionary": dictionary, "labels": {357: "forms of to be"}}

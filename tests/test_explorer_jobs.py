@@ -384,7 +384,7 @@ def test_what_is_dropped_is_gone_at_once(model):
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Passes, "frozen", frozen)
-            for number in range(12):
+            for number in range(6):
                 fields = {"text": f"The value of {number}", "other": f"The name of {number}"}
                 for view in ("prompt", "tokens", "components"):
                     session.view(view, {"text": fields["text"]})

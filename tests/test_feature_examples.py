@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import warnings
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -40,11 +41,16 @@ def examples(demo_model, rows):
     return circuits.feature_examples(demo_model, shipped(), rows, FEATURES, k=6, window=(3, 2))
 
 
+@cache
+def frozen_row(model, row):
+    return tlens.freeze(model, torch.tensor([row]))
+
+
 def literal(model, rows, feature, *, skip=0, dictionary=None):
     """(activation, row, position, values of the row) of each row's largest token, largest first."""
     best = []
     for number, row in enumerate(rows):
-        active = circuits.features(tlens.freeze(model, torch.tensor([row])), dictionary or shipped())
+        active = circuits.features(frozen_row(model, tuple(row)), dictionary or shipped())
         values = active.value(feature)[0].tolist()
         peak, at = 0.0, None
         for position in range(skip, len(values)):
@@ -63,12 +69,12 @@ def test_the_running_top_is_that_of_a_literal_loop(demo_model, rows, examples):
         assert examples.positions[place, : len(shown)].tolist() == [at for _, _, at, _ in shown]
         assert (examples.rows[place, len(shown) :] == -1).all()
         for rank, (peak, row, at, values) in enumerate(shown):
-            close(examples.peaks[place, rank], torch.tensor(peak), 1e-5)
+            assert close(examples.peaks[place, rank], torch.tensor(peak), 1e-5)
             for column in range(6):
                 position = at - 3 + column
                 token = int(examples.tokens[place, rank, column])
                 if 0 <= position < len(rows[row]):
-                    close(examples.activations[place, rank, column], torch.tensor(values[position]), 1e-5)
+                    assert close(examples.activations[place, rank, column], torch.tensor(values[position]), 1e-5)
                     assert examples.texts[token] == demo_model.tokenizer.decode([rows[row][position]])
                 else:
                     assert token == -1
@@ -97,7 +103,7 @@ def test_batches_and_chunks_change_nothing(demo_model, rows, examples, memory, m
     )
     for name in ("rows", "positions", "counts"):
         assert torch.equal(getattr(again, name), getattr(examples, name)), name
-    close(again.activations, examples.activations, 1e-4)
+    assert close(again.activations, examples.activations, 1e-4)
 
 
 def test_tokens_at_the_beginning_can_be_left_out(demo_model, rows):
@@ -134,7 +140,7 @@ def test_what_the_decoder_promotes(demo_model, examples):
     direction = dictionary.W_dec[357] - dictionary.W_dec[357].mean()
     logits = (gain * direction) @ view.unembedding[0]
     expected = logits.topk(10)
-    close(examples.promotion[0], expected.values, 1e-4)
+    assert close(examples.promotion[0], expected.values, 1e-4)
     decoded = [demo_model.tokenizer.decode([token]) for token in expected.indices.tolist()]
     assert [examples.texts[number] for number in examples.promoted[0].tolist()] == decoded
 

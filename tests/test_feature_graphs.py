@@ -56,6 +56,7 @@ def check_sums(made, name):
 
 @pytest.mark.parametrize("asked", [{}, {"features": 3, "neurons": 2, "sources": 1}, {"features": 0.3}], ids=str)
 @pytest.mark.parametrize(("name", "kind", "normalise"), ON_HAND)
+@pytest.mark.few(8)
 def test_sums_hold_with_features(model_named, name, kind, normalise, asked):
     one = tlens.freeze(model_named(name), some_tokens(batch=1))
     early, late = two(one, kind, normalise)

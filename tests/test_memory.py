@@ -34,6 +34,7 @@ FAMILIES = [pytest.param(f, marks=pytest.mark.whole) if f in ("gpt2", "llama") e
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.whole) if f != "neox" else f for f in WIDER])
+@pytest.mark.few(4)
 def test_the_bound_holds_and_changes_nothing(family, call):
     torch.manual_seed(0)
     model = build_bridge(family, **WIDER[family])
@@ -49,6 +50,7 @@ def test_the_bound_holds_and_changes_nothing(family, call):
 
 @pytest.mark.parametrize("bias", ["absdot", "token", "cls"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.few(3)
 def test_decompx_keeps_within_its_bound(family, bias):
     """The vectors themselves, twice in parallel blocks, and what is left for the work on them."""
     torch.manual_seed(0)
@@ -121,16 +123,24 @@ def test_what_a_pass_holds_goes_with_it(name):
         gc.enable()
 
 
+@pytest.fixture
+def older():
+    """What was there before the test is not looked at, by the collector neither."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def alive():
-    """How many tensors there are."""
+    """How many tensors there are, of those that came since the test began."""
     gc.collect()
     return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])
 @pytest.mark.parametrize("method", [*tlens.list_methods(), "relp live"])
-@pytest.mark.few(8)
-def test_a_question_leaves_no_tensor_behind(method, place, tmp_path):
+@pytest.mark.few(4)
+def test_a_question_leaves_no_tensor_behind(method, place, tmp_path, older):
     """A graph that holds itself is never freed: its activations would add up from question to question."""
     model = tiny_model("bridge/llama")
     if place == "disk":

@@ -79,7 +79,7 @@ def battery(models):
 
 @pytest.mark.numeric
 @parametrize_with_checks(battery(BY_DEFAULT))
-@pytest.mark.few(80)
+@pytest.mark.few(40)
 def test_battery(check):
     check()
 

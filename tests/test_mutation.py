@@ -137,6 +137,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.few(6)
 def test_a_pass_older_than_the_weights_is_refused(model, frozen, change):
     stale = uses(frozen)
     change(model)
@@ -381,7 +382,7 @@ def raised_inside(model, error, run):
         "last_logits", "unembedding", "circuits", "total",
     ],
 )  # fmt: skip
-@pytest.mark.few(26)
+@pytest.mark.few(10)
 def test_an_error_inside_a_run_leaves_no_hook(model, frozen, run, error):
     raised_inside(model, error, lambda: run(model, frozen))
     assert hooks_left(model) == 0

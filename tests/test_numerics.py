@@ -287,6 +287,7 @@ def test_a_result_says_how_many_of_its_digits_hold(dtype, capsys):
 
 
 @pytest.mark.parametrize("method", ["input-x-gradient", "attnlrp", "gim", "chefer"])
+@pytest.mark.few(2)
 def test_gradients_that_lose_digits_say_so(method, monkeypatch):
     """In bfloat16, also in a strict pass; in float32 and by a method that pulls in float32 nothing is lost.
 

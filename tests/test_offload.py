@@ -98,6 +98,7 @@ def reads(frozen, job):
         lambda operator: operator.gradient(3, query=QUERIES),
     ],
 )
+@pytest.mark.few(10)
 def test_same_numbers_as_in_memory(passes, question):
     here, away = passes
     assert torch.allclose(question(here.operator()), question(away.operator()), rtol=0, atol=1e-9)
@@ -105,7 +106,7 @@ def test_same_numbers_as_in_memory(passes, question):
 
 
 @pytest.mark.parametrize("name", tlens.list_methods())
-@pytest.mark.few(20)
+@pytest.mark.few(10)
 def test_every_method_is_the_same_or_refused(passes, name):
     here, away = passes
     known = tlens.get_method(name).options

@@ -143,6 +143,7 @@ def test_other_weights_are_constants_by_name(name, side):
 
 @pytest.mark.parametrize("name", rest_whole(NAMES, *ONE_OF_EACH))
 @torch.no_grad()
+@pytest.mark.few(2)
 def test_it_is_a_map(name):
     module = mixer_of(name)
     mask = padding("left")

@@ -95,6 +95,7 @@ def test_a_built_in_name_cannot_be_taken_before_anything_is_loaded():
     assert "rollout" in printed
 
 
+@pytest.mark.whole
 def test_an_interrupted_import_is_taken_up_again():
     """Ctrl-C every few lines while methods are imported: the next call goes on, and in the end nothing is missing."""
     code = (

@@ -96,6 +96,7 @@ def test_every_class_of_results_is_tested():
 
 
 @pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.few(8)
 def test_a_result_shows_itself(name, capsys, monkeypatch):
     """A table in a terminal, its picture in a notebook, and the same picture on a page."""
     shown = result(name)
@@ -228,7 +229,7 @@ def without_gaps(html):
 
 
 @pytest.mark.parametrize("name", RESULTS)
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 def test_a_file_is_what_its_name_says(name, tmp_path):
     pytest.importorskip("matplotlib").use("Agg")
     kind = result(name)

@@ -151,6 +151,7 @@ def test_tangent_is_the_jacobian_of_channel_mixing(frozen):
 
 @pytest.mark.parametrize("every", [0, 1, 2, 3])
 @pytest.mark.parametrize("train", [False, True])
+@pytest.mark.few(3)
 def test_halved_streams(every, train):
     """After every block, after some, after the last or not at all; in train mode weights are larger, and nothing is."""
     model = build_bridge("rwkv", num_hidden_layers=3, rescale_every=every)

@@ -93,13 +93,6 @@ def test_every_dependency_is_listed_with_its_licence():
         assert any(word in declared for word in words), (name, listed[name], declared)
 
 
-def test_the_installed_packages_fit_each_other():
-    """`pip check`, as far as it is about what this package needs."""
-    run = subprocess.run([sys.executable, "-m", "pip", "check"], capture_output=True, text=True, check=False)
-    ours = {requirement.name for requirement in direct_requirements()} | {"tensorlens-tl"}
-    assert not [line for line in run.stdout.splitlines() if line.split(" ")[0] in ours and "requires" in line]
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """The sdist, and the wheel built from it."""
@@ -110,6 +103,7 @@ def built(tmp_path_factory):
     return sdist, wheel
 
 
+@pytest.mark.whole
 def test_archives_hold_the_package_and_nothing_else(built):
     package = ROOT / "tensorlens_tl"
     files = {

@@ -134,6 +134,7 @@ def ids_of(kind, text):
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(max_examples=100)
+@pytest.mark.few(5)
 def test_text_id_label_and_continuation_agree(kind, data):
     """A token of a text is named by its label; the label is that token, and no other token of the vocabulary has it."""
     view = view_of(kind)
@@ -152,6 +153,7 @@ def test_text_id_label_and_continuation_agree(kind, data):
 @pytest.mark.parametrize("kind", KINDS_WITH_SPACES)
 @given(prompt=texts, more=texts, spaced=st.booleans())
 @settings(max_examples=100)
+@pytest.mark.few(5)
 def test_a_text_is_the_token_that_the_model_reads_after_a_prompt(kind, prompt, more, spaced):
     """Where a text adds one token to a prompt, it is that token, whatever the prompt."""
     view = view_of(kind)
@@ -168,6 +170,7 @@ def test_a_text_is_the_token_that_the_model_reads_after_a_prompt(kind, prompt, m
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=texts, data=st.data())
 @settings(max_examples=100)
+@pytest.mark.few(5)
 def test_texts_are_found_where_the_offsets_say(kind, text, data):
     """From the beginning of any token to the end of any other, as far as both end between characters."""
     view = view_of(kind)
@@ -194,6 +197,7 @@ def test_texts_are_found_where_the_offsets_say(kind, text, data):
 
 
 @pytest.mark.parametrize("kind", KINDS_WITH_SPACES)
+@pytest.mark.few(5)
 def test_a_target_is_what_generated_text_and_the_next_token_are(kind):
     """The logit of ``"."`` is that of the token that continues a word, the one of ``" ."`` that which begins one."""
     model, prompt = model_of(kind), "The capital of France is Paris"

@@ -315,6 +315,7 @@ def saved_with_large_weights(folder, name, **options):
         ("HunYuanDenseV1ForCausalLM", SIZES | GROUPED),
     ],
 )
+@pytest.mark.few(3)
 def test_a_bridge_that_is_not_the_model_of_its_checkpoint_is_told(tmp_path, capsys, name, options):
     """Some families of TransformerLens 3.9 are not; whoever computes something else must be told, and nobody else."""
     folder = saved_with_large_weights(tmp_path, name, **options)

@@ -62,6 +62,7 @@ def test_four_neurons_that_a_hook_zeroes(halves, dtype, point):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("point", ["attn.hook_z", "hook_attn_out", "mlp.hook_post", "hook_mlp_out"])
+@pytest.mark.few(6)
 def test_beside_one_large_channel(dtype, point):
     """A channel ten thousand times larger than the others leaves every write provable."""
     model = tiny_model("bridge/gpt2").to(dtype)
