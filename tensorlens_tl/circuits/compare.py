@@ -45,7 +45,7 @@ In an encoder–decoder, edges stay within one stack, except those into keys and
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -59,7 +59,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.algebra.secants import Offset
 from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
-from tensorlens_tl.circuits.live import NodeChange, NodeGradients, sublayer_nodes
+from tensorlens_tl.circuits.live import NodeChange, NodeGradients, NodeValues, sublayer_nodes
 from tensorlens_tl.circuits.stream import (
     Pulled,
     Step,
@@ -228,34 +228,6 @@ def corrupted_stream(readout: StreamTarget, corrupted: PassLike, activation: str
     return stream
 
 
-class Changes(NamedTuple):
-    """What differs between two runs: the stream before each step, and every sublayer's hidden vector by step."""
-
-    x: list[Float[Tensor, "batch pos d_model"]]
-    hidden: list[tuple[Tensor, ...]]
-
-    @classmethod
-    def of(cls, stream: Stream, other: Stream | None = None) -> "Changes":
-        """Between two passes' streams, or of the stream of a difference, whose values they are."""
-        if other is None:
-            return cls(stream.x, stream.hidden)
-        x = [first - second for first, second in zip(stream.x, other.x, strict=True)]
-        hidden = [
-            tuple(first - second for first, second in zip(*pair, strict=True))
-            for pair in zip(stream.hidden, other.hidden, strict=True)
-        ]
-        return cls(x, hidden)
-
-    @classmethod
-    def at_points(cls, stream: Stream, differences: Mapping[str, Float[Tensor, "batch pos _width"]]) -> "Changes":
-        """Between two runs of the live model, by hook point; what heads give changes as a whole, by their values."""
-        hidden = [
-            tuple(differences[part.point] * (part.kind not in ("query", "key")) for part in step.sublayers)
-            for step in stream.steps
-        ]
-        return cls([differences[stream.run.capture.stream_names(0)[0]]], hidden)
-
-
 @dataclass(frozen=True, eq=False)
 class _Comparison:
     """Two prompts, the target of the clean one, and a method: what scores of nodes and of edges begin with.
@@ -302,15 +274,35 @@ class _Comparison:
             first, second = readout.total, readout.number_of(corrupted.activation)
         return cls(clean, corrupted, method, chosen, shares, activation, readout, (first, second))
 
-    def changes(self) -> Changes:
-        """What differs between the two runs, as frozen pulls multiply it."""
+    @property
+    def changes(self) -> Stream:
+        """The stream, its values what differs between the two runs, as frozen pulls multiply it."""
+        stream = self.readout.stream
         if self.method == "difference":
-            return Changes.of(self.readout.stream)
-        return Changes.of(self.readout.stream, corrupted_stream(self.readout, self.corrupted, self.activation))
+            return stream
+        other = corrupted_stream(self.readout, self.corrupted, self.activation)
+        x = [first - second for first, second in zip(stream.x, other.x, strict=True)]
+        hidden = [
+            tuple(first - second for first, second in zip(*pair, strict=True))
+            for pair in zip(stream.hidden, other.hidden, strict=True)
+        ]
+        return replace(stream, values=(x, hidden))
 
-    def replay(self, layout: "EdgeLayout") -> Replay:
+    def starts(self) -> Iterator[dict[str, Tensor]]:
+        """What enters the first block where gradients are taken, by hook point."""
+        names = self.clean.capture.stream_names(0)
+        ends = {name: (self.corrupted.activation(name), self.clean.activation(name)) for name in names}
+        for share in self.shares:
+            yield {name: torch.lerp(*pair, share) for name, pair in ends.items()}
+
+    @property
+    def layout(self) -> "EdgeLayout":
+        """The edges between which the target is compared."""
+        return edge_layout(self.readout.stream, self.readout.positions)
+
+    def replay(self) -> Replay:
         """The live model with every edge apart."""
-        return Replay(self.readout, self.clean, self.corrupted, layout.exists)
+        return Replay(self.readout, self.clean, self.corrupted, self.layout.exists)
 
 
 # ------------------------------------------------------------------ edges
@@ -367,25 +359,22 @@ def edge_scores(
         rule=rule, steps=steps, points=points,
     )  # fmt: skip
     readout = comparison.readout
-    layout = edge_layout(readout.stream, readout.positions)
+    layout = comparison.layout
     if comparison.method == "patching":
-        scores = comparison.replay(layout).patched(memory)
+        scores = comparison.replay().patched(memory)
     elif comparison.method in ("gradient", "integrated") and clean.sides is None:
         layout, scores = _live_scores(comparison, positions)
     elif comparison.method in ("gradient", "integrated"):
-        replay = comparison.replay(layout)
+        replay = comparison.replay()
         scores = replay.products(replay.gradients(comparison.shares, comparison.rule), positions)
     elif comparison.method == "frozen+qk":
-        changes = comparison.changes()
-        replay = comparison.replay(layout)
+        replay = comparison.replay()
         responses = replay.gradients(comparison.shares)
-        pulled = pull_with_patterns(readout, responses)
-        scores = _products(readout.stream, changes, layout, pulled, positions)
+        scores = _products(comparison.changes, layout, pull_with_patterns(readout, responses), positions)
         matching = [name.endswith((".q", ".k")) for name in layout.destinations]
         scores[:, :, matching] = replay.products(responses, positions)[:, :, matching]
     else:
-        pulled = readout.stream.pull(readout.seed)
-        scores = _products(readout.stream, comparison.changes(), layout, pulled, positions)
+        scores = _products(comparison.changes, layout, readout.stream.pull(readout.seed), positions)
     by_position = None
     if positions:
         by_position = scores
@@ -551,25 +540,26 @@ def _live_scores(
     """Edges along gradients of the live model, averaged over shares of the way; its parts are those of its own run."""
     clean, corrupted, readout = comparison.clean, comparison.corrupted, comparison.readout
     refuse_hooks(clean, corrupted)
-    names = clean.capture.stream_names(0)
-    ends = {name: (corrupted.activation(name), clean.activation(name)) for name in names}
     differences = dict[str, Tensor]()
     of_shares = list[Tensor]()
-    layout = edge_layout(readout.stream, readout.positions)
-    for share in comparison.shares:
-        start = {name: torch.lerp(*pair, share) for name, pair in ends.items()} if share != 1 else None
-        one, pulled = ruled_target(readout, comparison.rule, start, biases=False)
+    layout = comparison.layout
+    for share, start in zip(comparison.shares, comparison.starts(), strict=True):
+        one, pulled = ruled_target(readout, comparison.rule, start if share != 1 else None, biases=False)
         layout = edge_layout(one.stream, one.positions)
         if not differences:
-            points = list(dict.fromkeys(part.point for step in one.stream.steps for part in step.sublayers))
+            points = [*start, *(part.point for step in one.stream.steps for part in step.sublayers)]
+            names = list(dict.fromkeys(points))
             seen, other = (
-                capture(run.model, run.inputs, [*names, *points], last=clean.points.last_output)[0]
-                for run in (clean, corrupted)
+                capture(run.model, run.inputs, names, last=clean.points.last_output)[0] for run in (clean, corrupted)
             )
             shape = clean.tokens.shape
-            differences = {point: (seen[point] - other[point]).reshape(*shape, -1) for point in [*names, *points]}
-        changes = Changes.at_points(one.stream, differences)
-        of_shares.append(_products(one.stream, changes, layout, pulled, positions) / len(comparison.shares))
+            differences = {point: (seen[point] - other[point]).reshape(*shape, -1) for point in names}
+        hidden = [  # what heads give changes as a whole, by their values
+            tuple(differences[part.point] * (part.kind not in ("query", "key")) for part in step.sublayers)
+            for step in one.stream.steps
+        ]
+        changes = replace(one.stream, values=([differences[name] for name in start], hidden))
+        of_shares.append(_products(changes, layout, pulled, positions) / len(comparison.shares))
     return layout, torch.stack(of_shares).sum(0)
 
 
@@ -605,21 +595,22 @@ def _encoder_end(stream: Stream) -> int:
 
 
 def _products(
-    stream: Stream, changes: Changes, layout: EdgeLayout, pulled: Pulled, positions: bool
+    changes: Stream, layout: EdgeLayout, pulled: Pulled, positions: bool
 ) -> Float[Tensor, "batch source destination *pos"]:
     """What differs in each source's output, carried past the sublayers to every destination, dotted with the target."""
-    batch, pos = stream.x[0].shape[:2]
+    steps, entering = changes.steps, changes.x[0]
+    batch, pos = entering.shape[:2]
     shape = [batch, *layout.exists.shape]
     if positions:
         shape.append(pos)
-    scores = upcast(stream.x[0]).new_zeros(shape)
+    scores = upcast(entering).new_zeros(shape)
     columns = {name: number for number, name in enumerate(layout.destinations)}
-    carried = changes.x[0].new_zeros(len(layout.sources), *changes.x[0].shape)
-    carried[0] = changes.x[0]
+    carried = entering.new_zeros(len(layout.sources), *entering.shape)
+    carried[0] = entering
     known = 1
-    has_sources = [bool(step.sublayers) or added_by_hooks(stream, step) is not None for step in stream.steps]
-    last = max((number for number, writes in enumerate(has_sources) if writes), default=-1)
-    for number, step in enumerate(stream.steps[: last + 1]):
+    writes = [bool(step.sublayers) or added_by_hooks(changes, step) is not None for step in steps]
+    last = max((number for number, step_writes in enumerate(writes) if step_writes), default=-1)
+    for number, step in enumerate(steps[: last + 1]):
         before = carried[:known]
         for sublayer, change in zip(step.sublayers, changes.hidden[number], strict=True):
             parts = sublayer.split(sublayer.write.pull(pulled.sums[number]))
@@ -631,7 +622,7 @@ def _products(
         known += len(step.nodes)
         if not step.outer.is_identity:
             carried[:known] = step.outer.push(carried[:known])
-        added = added_by_hooks(stream, step)
+        added = added_by_hooks(changes, step)
         if added is not None:
             carried[known] = added[0]
             known += 1
@@ -732,18 +723,14 @@ def patch_scores(
     readout = comparison.readout
     keys = None
     if comparison.method == "patching":
-        nodes = _LiveNodes(comparison, by)
-        names = nodes.names
-        scores = nodes.patched(memory)
+        nodes, other = _live_nodes(comparison, by)
+        names = [node.name for node in nodes.nodes]
+        scores = nodes.live.losses(nodes.nodes, other, memory, "patches")
         if positions:
-            keys = nodes.patched_at_positions(memory)
+            keys = _patched_at_positions(nodes, other, memory)
     else:
-        if comparison.method in ("gradient", "integrated"):
-            nodes = _LiveNodes(comparison, by)
-            names = nodes.names
-            by_position = nodes.along_gradients(comparison.shares)
-        else:
-            names, by_position = _along_pull(comparison, by)
+        along = _along_gradients if comparison.method in ("gradient", "integrated") else _along_pull
+        names, by_position = along(comparison, by)
         scores = by_position.sum(-1)[:, None]
         if positions:
             keys = by_position[:, None]
@@ -757,10 +744,9 @@ def _along_pull(comparison: _Comparison, by: str) -> tuple[list[str], Float[Tens
     """What differs between the two runs at every node, dotted with the target pulled back to it."""
     readout = comparison.readout
     stream = readout.stream
-    changes = comparison.changes()
+    changes = comparison.changes
     if comparison.shares:
-        replay = comparison.replay(edge_layout(stream, readout.positions))
-        pulled = pull_with_patterns(readout, replay.gradients(comparison.shares))
+        pulled = pull_with_patterns(readout, comparison.replay().gradients(comparison.shares))
     else:
         pulled = stream.pull(readout.seed)
 
@@ -801,60 +787,53 @@ def _along_pull(comparison: _Comparison, by: str) -> tuple[list[str], Float[Tens
     return summed_by_name(names, torch.cat(scores, dim=1), 1)
 
 
-class _LiveNodes:
-    """The nodes of a live model, with their values for both prompts."""
-
-    def __init__(self, comparison: _Comparison, by: str) -> None:
-        question = f"patch_scores(method={comparison.method!r})"
-        self.frozen = comparison.readout.stream.run
-        self.corrupted = comparison.corrupted
-        self.nodes = list(_live_nodes(comparison.readout, question, by))
-        self.names = [node.name for node in self.nodes]
-        self.gradients = NodeGradients(comparison.readout, question, self.nodes, comparison.rule)
-        self.live = self.gradients.live
-        self.other = self.gradients.values_of(comparison.corrupted)
-
-    def along_gradients(self, shares: Sequence[float]) -> Float[Tensor, "batch node pos"]:
-        """(a_clean − a_corrupted) · mean gradient, embeddings at these shares of the way from corrupted to clean."""
-        names = self.frozen.capture.stream_names(0)
-        ends = [(self.corrupted.activation(name), self.frozen.activation(name)) for name in names]
-        summed: dict[str, Tensor] = {}
-        for share in shares:
-            start = {name: torch.lerp(*pair, share) for name, pair in zip(names, ends, strict=True)}
-            for point, gradient in self.gradients.at(start).items():
-                summed[point] = summed[point] + gradient if point in summed else gradient
-        mean = {point: gradient[0] / len(shares) for point, gradient in summed.items()}
-        changes = {point: self.gradients.values[point] - self.other[point] for point in mean}
-        return self.gradients.products(changes, mean)
-
-    def patched(self, memory: Memory) -> Float[Tensor, "batch query node"]:
-        """What the target loses with each node patched, at all its positions."""
-        return self.live.losses(self.nodes, self.other, memory, "patches")
-
-    def patched_at_positions(self, memory: Memory) -> Float[Tensor, "batch query node pos"]:
-        """The same with each node patched at one position at a time."""
-        changes: list[NodeChange] = []
-        columns: list[int] = []
-        pos = self.frozen.tokens.shape[1]
-        for number, node in enumerate(self.nodes):
-            for point in node.points:
-                for place, position in enumerate(self.gradients.positions(point)):
-                    changes.append(node._replace(points=(point,), position=place))
-                    columns.append(number * pos + position)
-        lost = self.live.losses(changes, self.other, memory, "patches")
-        scores = lost.new_zeros(*lost.shape[:2], len(self.nodes) * pos)
-        scores[..., columns] = lost
-        return scores.unflatten(2, (-1, pos))
+def _along_gradients(comparison: _Comparison, by: str) -> tuple[list[str], Float[Tensor, "batch node pos"]]:
+    """(a_clean − a_corrupted) · mean gradient, on the way from the corrupted to the clean embeddings."""
+    nodes, other = _live_nodes(comparison, by)
+    summed: dict[str, Tensor] = {}
+    for start in comparison.starts():
+        for point, gradient in nodes.at(start).items():
+            summed[point] = summed[point] + gradient if point in summed else gradient
+    mean = {point: gradient[0] / len(comparison.shares) for point, gradient in summed.items()}
+    changes = {point: nodes.values[point] - other[point] for point in mean}
+    return [node.name for node in nodes.nodes], nodes.products(changes, mean)
 
 
-def _live_nodes(readout: StreamTarget, question: str, by: str) -> Iterator[NodeChange]:
-    """The first block's input, and the nodes of every sublayer or the stream before every block."""
+def _patched_at_positions(
+    nodes: NodeGradients, other: NodeValues, memory: Memory
+) -> Float[Tensor, "batch query node pos"]:
+    """What the target loses with each node patched at one position at a time."""
+    changes: list[NodeChange] = []
+    columns: list[int] = []
+    pos = nodes.frozen.tokens.shape[1]
+    for number, node in enumerate(nodes.nodes):
+        for point in node.points:
+            for place, position in enumerate(nodes.positions(point)):
+                changes.append(node._replace(points=(point,), position=place))
+                columns.append(number * pos + position)
+    lost = nodes.live.losses(changes, other, memory, "patches")
+    scores = lost.new_zeros(*lost.shape[:2], len(nodes.nodes) * pos)
+    scores[..., columns] = lost
+    return scores.unflatten(2, (-1, pos))
+
+
+def _live_nodes(comparison: _Comparison, by: str) -> tuple[NodeGradients, NodeValues]:
+    """The first block's input, and the nodes of every sublayer or the stream before every block.
+
+    Returns:
+        They in the live model with what it has there for the clean prompt, and the same for the corrupted one.
+    """
+    readout = comparison.readout
+    question = f"patch_scores(method={comparison.method!r})"
     captured = readout.stream.run.capture
-    yield NodeChange("embed", tuple(captured.stream_names(0)))
-    if by != "stream":
-        yield from sublayer_nodes(readout, question, by, "Use method='frozen', which reads weights, or by='stream'.")
-        return
-    for layer in range(captured.n_layers):
-        # the stream before a block is what the block before it gives; of an encoder–decoder that of its side
-        side = -1 if layer >= captured.view.encoder_layers else 0
-        yield NodeChange(f"L{layer}.stream", (captured.stream_names(layer)[side],), layer=max(layer - 1, 0))
+    nodes = [NodeChange("embed", tuple(captured.stream_names(0)))]
+    if by == "stream":
+        for layer in range(captured.n_layers):
+            # the stream before a block is what the block before it gives; of an encoder–decoder that of its side
+            side = -1 if layer >= captured.view.encoder_layers else 0
+            point = captured.stream_names(layer)[side]
+            nodes.append(NodeChange(f"L{layer}.stream", (point,), layer=max(layer - 1, 0)))
+    else:
+        nodes += sublayer_nodes(readout, question, by, "Use method='frozen', which reads weights, or by='stream'.")
+    live = NodeGradients(readout, question, nodes, comparison.rule)
+    return live, live.values_of(comparison.corrupted)

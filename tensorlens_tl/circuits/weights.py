@@ -26,7 +26,6 @@ matrices only: ``‖AB‖² = tr(V₁ᵀV₁ · C · l₂l₂ᵀ · Cᵀ)``, ``C
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,33 +55,29 @@ if TYPE_CHECKING:
 HeadMatrix = Float[Tensor, "*head d_model d_head"]
 
 
-@dataclass(frozen=True, eq=False)
-class LayerWeights:
-    """One layer's weights by query head, folded and rotated as the options say.
+class LayerWeights(NamedTuple):
+    """Weights by query head, of one layer or of several, folded and rotated as the options say.
 
     Attributes:
-        V: `[head, d_model, d_head]`.
-        O: `[head, d_head, d_model]`.
-        Q, K: `[head, d_model, d_head]`, the rotation in Q; None where only OV is read.
-        adapters: the names of those that are in V and O.
+        V, O: of values and outputs.
+        Q, K: of queries, the rotation inside, and of keys; None where only OV is read.
     """
 
-    V: Float[Tensor, "head d_model d_head"]
-    O: Float[Tensor, "head d_head d_model"]  # noqa: E741 (the field's own name)
-    Q: Float[Tensor, "head d_model d_head"] | None = None
-    K: Float[Tensor, "head d_model d_head"] | None = None
-    adapters: tuple[str, ...] = ()
+    V: Float[Tensor, "*layer head d_model d_head"]
+    O: Float[Tensor, "*layer head d_head d_model"]  # noqa: E741 (the field's own name)
+    Q: Float[Tensor, "*layer head d_model d_head"] | None = None
+    K: Float[Tensor, "*layer head d_model d_head"] | None = None
 
     @classmethod
     def of(cls, source: ModelView | FrozenPass, layer: int, fold_norms: bool, *, cross: bool = False) -> "LayerWeights":
-        """Values and outputs; folding needs a pass, which knows how the block is put together."""
+        """Values and outputs of a layer; folding needs a pass, which knows how the block is put together."""
         block = readable_view(source).blocks[layer]
         weights = block.require_cross_attention() if cross else block.require_plain_attention()
         group = weights.heads // weights.kv_heads
         V = rearrange(weights.W_V, "m (kv d) -> kv m d", kv=weights.kv_heads).repeat_interleave(group, dim=0)
         O = rearrange(weights.W_O, "(h d) m -> h d m", h=weights.heads)  # noqa: E741
-        norms = _Norms.of(source, layer, fold_norms, cross)
-        return cls(_reading(V, norms.values), _writing(O, norms.after), adapters=block.adapters("VO", cross=cross))
+        _, before_values, after = _norms(source, layer, fold_norms, cross)
+        return cls(_reading(V, before_values), _writing(O, after))
 
     @classmethod
     def with_scores(
@@ -94,40 +89,30 @@ class LayerWeights:
         reading = score_reading(frozen, layer, cross=cross)
         Q = rearrange(weights.W_Q, "m (h d) -> h m d", h=reading.heads)
         K = rearrange(weights.W_K, "m (kv d) -> kv m d", kv=reading.kv_heads)
-        norms = _Norms.of(frozen, layer, fold_norms, cross)
+        before_queries, before_keys, _ = _norms(frozen, layer, fold_norms, cross)
         if fold_norms:
             Q = _head_norm_gain(Q, weights.q_norm)
             K = _head_norm_gain(K, weights.k_norm)
-        Q = _rotated(_reading(Q, norms.queries), reading, offset)
-        K = _reading(K, norms.values).repeat_interleave(reading.heads // reading.kv_heads, dim=0)
-        return replace(cls.of(frozen, layer, fold_norms, cross=cross), Q=Q, K=K)
+        Q = _rotated(_reading(Q, before_queries), reading, offset)
+        K = _reading(K, before_keys).repeat_interleave(reading.heads // reading.kv_heads, dim=0)
+        return cls.of(frozen, layer, fold_norms, cross=cross)._replace(Q=Q, K=K)
 
 
-class _Norms(NamedTuple):
-    """The norms around attention that are to be folded; None for none.
+def _norms(
+    source: ModelView | FrozenPass, layer: int, fold_norms: bool, cross: bool
+) -> tuple[NormWeights | None, NormWeights | None, NormWeights | None]:
+    """The norms of a layer's attention that are to be folded, None for none: before queries, before values, and after.
 
-    Attributes:
-        queries: before its queries.
-        values: before its keys and values: in cross-attention the one after the encoder's last block.
-        after: of what it writes.
+    Keys are read after that of values: in cross-attention the one after the encoder's last block.
     """
-
-    queries: NormWeights | None = None
-    values: NormWeights | None = None
-    after: NormWeights | None = None
-
-    @classmethod
-    def of(cls, source: ModelView | FrozenPass, layer: int, fold_norms: bool, cross: bool) -> "_Norms":
-        """Those of a layer's self- or cross-attention."""
-        if not fold_norms or not isinstance(source, FrozenPass):
-            return cls()
-        norms = source.view.blocks[layer].norms
-        at = source.layouts[layer].attn
-        if cross:
-            at = source.layouts[layer].cross or at
-        before = norms.get(at.before or "")
-        values = source.view.encoder_norm if cross else before
-        return cls(before, values, norms.get(at.after or ""))
+    if not fold_norms or not isinstance(source, FrozenPass):
+        return None, None, None
+    norms = source.view.blocks[layer].norms
+    at = source.layouts[layer].attn
+    if cross:
+        at = source.layouts[layer].cross or at
+    before = norms.get(at.before or "")
+    return before, source.view.encoder_norm if cross else before, norms.get(at.after or "")
 
 
 def _rotated(Q: HeadMatrix, reading: ScoreReading, offset: int | None) -> HeadMatrix:
@@ -304,7 +289,8 @@ def ov(
     """
     layer, head = chosen_head(readable_view(model), layer, head, cross=cross)
     weights = LayerWeights.of(pass_if_folding(model, fold_norms), layer, fold_norms, cross=cross)
-    return factored(weights.V[head], weights.O[head], weights.adapters)
+    adapters = readable_view(model).blocks[layer].adapters("VO", cross=cross)
+    return factored(weights.V[head], weights.O[head], adapters)
 
 
 @checked_names
@@ -356,10 +342,7 @@ def full_ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool =
     view = as_view(model, "full_ov")
     circuit = ov(model, layer, head, fold_norms=fold_norms)
     refuse_whitened(view, "full_ov")
-    adapters = {*circuit_adapters(circuit), *view.end_adapters}
-    return factored(
-        product(view.embedding, circuit.A), product(circuit.B, stream_unembedding(view, fold_norms)), sorted(adapters)
-    )
+    return _between_tokens(view, circuit, stream_unembedding(view, fold_norms))
 
 
 @checked_names
@@ -377,8 +360,13 @@ def full_qk(
     view = as_view(model, "full_qk")
     circuit = qk(model, layer, head, offset=offset, fold_norms=fold_norms)
     refuse_whitened(view, "full_qk")
-    adapters = {*circuit_adapters(circuit), *view.end_adapters}
-    return factored(product(view.embedding, circuit.A), product(circuit.B, view.embedding.T), sorted(adapters))
+    return _between_tokens(view, circuit, view.embedding.T)
+
+
+def _between_tokens(view: ModelView, circuit: "FactoredMatrix", last: Float[Tensor, "d_model d_vocab"]) -> Any:
+    """A circuit from the embedding of every token, with what follows it."""
+    adapters = sorted({*circuit_adapters(circuit), *view.end_adapters})
+    return factored(product(view.embedding, circuit.A), product(circuit.B, last), adapters)
 
 
 @checked_names
@@ -671,17 +659,21 @@ def composition_scores(
     source = view
     if kind != "V" or fold_norms:
         source = as_pass(model, offset)  # once for all layers
-    read = _Reader(source, fold_norms, offset)
-    later = read.heads(view, kind, to_cross)
-    earlier = later
+    later = earlier = _of_all_layers(source, kind, fold_norms, offset, to_cross)
     if from_cross != to_cross:
-        earlier = read.heads(view, "V", from_cross)
-    result = earlier.O.new_zeros(view.n_layers, earlier.O.shape[1], view.n_layers, later.reads.shape[1])
-    for number, layer in enumerate(earlier.layers):
+        earlier = _of_all_layers(source, "V", fold_norms, offset, from_cross)
+    first = {cross: view.encoder_layers if cross else 0 for cross in (False, True)}
+    reads, others = {"V": (later.V, later.O.mT), "Q": (later.Q, later.K), "K": (later.K, later.Q)}[kind]
+    assert reads is not None
+    assert others is not None
+    result = earlier.O.new_zeros(view.n_layers, earlier.O.shape[1], view.n_layers, reads.shape[1])
+    for layer in range(first[from_cross], view.n_layers):
         readers = _readers(view, layer, kind, from_cross, to_cross)
         if not readers:
             continue
-        ratios = _ratios(earlier, number, later, [later.layers.index(reader) for reader in readers])
+        chosen = [reader - first[to_cross] for reader in readers]
+        at = layer - first[from_cross]
+        ratios = _ratios(earlier.V[at], earlier.O[at], reads[chosen], others[chosen])
         if baseline == "random":
             ratios = ratios - earlier.O.shape[-1] ** -0.5
         result[layer][:, readers] = ratios
@@ -689,56 +681,32 @@ def composition_scores(
     return result
 
 
-@dataclass(frozen=True, eq=False)
-class _Heads:
-    """Heads of some layers, as `composition_scores` multiplies them.
+def _of_all_layers(
+    source: ModelView | FrozenPass, kind: str, fold_norms: bool, offset: int | None, cross: bool
+) -> LayerWeights:
+    """The heads of all layers that have them, wide enough to be multiplied; for kind V without queries and keys.
 
-    Attributes:
-        layers: their numbers.
-        V, O: `[layer, head, d_model, d_head]`, `[layer, head, d_head, d_model]`.
-        reads, others: the two sides of the circuit of a later head, the one that reads first, `[layer, head, d, d]`.
+    Raises:
+        UnsupportedModelError: layers with different numbers of heads.
     """
-
-    layers: range
-    V: Float[Tensor, "layer head d_model d_head"]
-    O: Float[Tensor, "layer head d_head d_model"]  # noqa: E741 (the field's own name)
-    reads: Float[Tensor, "layer head d_model d_read"]
-    others: Float[Tensor, "layer head d_model d_read"]
-
-
-class _Reader(NamedTuple):
-    """What heads' weights are read from, and how."""
-
-    source: ModelView | FrozenPass
-    fold_norms: bool
-    offset: int | None
-
-    def heads(self, view: ModelView, kind: str, cross: bool) -> _Heads:
-        """The heads of all layers that have them.
-
-        Raises:
-            UnsupportedModelError: layers with different numbers of heads.
-        """
-        numbers = range(view.encoder_layers if cross else 0, view.n_layers)
-        layers: list[LayerWeights] = []
-        for number in numbers:
-            if kind == "V":
-                layers.append(LayerWeights.of(self.source, number, self.fold_norms, cross=cross))
-            else:
-                assert isinstance(self.source, FrozenPass)
-                layers.append(LayerWeights.with_scores(self.source, number, self.fold_norms, self.offset, cross=cross))
-        if len({layer.V.shape for layer in layers}) > 1:
-            raise UnsupportedModelError(
-                f"{view.description}: its layers differ in their heads, which do not fit one table."
-            )
-        V = upcast(torch.stack([layer.V for layer in layers]))
-        O = upcast(torch.stack([layer.O for layer in layers]))  # noqa: E741
+    view = readable_view(source)
+    layers: list[LayerWeights] = []
+    for number in range(view.encoder_layers if cross else 0, view.n_layers):
         if kind == "V":
-            return _Heads(numbers, V, O, V, O.mT)
-        Q = upcast(torch.stack([layer.Q for layer in layers if layer.Q is not None]))
-        K = upcast(torch.stack([layer.K for layer in layers if layer.K is not None]))
-        reads, others = {"Q": (Q, K), "K": (K, Q)}[kind]
-        return _Heads(numbers, V, O, reads, others)
+            layers.append(LayerWeights.of(source, number, fold_norms, cross=cross))
+        else:
+            assert isinstance(source, FrozenPass)
+            layers.append(LayerWeights.with_scores(source, number, fold_norms, offset, cross=cross))
+    if len({layer.V.shape for layer in layers}) > 1:
+        raise UnsupportedModelError(
+            f"{view.description}: its layers differ in their heads, which do not fit one table."
+        )
+
+    def stacked(name: str) -> Any:
+        parts = [getattr(layer, name) for layer in layers]
+        return None if parts[0] is None else upcast(torch.stack(parts))
+
+    return LayerWeights(*map(stacked, LayerWeights._fields))
 
 
 def _readers(view: ModelView, layer: int, kind: str, from_cross: bool, to_cross: bool) -> list[int]:
@@ -755,14 +723,14 @@ def _readers(view: ModelView, layer: int, kind: str, from_cross: bool, to_cross:
 
 
 def _ratios(
-    earlier: _Heads, number: int, later: _Heads, readers: list[int]
+    V: Float[Tensor, "head d_model d_head"],
+    O: Float[Tensor, "head d_head d_model"],  # noqa: E741
+    reads: Float[Tensor, "later_layer later_head d_model d_read"],
+    others: Float[Tensor, "later_layer later_head d_model d_read"],
 ) -> Float[Tensor, "head later_layer later_head"]:
-    """``‖AB‖ / (‖A‖ ‖B‖)`` of the heads of one layer with those of some later ones."""
-    V = earlier.V[number]
-    O = earlier.O[number]  # noqa: E741
-    reads = later.reads[readers]
+    """``‖AB‖ / (‖A‖ ‖B‖)`` of the heads of one layer with the circuits of some later ones, by both of their sides."""
     gram_v = V.mT @ V
-    gram_other = later.others[readers].mT @ later.others[readers]
+    gram_other = others.mT @ others
     norms = (gram_v * (O @ O.mT)).sum((-2, -1)).sqrt()
     later_norms = ((reads.mT @ reads) * gram_other).sum((-2, -1)).sqrt()
     C = rearrange(O @ rearrange(reads, "l h m d -> m (l h d)"), "e a (p d) -> e p a d", d=reads.shape[-1])

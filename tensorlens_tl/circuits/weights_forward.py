@@ -16,6 +16,7 @@ and values of cross-attention read the encoder's stream through the norm at its 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from einops import rearrange
@@ -114,7 +115,8 @@ class Heads:
         query, key, value: from what each head reads.
         reading: how scores are computed.
         allowed: the keys that queries may attend to.
-        W_O, b_O: what heads write by.
+        W_O: what each head writes by.
+        bias: b_O.
         at: the positions of queries, where heads write.
         attended: the positions of keys and values.
     """
@@ -128,13 +130,13 @@ class Heads:
     reading: ScoreReading
     allowed: Bool[Tensor, "query key"]
     W_O: Float[Tensor, "head d_head d_model"]
-    b_O: Tensor | None
+    bias: Tensor | None
     at: Span
     attended: Span
 
     @property
     def destinations(self) -> int:
-        """Queries, keys and values of each head."""
+        """How many there are: queries, keys and values of each head."""
         return 3 * self.count
 
     def outputs(
@@ -154,10 +156,6 @@ class Heads:
         written = _by_head("rhpe,hed->hrpd", probabilities.to(v) @ v, self.W_O)
         return self.at.among_all(written).unflatten(1, (rows, -1))
 
-    def plus_bias(self, biases: Float[Tensor, "row batch pos d_model"]) -> Float[Tensor, "row batch pos d_model"]:
-        """The sum of biases with b_O."""
-        return self.at.plus(biases, self.b_O)
-
 
 @dataclass(frozen=True, eq=False)
 class Neurons:
@@ -172,11 +170,12 @@ class Neurons:
     norm: NormWeights | None
     weights: MLPWeights
     at: Span
+    destinations: ClassVar = 1
 
     @property
-    def destinations(self) -> int:
-        """One."""
-        return 1
+    def bias(self) -> Tensor | None:
+        """b_out."""
+        return self.weights.b_out
 
     def outputs(
         self, reads: Float[Tensor, "destination row batch pos d_model"]
@@ -196,32 +195,8 @@ class Neurons:
             hidden = hidden * weights.post_factor(hidden)
         return self.at.among_all(Linear(weights.W_out)(hidden))
 
-    def plus_bias(self, biases: Float[Tensor, "row batch pos d_model"]) -> Float[Tensor, "row batch pos d_model"]:
-        """The sum of biases with b_out."""
-        return self.at.plus(biases, self.weights.b_out)
-
 
 Part = Heads | Neurons
-
-
-@dataclass(frozen=True, eq=False)
-class LiveBlock:
-    """One block of the live model.
-
-    Attributes:
-        name: of the block.
-        parts: in the order in which they write.
-        parallel: whether they all read the block's input, and not what the ones before them wrote.
-    """
-
-    name: str
-    parts: tuple[Part, ...]
-    parallel: bool
-
-    @property
-    def destinations(self) -> int:
-        """How many destinations its parts have together."""
-        return sum(part.destinations for part in self.parts)
 
 
 def _by_head(equation: str, x: Tensor, W: Float[Tensor, "head d e"]) -> Tensor:
@@ -247,13 +222,6 @@ def normed(norm: NormWeights | None, x: Float[Tensor, "*any d"]) -> Float[Tensor
 # ------------------------------------------------------------------ reading blocks
 
 
-def live_block(clean: PassLike, corrupted: PassLike, layer: int) -> LiveBlock:
-    """One block as parts, read from its weights; a block that is more than these is refused."""
-    _check_parts(clean, layer)
-    parts = tuple(_parts(clean, corrupted, layer))
-    return LiveBlock(clean.view.blocks[layer].name, parts, clean.layouts[layer].parallel)
-
-
 def live_norm(view: ModelView, norm: NormWeights | None, name: str) -> NormWeights | None:
     """A norm after the last block of a stack, as the live model computes it."""
     if norm is None:
@@ -261,11 +229,17 @@ def live_norm(view: ModelView, norm: NormWeights | None, name: str) -> NormWeigh
     return replace(norm, epsilon=norm_epsilon(view.model.get_submodule(name), view.cfg))
 
 
-def _parts(clean: PassLike, corrupted: PassLike, layer: int) -> Iterator[Part]:
-    """Attention, cross-attention and the MLP of a block, those of them that it has."""
+def live_parts(clean: PassLike, corrupted: PassLike, layer: int) -> Iterator[Part]:
+    """Attention, cross-attention and the MLP of a block, those of them that it has, in the order in which they write.
+
+    They are read from its weights; a block that is more than these is refused.
+    """
+    _check_parts(clean, layer)
     view = clean.view
     block = view.blocks[layer]
     layout = clean.layouts[layer]
+    points = clean.points.blocks[layer]
+    passes = (clean, corrupted)
     length = clean.tokens.shape[1]
     at = Span(*clean.capture.side(layer), length)
 
@@ -275,62 +249,51 @@ def _parts(clean: PassLike, corrupted: PassLike, layer: int) -> Iterator[Part]:
             return None
         return replace(block.norms[name], epsilon=norm_epsilon(getattr(block.module, name), view.cfg))
 
-    points = clean.points.blocks[layer]
+    def heads(
+        attention: AttentionWeights,
+        weights: QueryKeyWeights,
+        reading: ScoreReading,
+        allowed: Bool[Tensor, "query key"],
+        norms: tuple[NormWeights | None, NormWeights | None],
+        attended: Span,
+    ) -> Heads:
+        """The heads of one attention; norms are those before queries, and before keys and values."""
+        count, groups = attention.heads, attention.kv_heads
+        for each in (weights.q_norm, weights.k_norm):
+            if each is not None and each.gain is not None and each.gain.numel() != weights.W_Q.shape[1] // count:
+                raise refusal(view, f"{block.name}: its queries are normed over all heads together")
+        q_norm, k_norm = (each and replace(each, epsilon=weights.epsilon) for each in (weights.q_norm, weights.k_norm))
+        return Heads(
+            count=count,
+            query_norm=norms[0],
+            norm=norms[1],
+            query=_Projection.of(weights.W_Q, weights.b_Q, count, count, q_norm),
+            key=_Projection.of(weights.W_K, weights.b_K, groups, count, k_norm),
+            value=_Projection.of(attention.W_V, attention.b_V, groups, count),
+            reading=reading,
+            allowed=allowed,
+            W_O=rearrange(attention.W_O, "(h e) d -> h e d", h=count),
+            bias=attention.b_O,
+            at=at,
+            attended=attended,
+        )
+
     assert points.pattern is not None  # it has heads
-    patterns = [frozen.pattern(layer) for frozen in (clean, corrupted)]
     before = norm(layout.attn.before)
     reading = score_reading(clean, layer)
+    patterns = [frozen.pattern(layer) for frozen in passes]
     allowed = _allowed(clean, block.name, points.pattern, patterns, clean.capture.is_causal_at(layer))
-    yield _heads(view, block.name, block.attention, block.query_key, reading, allowed, (before, before), (at, at))
+    yield heads(block.attention, block.query_key, reading, allowed, (before, before), at)
     if layout.cross is not None and points.cross is not None:
-        patterns = [frozen.cross_pattern(layer) for frozen in (clean, corrupted)]
         norms = (norm(layout.cross.before), live_norm(view, view.encoder_norm, view.encoder_norm_name))
-        spans = (at, Span(0, at.start, length))
-        weights = block.require_cross_attention()
         reading = score_reading(clean, layer, cross=True)
+        patterns = [frozen.cross_pattern(layer) for frozen in passes]
         allowed = _allowed(clean, block.name, points.cross.pattern, patterns, False)
-        yield _heads(view, block.name, weights, block.cross_query_key, reading, allowed, norms, spans)
+        attended = Span(0, at.start, length)
+        yield heads(block.require_cross_attention(), block.cross_query_key, reading, allowed, norms, attended)
     dense = block.dense_mlp if block.has_mlp else None
     if dense is not None:
         yield Neurons(norm(layout.mlp.before), dense, at)
-
-
-def _heads(
-    view: ModelView,
-    name: str,
-    attention: AttentionWeights,
-    weights: QueryKeyWeights,
-    reading: ScoreReading,
-    allowed: Bool[Tensor, "query key"],
-    norms: tuple[NormWeights | None, NormWeights | None],
-    spans: tuple[Span, Span],
-) -> Heads:
-    """The heads of one attention; norms and spans are those of queries, and of keys and values."""
-    heads = attention.heads
-    groups = attention.kv_heads
-    d_head = weights.W_Q.shape[1] // heads
-    for norm in (weights.q_norm, weights.k_norm):
-        if norm is not None and norm.gain is not None and norm.gain.numel() != d_head:
-            raise refusal(view, f"{name}: its queries are normed over all heads together")
-
-    def head_norm(norm: NormWeights | None) -> NormWeights | None:
-        """The norm of queries or of keys."""
-        return norm and replace(norm, epsilon=weights.epsilon)
-
-    return Heads(
-        count=heads,
-        query_norm=norms[0],
-        norm=norms[1],
-        query=_Projection.of(weights.W_Q, weights.b_Q, heads, heads, head_norm(weights.q_norm)),
-        key=_Projection.of(weights.W_K, weights.b_K, groups, heads, head_norm(weights.k_norm)),
-        value=_Projection.of(attention.W_V, attention.b_V, groups, heads),
-        reading=reading,
-        allowed=allowed,
-        W_O=rearrange(attention.W_O, "(h e) d -> h e d", h=heads),
-        b_O=attention.b_O,
-        at=spans[0],
-        attended=spans[1],
-    )
 
 
 def _check_parts(frozen: PassLike, layer: int) -> None:
@@ -487,7 +450,7 @@ class Replay:
         view = clean.view
         if view.mlm_head is not None or view.class_head is not None or readout.stream.steps[-1].outer.mixes:
             raise refusal(view, "a prediction head or a classifier's stands after its final norm")
-        self.blocks = [live_block(clean, corrupted, layer) for layer in range(view.n_layers)]
+        self.blocks = [tuple(live_parts(clean, corrupted, layer)) for layer in range(view.n_layers)]
         self.final = live_norm(view, view.final_norm, view.final_norm_name)
         self.encoder_final = live_norm(view, view.encoder_norm, view.encoder_norm_name)
         with torch.no_grad():
@@ -508,7 +471,7 @@ class Replay:
     ) -> Float[Tensor, "circuit batch"]:
         """The same for edges that are computed for a range of circuits only when those run."""
         x = self.frozen.resid_pre(0)
-        widest = max(part.destinations for block in self.blocks for part in block.parts) + 4 * len(self.exists)
+        widest = max(part.destinations for parts in self.blocks for part in parts) + 4 * len(self.exists)
         per_row = 2 * widest * x.numel() * x.element_size() + (1 + x.element_size()) * self.exists.numel()
         numbers = [
             self._run(x.expand(len(rows), *x.shape), _MixedStream(clean_edges(rows).to(x), self.corrupted_run))
@@ -575,15 +538,15 @@ class Replay:
         written = x[None]
         biases = torch.zeros_like(x)
         first = 0
-        for block in self.blocks:
+        for parts, layout in zip(self.blocks, self.frozen.layouts, strict=True):
             before = (written, biases)
-            for part in block.parts:
-                if not block.parallel:
+            for part in parts:
+                if not layout.parallel:  # each reads what the ones before it wrote
                     before = (written, biases)
                 places = slice(first, first + part.destinations)
                 first = places.stop
                 written = torch.cat([written, part.outputs(inputs.read(places, *before))])
-                biases = part.plus_bias(biases)
+                biases = part.at.plus(biases, part.bias)
         final = inputs.read(slice(first, first + 1), written, biases)[0]
         return self.readout.number(self._after_encoder(final, self.final))[..., 0]
 
@@ -606,10 +569,10 @@ class Replay:
                 stream = self._after_encoder(stream, None)
             error = relative_error(stream, frozen.resid_pre(layer))
             if not error <= frozen.tolerance:
-                name = self.blocks[layer - 1].name
+                name = frozen.view.blocks[layer - 1].name
                 raise refusal(frozen.view, f"{name}, run from its weights, differs from the model's own by {error:.1e}")
             if layer < len(self.blocks):
-                first += self.blocks[layer].destinations
+                first += sum(part.destinations for part in self.blocks[layer])
         expected = self.readout.number_of(frozen.activation)[:, 0]
         size = float(expected.abs().max().clamp_min(torch.finfo(expected.dtype).tiny))
         if not float((numbers - expected).abs().max()) <= frozen.tolerance * max(size, 1.0):
