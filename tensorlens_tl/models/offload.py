@@ -47,15 +47,15 @@ def offload_hooks(module: nn.Module) -> list[Any]:
 
 
 def modules_of(*parts: Any) -> Iterator[nn.Module]:
-    """The modules inside some parts of a model, each once; parts that are no modules are left out."""
+    """The modules inside some parts of a model, each once and in their order; parts that are none are left out."""
     seen: set[nn.Module] = set()
-    stack = [part for part in parts if isinstance(part, nn.Module)]
+    stack = [part for part in reversed(parts) if isinstance(part, nn.Module)]
     while stack:
         module = stack.pop()
         if module not in seen:
             seen.add(module)
             yield module
-            stack += [child for child in module._modules.values() if child is not None]
+            stack += [child for child in reversed(module._modules.values()) if child is not None]
 
 
 def whole(model: nn.Module) -> Iterator[nn.Module]:
@@ -230,19 +230,9 @@ def sources(model: nn.Module) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
 
 def _parameters_of(model: nn.Module) -> list[Tensor]:
     """``list(model.parameters())`` without the names, which take most of its time; of a Bridge, those that it wraps."""
-    weights: dict[int, Tensor] = {}
-    seen: set[nn.Module] = set()
-    stack = [getattr(model, "original_model", model)]
-    while stack:
-        module = stack.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        for weight in module._parameters.values():
-            if weight is not None:
-                weights.setdefault(id(weight), weight)
-        stack += [child for child in reversed(module._modules.values()) if child is not None]
-    return list(weights.values())
+    modules = modules_of(getattr(model, "original_model", model))
+    weights = (weight for module in modules for weight in module._parameters.values() if weight is not None)
+    return list({id(weight): weight for weight in weights}.values())
 
 
 def version_of(weight: Tensor) -> tuple[int, int]:

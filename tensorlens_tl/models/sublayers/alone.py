@@ -36,7 +36,6 @@ class NoMixing:
     """What mixes positions in a block that is an MLP alone: a map that gives zero."""
 
     form = "nothing that mixes positions"
-    weights = None
 
     def __call__(self, x: Tensor, mask: Mask | None) -> Chain:
         """Zero, as the map of an empty hidden vector."""

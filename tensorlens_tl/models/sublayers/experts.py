@@ -156,12 +156,10 @@ class PerLayerWeights:
     argument: str
 
 
-def read_per_layer(block: Any, cfg: Any, refuse: Refuse) -> PerLayerWeights | None:
-    """The same of one block, or None."""
-    gate, out = (innermost(getattr(block, name, None)) for name in ("per_layer_input_gate", "per_layer_projection"))
-    if not isinstance(gate, nn.Module) or not isinstance(out, nn.Module):
-        return None
-    W_gate, W_out = (read_linear(part, "per_layer", refuse).weight for part in (gate, out))
+def read_per_layer(block: Any, cfg: Any, refuse: Refuse) -> PerLayerWeights:
+    """The same of one block."""
+    parts = (getattr(block, name) for name in ("per_layer_input_gate", "per_layer_projection"))
+    W_gate, W_out = (read_linear(part, "per_layer", refuse).weight for part in parts)
     return PerLayerWeights(W_gate, W_out, read_activation(block, cfg, refuse), block, "per_layer_input")
 
 
