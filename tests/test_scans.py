@@ -120,17 +120,20 @@ def test_the_map_gives_what_the_mixer_gives(name, padding):
 
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_gradient_of_the_frozen_rule_is_the_pull_of_the_map(name, padding):
+def test_the_gradient_of_the_frozen_rule_is_the_map(name, padding):
     """The mixer itself runs, with what a line of data names held; the map is read from its weights."""
     mixer, x, mask, _ = run(name, padding=padding)
     leaf = x.clone().requires_grad_()
     with Wide():
         m = mixer_map(mixer, x, mask)
-        with core.ruled(mixer, core.FROZEN):
+        with core.ruled(mixer, core.FROZEN) as frozen:
             y = mixer(leaf, attention_mask=mask)
+    assert frozen is not None
+    assert frozen.ones is not None
     vectors = torch.randn_like(y)
-    (pulled,) = torch.autograd.grad(y, leaf, vectors)
+    pulled, of_constants = torch.autograd.grad(y, [leaf, frozen.ones.leaf], vectors, materialize_grads=True)
     assert off(pulled, m.pull(vectors[None])[0]) <= 1e-9
+    assert float((of_constants - (vectors * m.bias).sum()).abs()) <= 1e-9 * float(vectors.norm() * (1 + m.bias.norm()))
     assert "forward" not in vars(mixer)
 
 

@@ -31,6 +31,7 @@ from torch.nn.functional import softplus
 from tensorlens_tl.algebra import Attention, CausalConvolution, Chain
 from tensorlens_tl.algebra.numerics import maybe, plus
 from tensorlens_tl.models.activations import is_elementwise
+from tensorlens_tl.models.parameters import LinearWeights
 from tensorlens_tl.models.sublayers.mixing import (
     Ends,
     Entry,
@@ -48,9 +49,6 @@ from tensorlens_tl.models.sublayers.mixing import (
 
 EPSILON = 1e-6
 """What every implementation adds to the squared length of keys and queries."""
-
-Stored = tuple[Tensor, Tensor | None]
-"""A weight, from input to output, and its bias."""
 
 PARTS = ("A_log", "dt_bias", "conv1d", "activation", "head_k_dim", "head_v_dim", "num_k_heads", "num_v_heads")
 """What every implementation has; beside them, one of three sets of projections."""
@@ -166,7 +164,7 @@ def _first_name(module: nn.Module, *names: str) -> str:
     return present[0]
 
 
-def _projections(module: Any, keys: int, values: int) -> list[Stored]:
+def _projections(module: Any, keys: int, values: int) -> list[LinearWeights]:
     """Queries, keys, values, gate, strengths and steps, heads side by side."""
     names = _projection_names(module)
     assert names is not None
@@ -178,7 +176,7 @@ def _projections(module: Any, keys: int, values: int) -> list[Stored]:
         APART: [[keys], [keys], [values], [values], [heads], [heads]],
     }[names]
     groups = int(module.num_k_heads) if names == FUSED else 1
-    parts: list[Stored] = []
+    parts: list[LinearWeights] = []
     for name, projection, sizes in zip(names, stored, split, strict=True):
         width = projection[0].shape[-1]
         expected = sum(sizes)
@@ -187,7 +185,7 @@ def _projections(module: Any, keys: int, values: int) -> list[Stored]:
     return parts
 
 
-def _parts(stored: Stored, sizes: list[int], groups: int) -> list[Stored]:
+def _parts(stored: LinearWeights, sizes: list[int], groups: int) -> list[LinearWeights]:
     """The parts of what a projection gives; of several groups it gives all parts of one beside each other."""
 
     def apart(joint: Tensor) -> list[Tensor]:
@@ -195,11 +193,11 @@ def _parts(stored: Stored, sizes: list[int], groups: int) -> list[Stored]:
         return [part.flatten(-2) for part in grouped]
 
     weight, bias = stored
-    return list(zip(apart(weight), maybe(apart, bias) or [None] * len(sizes), strict=True))
+    return list(map(LinearWeights, apart(weight), maybe(apart, bias) or [None] * len(sizes)))
 
 
-def _side_by_side(parts: list[Stored]) -> Stored:
+def _side_by_side(parts: list[LinearWeights]) -> LinearWeights:
     joint = torch.cat([weight for weight, _ in parts], dim=-1)
     if all(bias is None for _, bias in parts):
-        return joint, None
-    return joint, torch.cat([plus(weight.new_zeros(weight.shape[-1]), bias) for weight, bias in parts])
+        return LinearWeights(joint, None)
+    return LinearWeights(joint, torch.cat([plus(weight.new_zeros(weight.shape[-1]), bias) for weight, bias in parts]))

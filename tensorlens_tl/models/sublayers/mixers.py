@@ -6,6 +6,10 @@
 | the gated delta rule | `delta` | Qwen3-Next, Qwen3.5, OLMo Hybrid |
 | gated short convolutions | here | LFM2 |
 | time mixing | `rwkv` | RWKV-4 |
+
+The module itself, recorded under the rule that holds the same (`tensorlens_tl.core.FROZEN`), is the same map; the tests
+compare the two. As it is read here it passes many vectors on several times as fast, since it is not the graph of a loop
+over tokens, and pulls through no part that is held; its scan, or its pattern, can be shown.
 """
 
 import inspect
