@@ -32,14 +32,14 @@ from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.algebra.numerics import relative_error, widest
 from tensorlens_tl.circuits.arguments import FeatureLike, HookName, LabelsLike
 from tensorlens_tl.circuits.stream import Step, Stream, Sublayer
-from tensorlens_tl.drawing import figure, matrix, page, terminal
+from tensorlens_tl.drawing import figure, matrix, terminal
 from tensorlens_tl.drawing.marks import number, visible
 from tensorlens_tl.errors import FileFormatError, InvalidInputError, NumericalError, warn_caller
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import DictionaryWeights, Rule, read_dictionary
 from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.inputs import one_query
-from tensorlens_tl.results import Entry, Result, check_batch, largest, panel, provenance_note
+from tensorlens_tl.results import Entry, Parts, Scored, check_batch, panel, provenance_note
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -339,7 +339,7 @@ MANY = 100
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Features(Result):
+class Features(Scored):
     """The active features of a dictionary in one frozen pass, as `features` gives them.
 
     `show`, `plot` and a notebook list the most active ones at a token; `save` writes tables, figures and pages.
@@ -471,27 +471,14 @@ class Features(Result):
 
     # ------------------------------------------------------------------ as tables and pictures
 
-    def top(self, k: int = 10, query: int | str = -1, batch: int = 0) -> list[Entry]:
-        """The k most active features at one token, with their labels.
-
-        Args:
-            k: how many.
-            query: which token, counted over the prompt's real ones, or its text.
-            batch: the prompt.
-
-        Raises:
-            InvalidInputError: k below 1, or no such token or prompt.
-
-        >>> sae = tlens.circuits.features(frozen, tlens.load_demo_dictionary())
-        >>> len(sae.top(3))
-        3
-        """
+    def _parts(self, query: int | str = -1, batch: int = 0) -> Parts:
+        """The active features at one token, with their labels."""
         batch, position = self._place(query, batch)
         here = (self.index[:, 0] == batch) & (self.index[:, 1] == position)
         numbers = self.index[here, 2].tolist()
         names = [f"F{feature}" for feature in numbers]
         labels = {f"F{feature}": self.labels.get(feature, "") for feature in numbers}
-        return largest(self.values[here], names, k, [position] * len(names), labels)
+        return Parts(self.values[here], names, [position] * len(names), labels)
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per active feature of every token: batch, position, token, feature, label, activation.
@@ -516,52 +503,25 @@ class Features(Result):
         """The title of its page."""
         return f"Active features of {self.dictionary.name} at {self.hook}"
 
-    def to_html(self, k: int = 15, query: int | str = -1, batch: int = 0, *, style: bool = True) -> str:
-        """The k most active features at one token as rows, and how active each is at every token.
-
-        Args:
-            k, query, batch: as in `top`.
-            style: with the style and the script that a page needs once.
-
-        Raises:
-            InvalidInputError: k below 1, or no such token or prompt.
-        """
+    def _html(self, k: int, query: int | str = -1, batch: int = 0) -> str:
+        """The k most active features at one token as rows, and how active each is at every token."""
         rows, tokens, plane = self._plane(k, query, batch)
         parts = ["<p>No feature is active at this token.</p>"]
         if rows:
             parts = [matrix.matrix(rows, tokens, plane, label=self.heading, corner="feature ↓ token →")]
         notes = [self._which(query, batch), f"{self.explained:.1%} of the variance is explained"]
         notes.append(provenance_note(self.frozen.provenance()))
-        return panel(self.heading, *parts, notes=notes, style=style)
+        return panel(self.heading, *parts, notes=notes)
 
-    def plot(self, k: int = 15, query: int | str = -1, batch: int = 0, *, ax: Any = None) -> Any:
-        """The same matrix as a matplotlib heat map (extra ``plot``); returns the axes.
-
-        Args:
-            k, query, batch: as in `top`.
-            ax: draw here; None makes a figure of fitting size.
-
-        Raises:
-            InvalidInputError: k below 1, no such token or prompt, or no feature is active at the token.
-            ImportError: matplotlib is not installed.
-
-        >>> tlens.circuits.features(frozen, tlens.load_demo_dictionary()).plot(k=5)
-        <Axes: ...>
-        """
+    def _figure(self, k: int, query: int | str = -1, batch: int = 0, *, ax: Any) -> Any:
+        """The same matrix."""
         rows, tokens, plane = self._plane(k, query, batch)
         if not rows:
             raise InvalidInputError(f"plot: no feature of {self.dictionary.name} is active at query={query!r}.")
         return figure.heat_map(plane, rows, tokens, self._which(query, batch), ax, names=("feature", "token"))
 
-    def show(self, k: int = 10, query: int | str = -1, batch: int = 0) -> None:
-        """Display the matrix in a notebook; elsewhere print the k most active features at one token.
-
-        Args:
-            k, query, batch: as in `top`.
-        """
-        if page.display_in_notebook(lambda: self.to_html(k, query, batch)):
-            return
-        rows = [(entry.labelled, number(entry.score)) for entry in self.top(k, query, batch)]
+    def _print(self, k: int, query: int | str = -1, batch: int = 0) -> None:
+        rows = [(entry.labelled, number(entry.score)) for entry in self.top(k, query=query, batch=batch)]
         caption = f"{self.dictionary.name} at {self.hook} explains {self.explained:.1%} of the variance"
         terminal.show_table(
             self._which(query, batch), ("feature", "activation"), rows, left=("feature",), caption=caption
@@ -597,7 +557,7 @@ class Features(Result):
 
     def _plane(self, k: int, query: int | str, batch: int) -> tuple[list[str], list[str], np.ndarray]:
         """The most active features at a token, the prompt's real tokens, and the activations of one at the other."""
-        entries = self.top(k, query, batch)
+        entries = self.top(k, query=query, batch=batch)
         batch, _ = self._place(query, batch)
         row_of = {int(entry.name[1:]): row for row, entry in enumerate(entries)}
         plane = np.zeros((len(entries), self.frozen.tokens.shape[1]))

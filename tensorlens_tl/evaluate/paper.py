@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -222,6 +222,8 @@ class Reproduction(Result):
         evaluation: what was measured.
     """
 
+    BY_PLACE: ClassVar = Evaluation.BY_PLACE
+
     experiment: Experiment
     evaluation: Evaluation
 
@@ -274,33 +276,25 @@ class Reproduction(Result):
                 correlations[metric, model] = float(spearman(ours, theirs, torch.ones_like(ours).bool()))
         return correlations
 
-    def show(self) -> None:
-        """What was measured beside what was published, a table for each metric, and what was left out.
-
-        A notebook displays it; elsewhere it is printed.
-        """
-        if page.display_in_notebook(self.to_html):
-            return
+    def _print(self, k: int) -> None:
+        """What was measured beside what was published, a table for each metric, and what was left out."""
         for title, headings, rows in self._tables():
             terminal.show_table(title, headings, rows, left=("method", "category", "relation"))
         print("\n".join(self._notes()))
 
-    def to_html(self, *, style: bool = True) -> str:
+    def _html(self, k: int) -> str:
         """The same tables, and the evaluation's curves and intervals."""
         parts = [f"<h4>{escape(title)}</h4>{page.table(headings, rows)}" for title, headings, rows in self._tables()]
         parts += [f"<div>{escape(note)}</div>" for note in self._notes()]
-        curves = self.evaluation.to_html(style=False)
-        head = page.head() if style else ""
-        return head + page.panel(self.experiment.name, *parts) + curves
+        return page.panel(self.experiment.name, *parts) + self.evaluation.to_html(style=False)
 
     @property
     def heading(self) -> str:
         """The title of its page."""
         return f"Reproduction: {self.experiment.name}"
 
-    def plot(self, metric: str | None = None, methods: list[str] | None = None, *, ax: Any = None) -> Any:
-        """What was measured, as `Evaluation.plot` draws it."""
-        return self.evaluation.plot(metric, methods, ax=ax)
+    def _figure(self, k: int, metric: str | None = None, methods: list[str] | None = None, *, ax: Any) -> Any:
+        return self.evaluation.plot(metric=metric, methods=methods, ax=ax)
 
     def _keep(self, path: Path) -> Path:
         """Write the evaluation to one file, for `Reproduction.load` or `Evaluation.load`."""

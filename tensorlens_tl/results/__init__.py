@@ -7,7 +7,6 @@ from tensorlens_tl.results.edges import CHOICES as CHOICES, EdgeScores
 from tensorlens_tl.results.entry import (
     Entry,
     check_batch as check_batch,
-    largest as largest,
     panel as panel,
     provenance_note as provenance_note,
 )
@@ -18,13 +17,13 @@ from tensorlens_tl.results.heads import HeadScores
 from tensorlens_tl.results.joining import joined as joined
 from tensorlens_tl.results.pairs import ScoreAttribution, ScoreChange
 from tensorlens_tl.results.result import (
-    COLUMNS,
     RESULT_ENDINGS as RESULT_ENDINGS,
     Result,
     array as array,
     check_file as check_file,
 )
 from tensorlens_tl.results.routes import HEAD_ROUTES as HEAD_ROUTES, ROUTES as ROUTES, ChangeRoutes
+from tensorlens_tl.results.scores import COLUMNS, Parts as Parts, Scored as Scored
 from tensorlens_tl.results.targets import (
     EACH_GENERATED as EACH_GENERATED,
     EACH_MINUS as EACH_MINUS,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number, whole_slice
 from tensorlens_tl.algebra.numerics import maybe, relative_gap
-from tensorlens_tl.drawing import figure, heat_maps, page, terminal
+from tensorlens_tl.drawing import figure, heat_maps, terminal
 from tensorlens_tl.drawing.marks import number, numbers
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query
@@ -29,7 +29,6 @@ from tensorlens_tl.results.entry import (
     MINUS,
     Entry,
     check_batch,
-    largest,
     panel,
     provenance_note,
     query_row,
@@ -39,7 +38,8 @@ from tensorlens_tl.results.entry import (
     with_others,
 )
 from tensorlens_tl.results.means import both_provenances, refuse_ranked
-from tensorlens_tl.results.result import Result, array
+from tensorlens_tl.results.result import array
+from tensorlens_tl.results.scores import Parts, Scored
 from tensorlens_tl.results.targets import (
     OF_GENERATED,
     TOKENS_OF_QUERIES,
@@ -66,7 +66,7 @@ MOST_PROMPTS = 8
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Attribution(Result):
+class Attribution(Scored):
     """What every method returns.
 
     Attributes:
@@ -97,6 +97,7 @@ class Attribution(Result):
         "tokens", "word_starts", "sides", "axes", "additive", "target", "method", "options", "provenance",
     )  # fmt: skip
     LATER_FACTS: ClassVar = ("special", "left_out")
+    BY_PLACE: ClassVar = {"plot": ("batch",)}
 
     scores: Float[Tensor, "..."]
     tokens: list[list[str]]
@@ -178,26 +179,17 @@ class Attribution(Result):
 
     # ------------------------------------------------------------------ reading
 
-    def top(self, k: int = 10, query: int | str = -1, batch: int = 0) -> list[Entry]:
-        """The k source tokens of largest absolute score for one query.
+    def _parts(self, query: int | str = -1, batch: int = 0) -> Parts:
+        """The source tokens of one query that are not left out.
 
         Args:
-            k: how many.
             query: which of the held queries, counted over the prompt's real ones, or a text: its last token, where it
                 occurs last; of generated text, the row that explains this token.
             batch: the prompt.
-
-        Raises:
-            InvalidInputError: k below 1, or no such query.
-
-        >>> attribution = tlens.attribute(frozen, " value")
-        >>> [token for token, *_ in attribution.top(1)]
-        [' the']
         """
         row = self._row(query, batch)
-        tokens = self.tokens[batch]
         positions = self.listed(batch)
-        return largest(row[positions], [tokens[i] for i in positions], k, positions)
+        return Parts(row[positions], [self.tokens[batch][i] for i in positions], positions)
 
     def __getitem__(self, where: Any) -> list[Entry]:
         """What the tokens of a text gave to the last query of the first prompt: ``attribution["file"]``.
@@ -551,29 +543,18 @@ class Attribution(Result):
             axes.remove(name)
         return scores
 
-    def to_html(self, *, batch: int | None = None, style: bool = True) -> str:
-        """The heat maps as an HTML fragment: coloured text for one query, a matrix for several, patches over an image.
-
-        Args:
-            batch: one prompt, or None for the first few of them.
-            style: with the style and the script that a page needs once.
+    def _html(self, k: int, batch: int | None = None) -> str:
+        """Heat maps: coloured text for one query, a matrix for several, patches over an image; of one prompt, or (None)
+        of the first few.
         """
         prompts, left = self._prompts(batch)
         parts = [self._prompt_html(prompt) for prompt in prompts]
         if left:
             parts.append(f'<div class="n">{left} more prompts: to_html(batch={MOST_PROMPTS}) …</div>')
-        return panel(self.describe(), *parts, notes=[provenance_note(self.provenance)], style=style)
+        return panel(self.describe(), *parts, notes=[provenance_note(self.provenance)])
 
-    def show(self, k: int = 10, query: int | str = -1, batch: int | None = None) -> None:
-        """Display the heat maps in a notebook, or a table of one query's top tokens in a terminal.
-
-        Args:
-            k: how many tokens the table names; all others are one line.
-            query: which of the held queries the table is about, as in `top`.
-            batch: one prompt, or None for the first few of them.
-        """
-        if page.display_in_notebook(lambda: self.to_html(batch=batch)):
-            return
+    def _print(self, k: int, query: int | str = -1, batch: int | None = None) -> None:
+        """A table of one query's top tokens, of one prompt, or (None) of the first few."""
         prompts, left = self._prompts(batch)
         for prompt in prompts:
             self._print_table(k, query, prompt)
@@ -590,7 +571,7 @@ class Attribution(Result):
 
     def _print_table(self, k: int, query: int | str, batch: int) -> None:
         row = self.query_row(query, batch)
-        entries = self.top(k, query, batch)
+        entries = self.top(k, query=query, batch=batch)
         scores = self.plane(batch)[row].double()
         listed = self.listed(batch)
         lines = with_others(entries, float(scores[listed].sum()), len(listed))
@@ -619,27 +600,20 @@ class Attribution(Result):
         title = " · ".join(filter(None, [self.describe(batch, row), which]))
         terminal.show_table(title, headings, rows, sums, left=("token", "side"), caption=self._sink_note(batch, row))
 
-    def plot(
-        self, batch: int = 0, *, query: int | str | None = None, ax: Any = None, values: bool | None = None
+    def _figure(
+        self, k: int, batch: int | None = None, query: int | str | None = None, values: bool | None = None, *, ax: Any
     ) -> Any:
-        """One prompt as a matplotlib figure (extra ``plot``); returns the axes.
-
-        One query is drawn as coloured text, or over an image as a map of its patches; several as a heat map, of which
-        generated tokens are the rows.
+        """One prompt. One query is drawn as coloured text, or over an image as a map of its patches; several as a heat
+        map, of which generated tokens are the rows.
 
         Args:
-            batch: the prompt.
+            k: every token is drawn.
+            batch: the prompt, the first by default.
             query: one of the held queries, as in `top`; None for all of them.
-            ax: draw here; None makes a figure of fitting size.
             values: write numbers into the cells of a heat map; None does so where they fit.
-
-        Raises:
-            InvalidInputError: no such prompt or query.
-            ImportError: matplotlib is not installed.
-
-        >>> tlens.attribute(frozen, " value").plot()
-        <Axes: ...>
+            ax: draw here; None makes a figure of fitting size.
         """
+        batch = batch or 0
         keys, rows = self._shown(batch)
         if query is not None:
             rows = [self.query_row(query, batch)]

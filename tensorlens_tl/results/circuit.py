@@ -17,18 +17,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl.drawing import figure, graphs, matrix, page, terminal
+from tensorlens_tl.drawing import figure, graphs, matrix, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
 from tensorlens_tl.results.benchmark import benchmark_fields, benchmark_json
 from tensorlens_tl.results.edge_names import ARROW, HEAD, TARGET, check_shape, kind_of, node_read_at, place
 from tensorlens_tl.results.entry import panel, provenance_note, shown_target
-from tensorlens_tl.results.exchange import SharedGraph, checked_most
+from tensorlens_tl.results.exchange import SharedGraph
 from tensorlens_tl.results.result import array
+from tensorlens_tl.results.scores import Parts
 from tensorlens_tl.results.storage import replacing
 
 if TYPE_CHECKING:
@@ -93,6 +95,8 @@ class Circuit(SharedGraph):
         return [name for name, used in zip(self.sources, self.selection.any(1).tolist(), strict=True) if used]
 
     LOADABLE: ClassVar = ("", ".json", ".json.gz")
+    DRAWN: ClassVar = SHOWN_EDGES
+    BY_PLACE: ClassVar = {"plot": ("kind",)}
 
     @property
     def heading(self) -> str:
@@ -126,20 +130,19 @@ class Circuit(SharedGraph):
         scores = array(self.scores.masked_fill(~self.selection, 0.0))[np.ix_(rows, columns)]
         return [self.sources[row] for row in rows], [self.destinations[column] for column in columns], scores
 
-    def to_html(self, most: int = SHOWN_EDGES, *, style: bool = True) -> str:
-        """The graph, layers upwards, and below it a matrix: a row for each node that an edge leads from, and a column
-        for each place that one leads to.
+    def _parts(self) -> Parts:
+        """Its edges."""
+        edges = self._scored
+        scores = torch.tensor([score for *_, score in edges], dtype=torch.float64)
+        return Parts(scores, [source + ARROW + destination for source, destination, _ in edges])
+
+    def _html(self, k: int) -> str:
+        """The graph of the k largest edges, layers upwards, and below it a matrix: a row for each node that an edge
+        leads from, and a column for each place that one leads to.
 
         Where scripts run, small edges can be hidden, nodes pinned, grouped and searched for, and the picture saved.
-
-        Args:
-            most: how many edges the graph shows, the largest ones.
-            style: with the style and the script that a page needs once.
-
-        Raises:
-            InvalidInputError: most below 1.
         """
-        drawn = self._picture(checked_most(most))
+        drawn = self._picture(k)
         parts = ["<p>No edge.</p>"]
         if len(self):
             rows, columns, scores = self._matrix()
@@ -147,33 +150,17 @@ class Circuit(SharedGraph):
             parts = [graphs.graph(drawn), f"<details><summary>All edges as a matrix</summary>{grid}</details>"]
         count = f"{len(drawn.strengths)} of the circuit's {len(self)} edges; the model has {int(self.exists.sum())}"
         notes = [count, provenance_note(self.provenance)]
-        return panel(self.heading, *parts, notes=notes, style=style)
+        return panel(self.heading, *parts, notes=notes)
 
-    def plot(self, kind: str = "graph", *, most: int = SHOWN_EDGES, ax: Any = None) -> Any:
-        """The graph, or the matrix, as a matplotlib figure (extra ``plot``); returns the axes.
-
-        Args:
-            kind: which picture.
-            most: how many edges a graph shows, the largest ones; a matrix has all.
-            ax: draw here; None makes a figure of fitting size.
-
-        Raises:
-            InvalidInputError: a circuit without edges, no such kind, or most below 1.
-            ImportError: matplotlib is not installed.
-
-        >>> corrupted = tlens.freeze(model, "Return the name. Return the")
-        >>> circuit = tlens.circuits.edge_scores(frozen, corrupted, " value", " name").circuit(20)
-        >>> circuit.plot(), circuit.plot("matrix")
-        (<Axes: ...>, <Axes: ...>)
-        """
+    def _figure(self, k: int, kind: str = "graph", *, ax: Any) -> Any:
+        """The graph of the k largest edges, or with ``kind="matrix"`` the matrix of all of them."""
         if kind not in ("graph", "matrix"):
             raise InvalidInputError(f"plot: kind={kind!r}; use 'graph' or 'matrix'.")
-        drawn = self._picture(checked_most(most))
         rows, columns, scores = self._matrix()
         if not rows:
             raise InvalidInputError("plot: this circuit has no edges.")
         if kind == "graph":
-            return figure.graph(drawn, self.heading, ax)
+            return figure.graph(self._picture(k), self.heading, ax)
         return figure.heat_map(scores, rows, columns, self.heading, ax, values=False, names=("from", "to"))
 
     def to_networkx(self) -> "networkx.MultiDiGraph":
@@ -200,14 +187,7 @@ class Circuit(SharedGraph):
             graph.add_edge(source, node_read_at(destination), name, name=name, weight=score, reads=reading(destination))
         return graph
 
-    def show(self, k: int = 10) -> None:
-        """Display the graph in a notebook; elsewhere print the k edges of largest absolute score.
-
-        Args:
-            k: how many.
-        """
-        if page.display_in_notebook(self.to_html):
-            return
+    def _print(self, k: int) -> None:
         columns = ["source", "destination", "score"]
         lines = self.to_dataframe()[columns].head(k).itertuples(index=False, name=None)
         rows = [(source + ARROW + destination, number(score)) for source, destination, score in lines]

@@ -14,9 +14,9 @@ from tensorlens_tl._arguments import check_choice, nearest, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.circuit import Circuit
 from tensorlens_tl.results.edge_names import ARROW, TARGET, check_shape, node_read_at
-from tensorlens_tl.results.entry import Entry, check_batch, mean_title, provenance_note, shown_target
+from tensorlens_tl.results.entry import check_batch, mean_title, provenance_note, shown_target
 from tensorlens_tl.results.means import prompts_in_words
-from tensorlens_tl.results.result import Bars, PromptScores, long_table
+from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table
 from tensorlens_tl.results.statistics import bootstrap_interval
 from tensorlens_tl.results.targets import targets_of_queries
 
@@ -27,7 +27,7 @@ CHOICES = ("top", "greedy")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class EdgeScores(PromptScores):
+class EdgeScores(Scored):
     """A score for every edge and prompt: what the target loses when the edge carries its corrupted value.
 
     Attributes:
@@ -46,6 +46,8 @@ class EdgeScores(PromptScores):
     TENSORS: ClassVar = ("scores", "exists", "clean", "corrupted", "by_position")
     FACTS: ClassVar = ("sources", "destinations", "target", "method", "config")
     LATER_FACTS: ClassVar = ("provenance",)
+    DRAWN: ClassVar = 20
+    BY_PLACE: ClassVar = dict.fromkeys(("to_html", "plot", "show", "top"), ("k", "batch"))
 
     sources: list[str]
     destinations: list[str]
@@ -89,17 +91,11 @@ class EdgeScores(PromptScores):
             raise InvalidInputError(f"no edge {edge!r}: {destination} does not read what {source} writes.")
         return self.scores[(slice(None), *pair)]
 
-    def top(self, k: int = 10, batch: int | None = None) -> list[Entry]:
-        """The k edges of largest absolute score, of one prompt, or (None) of the mean over prompts.
-
-        >>> corrupted = tlens.freeze(model, "Return the name. Return the")
-        >>> edges = tlens.circuits.edge_scores(frozen, corrupted, " value", " name")
-        >>> len(edges.top(3))
-        3
-        """
+    def _parts(self, batch: int | None = None) -> Parts:
+        """The edges of one prompt, or of the mean over prompts; those of largest score first."""
         scores = self._row(batch)
-        order = edge_order(scores, self.exists, self.sources, self.destinations)[: whole_number("k", k, least=1)]
-        return [Entry(self._name(edge), float(scores.flatten()[edge])) for edge in order.tolist()]
+        order = edge_order(scores, self.exists, self.sources, self.destinations)
+        return Parts(scores.flatten()[order], [self._name(edge) for edge in order.tolist()])
 
     def circuit(
         self,
@@ -155,28 +151,21 @@ class EdgeScores(PromptScores):
         """The title of its page."""
         return f"Edges that act on {shown_target(self.target)}"
 
-    def _bars(self, k: int, batch: int | None) -> Bars:
-        lines = [(entry.name, entry.score) for entry in self.top(k, batch)]
+    def _bars(self, k: int, batch: int | None = None) -> Bars:
+        lines = [(entry.name, entry.score) for entry in self.top(k, batch=batch)]
         facts = [shown_target(self.target), self.method]
+        several = batch is None and len(self.scores) > 1
         if batch is not None:
             facts.append(f"prompt {batch}")
-        elif len(self.scores) > 1:
+        elif several:
             facts.append(f"mean of {len(self.scores)} prompts")
         notes = [*facts, provenance_note(self.provenance)]
-        return Bars(" · ".join(facts), lines, heading=self.heading, notes=notes, columns=("edge", "score"))
-
-    def to_html(self, k: int = 20, batch: int | None = None, *, style: bool = True) -> str:
-        """The k edges of largest absolute score as bars around zero, of one prompt or (None) of the mean."""
-        return super().to_html(k, batch, style=style)
-
-    def plot(self, k: int = 20, batch: int | None = None, *, ax: Any = None) -> Any:
-        """The same bars as a matplotlib figure, those of the mean over prompts with 95 % bootstrap intervals."""
-        bars = self._bars(k, batch)
-        if batch is None and len(self.scores) > 1:
-            low, high = bootstrap_interval(torch.stack([self[name] for name, _ in bars.lines]).double().cpu())
-            title = f"{mean_title(self.target, len(self.scores))} · {self.method}"
-            bars = replace(bars, title=title, intervals=list(zip(low.tolist(), high.tolist(), strict=True)))
-        return bars.draw(ax)
+        bars = Bars(" · ".join(facts), lines, heading=self.heading, notes=notes, columns=("edge", "score"))
+        if not several:
+            return bars
+        low, high = bootstrap_interval(torch.stack([self[name] for name, _ in lines]).double().cpu())
+        title = f"{mean_title(self.target, len(self.scores))} · {self.method}"
+        return replace(bars, figure_title=title, intervals=list(zip(low.tolist(), high.tolist(), strict=True)))
 
     def _row(self, batch: int | None) -> Float[Tensor, "source destination"]:
         if batch is None:

@@ -198,7 +198,6 @@ def provenance_note(provenance: Mapping[str, str]) -> str:
     return " · ".join(f"{name.replace('_', ' ')}: {fact}" for name, fact in provenance.items())
 
 
-def panel(title: str, *parts: str, notes: Sequence[str] = (), style: bool) -> str:
-    """Pictures below a title, with notes in one line; if `style`, with the style and script that a page needs once."""
-    block = page.panel(title, *parts, notes=" · ".join(filter(None, notes)))
-    return page.head(block) + block if style else block
+def panel(title: str, *parts: str, notes: Sequence[str] = ()) -> str:
+    """Pictures below a title, with notes in one line."""
+    return page.panel(title, *parts, notes=" · ".join(filter(None, notes)))

@@ -66,6 +66,7 @@ class Evaluation(Result):
     """
 
     TENSORS: ClassVar = ("values", "curves", "axis")
+    BY_PLACE: ClassVar = {"plot": ("metric", "methods")}
     FACTS: ClassVar = ("kind", "metrics", "methods", "units", "axis_name", "settings", "skipped")
 
     kind: str
@@ -157,8 +158,6 @@ class Evaluation(Result):
 
         from tensorlens_tl.results.printed import PrintedFrame
 
-        if not 0 < level < 1:
-            raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
         names = list(self.metrics)
         by = metric or names[0]
         self._row(by, self.methods[0])
@@ -240,10 +239,8 @@ class Evaluation(Result):
             lines.append(f"| {method} | {' | '.join(cells)} |")
         return "\n".join(lines)
 
-    def show(self) -> None:
-        """Display the charts in a notebook; elsewhere print the table, best method first, and which were left out."""
-        if page.display_in_notebook(self.to_html):
-            return
+    def _print(self, k: int) -> None:
+        """The table, best method first, and which were left out."""
         frame = self.table()
         arrows = {True: " ↑", False: " ↓", None: ""}
         headings = ["method", *(name + arrows[higher] for name, higher in self.metrics.items())]
@@ -287,23 +284,17 @@ class Evaluation(Result):
                 )
         return notes
 
-    def plot(self, metric: str | None = None, methods: list[str] | None = None, *, ax: Any = None) -> Any:
-        """Mean curves with 95 % bootstrap intervals, or bars where there are none (extra ``plot``).
+    def _figure(self, k: int, metric: str | None = None, methods: list[str] | None = None, *, ax: Any) -> Any:
+        """Mean curves with 95 % bootstrap intervals, or bars where there are none.
 
         The best few methods by the first metric have colours and dashes of their own, in every panel the same; others
         are thin and grey, and ``random`` among them is dotted and named. Methods with the same numbers are one line.
 
         Args:
+            k: every method is drawn.
             metric: one metric; None draws a panel for each, or, with `ax`, the first.
             methods: some of the methods, in this order; None draws all, the best by the first metric first.
             ax: draw here; None makes a figure of fitting size.
-
-        Returns:
-            The axes; of several panels a list of them, in the order of `metrics`.
-
-        Raises:
-            InvalidInputError: no such metric or method.
-            ImportError: matplotlib is not installed.
         """
         chosen = [str(method) for method in self.table(metric).index]
         if methods is not None:
@@ -352,8 +343,8 @@ class Evaluation(Result):
         bars = {method: [float(frame.loc[method, (metric, end)]) for end in _ENDS] for method in methods}
         return figure.bars(bars, {"title": metric + arrow}, ax)
 
-    def to_html(self, *, style: bool = True) -> str:
-        """Curves and intervals, a part for each metric, the first one open; with what a page needs once.
+    def _html(self, k: int) -> str:
+        """Curves and intervals, a part for each metric, the first one open.
 
         Curves show the mean over units; of many methods the best few are coloured, all can be pointed at and read.
         """
@@ -374,7 +365,7 @@ class Evaluation(Result):
             parts.append(f"<details><summary>{len(self.skipped)} methods left out</summary>{reasons}</details>")
         facts = [f"{name.replace('_', ' ')}: {_fact(fact)}" for name, fact in self.settings.items()]
         title = f"{self.kind}: means over {len(self.units)}, with 95 % bootstrap intervals"
-        return panel(title, *parts, notes=facts, style=style)
+        return panel(title, *parts, notes=facts)
 
     def _curves_html(self, metric: str, names: list[str]) -> str:
         """The metric over the axis, a line per method that has values."""

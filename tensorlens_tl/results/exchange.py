@@ -36,7 +36,7 @@ from tensorlens_tl.drawing.marks import visible
 from tensorlens_tl.drawing.page import page
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.inputs import joined
-from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.scores import Scored
 from tensorlens_tl.results.targets import number_of
 
 Graph = Any
@@ -80,11 +80,12 @@ def format_of(path: Path, name: str | None) -> str:
     return name or SUFFIXES[suffix]
 
 
-class SharedGraph(Result):
+class SharedGraph(Scored):
     """A graph that networkx, Gephi, circuit-tracer and Neuronpedia read."""
 
     PAGE_EDGES: ClassVar = 600
     """Edges that a page shows, where none are hidden by a script."""
+    RENAMED: ClassVar = {"most": "k"}
 
     @abstractmethod
     def to_networkx(self) -> Any:
@@ -153,17 +154,6 @@ class SharedGraph(Result):
         exchanged = {suffix: partial(_exchanged, format) for suffix, format in SUFFIXES.items()}
         written = {**super()._writers(), **exchanged}
         return {suffix: writer for suffix, writer in written.items() if suffix not in cls.LOADABLE}
-
-
-def checked_most(most: int) -> int:
-    """How many edges a picture may show.
-
-    Raises:
-        InvalidInputError: below 1, or no whole number.
-    """
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise InvalidInputError(f"most={most!r}: the number of edges to show, at least 1.")
-    return most
 
 
 def metadata(
@@ -346,7 +336,7 @@ def _note_influence(nodes: list[dict[str, Any]]) -> None:
 
 
 def _as_html(graph: SharedGraph, options: Mapping[str, Any]) -> bytes:
-    return page(graph.heading, graph.to_html(**{"most": graph.PAGE_EDGES, **options}, style=False)).encode()
+    return page(graph.heading, graph.to_html(**{"k": graph.PAGE_EDGES, **options}, style=False)).encode()
 
 
 def _as_json(graph: SharedGraph, options: Mapping[str, Any]) -> bytes:

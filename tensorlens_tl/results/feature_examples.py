@@ -5,15 +5,15 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.drawing import charts, figure, heat_maps, page, terminal
+from tensorlens_tl.drawing import charts, figure, heat_maps, terminal
 from tensorlens_tl.drawing.marks import number, visible
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.entry import Entry, panel, provenance_note
-from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.entry import panel, provenance_note
+from tensorlens_tl.results.scores import Parts, Scored
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,7 +25,7 @@ PANEL = (4.5, 2.4)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class FeatureExamples(Result):
+class FeatureExamples(Scored):
     """The top activating examples of features over a data set. `circuits.feature_examples` returns it.
 
     An example is a row of the data set around the token where the feature is largest in that row; each row is an
@@ -49,6 +49,9 @@ class FeatureExamples(Result):
     """
 
     TENSORS: ClassVar = ("activations", "tokens", "rows", "positions", "counts", "promoted", "promotion")
+    PRINTED: ClassVar = 5
+    DRAWN: ClassVar = 20
+    BY_PLACE: ClassVar = {"plot": ("feature",), "top": ("k", "feature")}
     FACTS: ClassVar = (
         "features", "labels", "texts", "before", "n_rows", "n_tokens", "dictionary", "hook", "edges", "provenance",
     )  # fmt: skip
@@ -114,24 +117,13 @@ class FeatureExamples(Result):
         words = {name: [getattr(self, name)[place] for place in places] for name in ("features", "labels")}
         return replace(self, **tensors, **words)
 
-    def top(self, k: int = 10, feature: int | str | None = None) -> list[Entry]:
-        """The k largest examples of a feature: the token, its activation, and its position in its row.
-
-        Args:
-            k: how many.
-            feature: its number or name; None is the first.
-
-        Raises:
-            InvalidInputError: k below 1, or no such feature.
-        """
-        k = whole_number("k", k, least=1, why="how many examples to show")
-        place = 0
-        if feature is not None:
-            place = self._place(feature)
-        return [
-            Entry(example.tokens[example.peak], example.values[example.peak], example.positions[example.peak])
-            for example in self._examples(place, k)
-        ]
+    def _parts(self, feature: int | str | None = None) -> Parts:
+        """The examples of a feature, the first by default: each one's token, activation and position in its row."""
+        examples = self._examples(0 if feature is None else self._place(feature), self.rows.shape[1])
+        peaks = [(example.tokens, example.values, example.positions, example.peak) for example in examples]
+        names = [tokens[peak] for tokens, _, _, peak in peaks]
+        scores = torch.tensor([values[peak] for _, values, _, peak in peaks], dtype=torch.float64)
+        return Parts(scores, names, [positions[peak] for _, _, positions, peak in peaks])
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per token of each example: feature, label, rank, row, position, token, activation, is_peak.
@@ -167,23 +159,12 @@ class FeatureExamples(Result):
             return self._name(0)
         return f"{len(self)} features at {self.hook}"
 
-    def to_html(self, k: int = 20, *, style: bool = True) -> str:
-        """A panel per feature, of the first `MOST_FEATURES`: label, histogram, what it promotes, its k top examples.
-
-        Args:
-            k: examples of each feature.
-            style: with the style and the script that a page needs once.
-
-        Raises:
-            InvalidInputError: k below 1.
-        """
-        k = whole_number("k", k, least=1, why="how many examples to show")
+    def _html(self, k: int) -> str:
+        """A panel per feature, of the first `MOST_FEATURES`: label, histogram, what it promotes, its k top examples."""
         panels = [self._panel(place, k) for place in range(min(len(self), MOST_FEATURES))]
         left = len(self) - len(panels)
         if left:
             panels.append(f'<div class="tlens n">{left} more features: only("F12", …) chooses some.</div>')
-        if style:
-            panels.insert(0, page.head("".join(panels)))
         return "".join(panels)
 
     def _panel(self, place: int, k: int) -> str:
@@ -197,17 +178,10 @@ class FeatureExamples(Result):
             heat_maps.promoted(tokens, self.promotion[place].tolist()),
             heat_maps.examples(self._examples(place, k)),
             notes=[f"{self.dictionary} at {self.hook}", provenance_note(self.provenance)],
-            style=False,
         )
 
-    def show(self, k: int = 5) -> None:
-        """Display the features in a notebook; elsewhere print the k top examples of each.
-
-        Args:
-            k: examples of each feature.
-        """
-        if page.display_in_notebook(lambda: self.to_html(k)):
-            return
+    def _print(self, k: int) -> None:
+        """The k top examples of each feature."""
         for place in range(min(len(self), MOST_FEATURES)):
             rows = [
                 (
@@ -226,19 +200,9 @@ class FeatureExamples(Result):
         if len(self) > MOST_FEATURES:
             print(f'{len(self) - MOST_FEATURES} more features: only("F12", …) chooses some.')
 
-    def plot(self, feature: int | str | None = None, *, ax: Any = None) -> Any:
-        """How often features have an activation of each size, as matplotlib bars (extra ``plot``).
-
-        Args:
-            feature: its number or name; None draws the first `MOST_FEATURES` that are active, a panel for each.
-            ax: draw one feature here; None makes a figure of fitting size.
-
-        Returns:
-            The axes; of several features a list.
-
-        Raises:
-            InvalidInputError: no such feature, or one that is not active at any token.
-            ImportError: matplotlib is not installed.
+    def _figure(self, k: int, feature: int | str | None = None, *, ax: Any) -> Any:
+        """How often features have an activation of each size: those of one feature, or (None) of the first
+        `MOST_FEATURES` that are active, a panel for each.
         """
         if feature is not None:
             return self._plot_one(self._place(feature), ax)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice
-from tensorlens_tl.drawing import figure, graphs, page, terminal
+from tensorlens_tl.drawing import figure, graphs, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
 from tensorlens_tl.results.entry import Entry, largest, panel, provenance_note
-from tensorlens_tl.results.exchange import SharedGraph, checked_most
+from tensorlens_tl.results.exchange import SharedGraph
+from tensorlens_tl.results.scores import Parts
 
 if TYPE_CHECKING:
     import networkx
@@ -61,6 +62,8 @@ class ContributionGraph(SharedGraph):
     LATER_FACTS: ClassVar = (
         "tokens", "token_ids", "n_layers", "d_vocab", "token_id", "probability", "provenance", "labels",
     )  # fmt: skip
+
+    DRAWN: ClassVar = SHOWN_EDGES
 
     nodes: "pd.DataFrame"
     edges: "pd.DataFrame"
@@ -137,26 +140,18 @@ class ContributionGraph(SharedGraph):
         edges = self.edges[selection].assign(source=new_number[source[selection]], target=new_number[target[selection]])
         return replace(self, nodes=self.nodes[reached].reset_index(drop=True), edges=edges.reset_index(drop=True))
 
-    def top(self, k: int = 10, *, kind: str | None = None) -> list[Entry]:
-        """The k nodes of largest absolute weight, the target aside.
+    def _parts(self, *, kind: str | None = None) -> Parts:
+        """The nodes, the target aside.
 
         Args:
-            k: how many.
             kind: of one kind only: embedding, whitening, head, mixer, mlp, neuron, feature, error or bias.
-
-        Raises:
-            InvalidInputError: k below 1, or no such kind.
-
-        >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
-        >>> len(graph.top(3))
-        3
         """
         nodes = self.nodes.iloc[:-1]
         if kind is not None:
             check_choice("top: kind", kind, KINDS)
             nodes = nodes[nodes["kind"] == kind]
         weights = torch.tensor(nodes["weight"].to_numpy(float))
-        return largest(weights, nodes["name"].tolist(), k, nodes["pos"].tolist(), self.labels)
+        return Parts(weights, nodes["name"].tolist(), nodes["pos"].tolist(), self.labels)
 
     def inputs(self, name: str, position: int | None = None, k: int = 10) -> list[Entry]:
         """The k largest edges into a node: where each comes from. With every edge kept, all of them and the node's own
@@ -193,14 +188,7 @@ class ContributionGraph(SharedGraph):
         weights = torch.tensor(self.edges["weight"].to_numpy(float)[chosen])
         return largest(weights, names[ends].tolist(), k, positions[ends].tolist(), self.labels)
 
-    def show(self, k: int = 10, *, kind: str | None = None) -> None:
-        """Display the graph in a notebook; elsewhere print the k largest nodes.
-
-        Args:
-            k, kind: as in `top`.
-        """
-        if page.display_in_notebook(self.to_html):
-            return
+    def _print(self, k: int, *, kind: str | None = None) -> None:
         rows = [(entry.labelled, str(entry.position), number(entry.score)) for entry in self.top(k, kind=kind)]
         title = f"nodes of {self.target} = {number(self.total)}, {len(rows)} of {len(self.nodes) - 1} shown"
         terminal.show_table(title, ("node", "position", "weight"), rows, left=("node",))
@@ -246,39 +234,26 @@ class ContributionGraph(SharedGraph):
     def _circuit_tracer(self, slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
         return exchange.circuit_tracer(self, slug, scan, threshold)
 
-    def to_html(self, most: int = SHOWN_EDGES, *, title: str = "", style: bool = True) -> str:
-        """Positions side by side, layers upwards, the target on top; pruned until at most `most` edges are left.
+    def _html(self, k: int, *, title: str = "") -> str:
+        """Positions side by side, layers upwards, the target on top; pruned until at most k edges are left.
 
         No more than `MOST_SHOWN` nodes are drawn; what is left out is said below the picture. Where scripts run, small
         edges can be hidden, a node's inputs and outputs looked at, nodes pinned, grouped and searched for.
-
-        Raises:
-            InvalidInputError: most below 1.
         """
-        small = self._small(checked_most(most))._connected()
+        small = self._small(k)._connected()
         caption = f"{len(small.edges)} of {len(self.edges)} edges between {len(small.nodes)} of {len(self.nodes)} nodes"
         caption += f", which carry {small.completeness:.0%} of what enters the nodes shown"
         sums = f"the graph with every edge sums to the logit to {self.gap:.1e}"
         notes = [caption, sums, provenance_note(self.provenance)]
-        return panel(title or self.heading, graphs.graph(small._picture()), notes=notes, style=style)
+        return panel(title or self.heading, graphs.graph(small._picture()), notes=notes)
 
     @property
     def heading(self) -> str:
         """The title of its page."""
         return f"How the {self.target} comes about"
 
-    def plot(self, most: int = SHOWN_EDGES, *, ax: Any = None) -> Any:
-        """The same picture as a matplotlib figure (extra ``plot``); returns the axes.
-
-        Args:
-            most: as in `to_html`.
-            ax: draw here; None makes a figure of fitting size.
-
-        Raises:
-            InvalidInputError: most below 1.
-            ImportError: matplotlib is not installed.
-        """
-        return figure.graph(self._small(checked_most(most))._connected()._picture(), self.heading, ax)
+    def _figure(self, k: int, *, ax: Any) -> Any:
+        return figure.graph(self._small(k)._connected()._picture(), self.heading, ax)
 
     def _connected(self) -> "ContributionGraph":
         """The nodes that have edges, and the target."""

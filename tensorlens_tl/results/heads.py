@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.drawing import figure, matrix, page
+from tensorlens_tl.drawing import figure, matrix
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.entry import Entry, check_batch, largest, panel, provenance_note
+from tensorlens_tl.results.entry import check_batch, panel, provenance_note
 from tensorlens_tl.results.means import prompts_in_words
-from tensorlens_tl.results.result import Bars, Result, axes_of, long_table
+from tensorlens_tl.results.scores import Bars, Parts, Scored, axes_of, long_table
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HeadScores(Result):
+class HeadScores(Scored):
     """A number of every head and prompt, between 0 and 1: a mean of attention over the tokens that it is about.
 
     Attributes:
@@ -29,6 +29,7 @@ class HeadScores(Result):
 
     TENSORS: ClassVar = ("scores", "counts")
     FACTS: ClassVar = ("target", "provenance")
+    BY_PLACE: ClassVar = {"to_html": ("batch",), "plot": ("batch",), "show": ("k", "batch"), "top": ("k", "batch")}
 
     scores: Float[Tensor, "batch layer head"]
     counts: Int[Tensor, "batch"]
@@ -52,20 +53,11 @@ class HeadScores(Result):
         """The mean over the prompts that have such tokens."""
         return self.scores.nanmean(0)
 
-    def top(self, k: int = 10, batch: int | None = None) -> list[Entry]:
-        """The k heads of largest score, of one prompt, or (None) of the mean over prompts.
-
-        Raises:
-            InvalidInputError: k below 1, or no such prompt.
-
-        >>> scores = tlens.circuits.induction_scores(frozen)
-        >>> len(scores.top(3))
-        3
-        """
+    def _parts(self, batch: int | None = None) -> Parts:
+        """The heads that there are, of one prompt or of the mean over prompts."""
         scores = self._plane(batch)
-        places = scores.isfinite().nonzero().tolist()
-        names = [f"L{layer}H{head}" for layer, head in places]
-        return largest(scores[scores.isfinite()], names, k)
+        names = [f"L{layer}H{head}" for layer, head in scores.isfinite().nonzero().tolist()]
+        return Parts(scores[scores.isfinite()], names)
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per prompt and head: batch, layer, head, target, score."""
@@ -95,13 +87,12 @@ class HeadScores(Result):
             return f"{self.heading} · prompt {batch} · {tokens}"
         return f"{self.heading} · {tokens} of {prompts_in_words(len(self.scores))}"
 
-    def to_html(self, batch: int | None = None, *, style: bool = True) -> str:
-        """A row for each layer and a column for each head, of one prompt or (None) of the mean."""
+    def _html(self, k: int, batch: int | None = None) -> str:
+        """A row for each layer and a column for each head."""
         picture = matrix.head_grid(self._cells(batch), self.heading)
-        return panel(self._title(batch), picture, notes=[provenance_note(self.provenance)], style=style)
+        return panel(self._title(batch), picture, notes=[provenance_note(self.provenance)])
 
-    def plot(self, batch: int | None = None, *, ax: Any = None) -> Any:
-        """The same as `plot_heads`: heads are all that there is."""
+    def _figure(self, k: int, batch: int | None = None, *, ax: Any) -> Any:
         return self.plot_heads(batch, ax=ax)
 
     def plot_heads(self, batch: int | None = None, *, ax: Any = None) -> Any:
@@ -120,12 +111,6 @@ class HeadScores(Result):
         """
         return figure.head_map(self._cells(batch), self._title(batch), ax)
 
-    def show(self, k: int = 10, batch: int | None = None) -> None:
-        """Display the matrix in a notebook; elsewhere print the k heads of largest score.
-
-        Args:
-            k, batch: as in `top`.
-        """
-        if not page.display_in_notebook(lambda: self.to_html(batch)):
-            lines = [(entry.name, entry.score) for entry in self.top(k, batch)]
-            Bars(self._title(batch), lines, columns=("head", "score")).print()
+    def _bars(self, k: int, batch: int | None = None) -> Bars:
+        lines = [(entry.name, entry.score) for entry in self.top(k, batch=batch)]
+        return Bars(self._title(batch), lines, columns=("head", "score"))

@@ -9,7 +9,8 @@ from torch.nn.functional import pad
 
 from tensorlens_tl.results.attribution import Attribution
 from tensorlens_tl.results.entry import MINUS, shown_target
-from tensorlens_tl.results.result import Result, axes_of
+from tensorlens_tl.results.result import Result
+from tensorlens_tl.results.scores import axes_of
 from tensorlens_tl.results.targets import SEVERAL_TARGETS, TOKENS_OF_QUERIES, number_of
 from tensorlens_tl.results.terms import ModelChange
 

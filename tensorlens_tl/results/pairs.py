@@ -11,28 +11,28 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import relative_gap
-from tensorlens_tl.drawing import figure, graphs, matrix, page
+from tensorlens_tl.drawing import figure, graphs, matrix
 from tensorlens_tl.results.entry import (
-    Entry,
     check_batch,
-    largest,
     panel,
     provenance_note,
     shown_prompt,
     some_numbers,
     with_others,
 )
-from tensorlens_tl.results.result import Bars, PromptScores, Result, array
+from tensorlens_tl.results.result import array
+from tensorlens_tl.results.scores import Bars, Parts, Scored
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class SourceScores(Result):
+class SourceScores(Scored):
     """What sources give to one number of each prompt's attention; see `ScoreAttribution` and `ScoreChange`."""
 
     LATER_FACTS: ClassVar = ("provenance",)
+    BY_PLACE: ClassVar = dict.fromkeys(("to_html", "plot", "show", "top"), ("k", "batch"))
 
     names: list[list[str]]
     total: Float[Tensor, "batch"]
@@ -105,6 +105,7 @@ class ScoreAttribution(SourceScores):
 
     TENSORS: ClassVar = ("pairs", "query_sources", "key_sources", "bias", "total", "alibi", "relative")
     FACTS: ClassVar = ("names", "by", "soft_cap", "rotary", "reading_error", "places")
+    BY_PLACE: ClassVar = SourceScores.BY_PLACE | {"to_html": ("batch",), "plot": ("batch",)}
 
     pairs: Float[Tensor, "batch source_q source_k"]
     query_sources: Float[Tensor, "batch source_q"]
@@ -127,23 +128,13 @@ class ScoreAttribution(SourceScores):
             parts.append(self.relative[:, None].to(self.pairs))
         return relative_gap(torch.cat(parts, dim=1), self.bias, self.total)
 
-    def top(self, k: int = 10, batch: int | None = None) -> list[Entry]:
-        """The k pairs of largest absolute score of a prompt, the first by default.
-
-        Positions are those of the two tokens, query first.
-
-        Raises:
-            InvalidInputError: k below 1, or no such prompt.
-
-        >>> pairs = tlens.circuits.qk_attribution(frozen, 1, 0, key=2)
-        >>> len(pairs.top(3))
-        3
-        """
+    def _parts(self, batch: int | None = None) -> Parts:
+        """The pairs of a prompt, the first by default; positions are those of the two tokens, query first."""
         labels = self._labels(batch or 0)
         pairs = self.pairs[batch or 0]
         sources = [divmod(number, pairs.shape[1]) for number in range(pairs.numel())]
         names = [f"{labels[i]} × {labels[j]}" for i, j in sources]
-        return largest(pairs.flatten(), names, k, sources if self.by == "token" else None)
+        return Parts(pairs.flatten(), names, sources if self.by == "token" else None)
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per pair: batch, query_source, key_source, score."""
@@ -166,24 +157,17 @@ class ScoreAttribution(SourceScores):
             sums.append(("relative positions", float(self.relative[batch])))
         return [*sums, ("total", float(self.total[batch]))]
 
-    def to_html(self, batch: int = 0, *, style: bool = True) -> str:
+    def _html(self, k: int, batch: int | None = None) -> str:
         """A matrix, a row per source of the query and a column per source of the key; what they leave out below."""
+        batch = batch or 0
         labels, values = self._labels(batch), array(self.pairs[batch])
         square = matrix.matrix(labels, labels, values, label=self._title(batch), corner="in the query ↓ in the key →")
         sums = graphs.bars([], [("all pairs", float(values.sum())), *self._sums(batch)])
-        return panel(self._title(batch), square, sums, notes=self._facts(batch, "score"), style=style)
+        return panel(self._title(batch), square, sums, notes=self._facts(batch, "score"))
 
-    def plot(self, batch: int = 0, *, ax: Any = None) -> Any:
-        """A matplotlib heat map of the pairs (extra ``plot``); returns the axes.
-
-        Args:
-            batch: the prompt.
-            ax: draw here; None makes a figure of fitting size.
-
-        Raises:
-            InvalidInputError: no such prompt.
-            ImportError: matplotlib is not installed.
-        """
+    def _figure(self, k: int, batch: int | None = None, *, ax: Any) -> Any:
+        """A heat map of the pairs."""
+        batch = batch or 0
         labels, values = self._labels(batch), array(self.pairs[batch])
         rows = _last(np.asarray(values.any(1)))  # what stands behind the query, or the key, gives nothing
         columns = _last(np.asarray(values.any(0)))
@@ -191,21 +175,12 @@ class ScoreAttribution(SourceScores):
         drawn = values[:rows, :columns]
         return figure.heat_map(drawn, labels[:rows], labels[:columns], self._title(batch), ax, names=names)
 
-    def _bars(self, k: int, batch: int | None) -> Bars:
+    def _bars(self, k: int, batch: int | None = None) -> Bars:
         batch = batch or 0
         pairs = self.pairs[batch].double()
-        lines = with_others(self.top(k, batch), float(pairs.sum()), pairs.numel())
+        lines = with_others(self.top(k, batch=batch), float(pairs.sum()), pairs.numel())
         columns = ("query source × key source", "score")
         return Bars(self._title(batch), lines, self._sums(batch), columns=columns, left=False)
-
-    def show(self, k: int = 10, batch: int | None = None) -> None:
-        """Display the matrix in a notebook; elsewhere print the k largest pairs and what they leave out.
-
-        Args:
-            k, batch: as in `top`.
-        """
-        if not page.display_in_notebook(lambda: self.to_html(batch or 0)):
-            self._bars(k, batch).print()
 
 
 def _last(used: np.ndarray) -> int:
@@ -214,7 +189,7 @@ def _last(used: np.ndarray) -> int:
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class ScoreChange(SourceScores, PromptScores):
+class ScoreChange(SourceScores):
     """The change of an attention score, or of one entry of the pattern, between two runs as a sum over sources.
 
     See `circuits.qk_attribution`. ``query_sources + key_sources + constants``, all summed, are `total` up to `gap`.
@@ -253,7 +228,7 @@ class ScoreChange(SourceScores, PromptScores):
         """What each source gives by query and keys together."""
         return self.query_sources + self.key_sources
 
-    def _parts(self, batch: int) -> tuple[list[str], list[str], list[int | None], Float[Tensor, "part"]]:
+    def _sided(self, batch: int) -> tuple[list[str], list[str], list[int | None], Float[Tensor, "part"]]:
         """Sides, labels, positions and scores of everything that sums to the total."""
         labels = self._labels(batch)
         places: list[int | None] = [None] * len(labels)
@@ -264,22 +239,11 @@ class ScoreChange(SourceScores, PromptScores):
         none: list[int | None] = [None] * len(self.constant_names)
         return sides, [*labels, *labels, *self.constant_names], [*places, *places, *none], scores
 
-    def top(self, k: int = 10, batch: int | None = None) -> list[Entry]:
-        """The k parts of largest absolute score of a prompt, the first by default.
-
-        They are called ``"query: L0H3"``, ``"key: 5 the"``, or as a constant is.
-
-        Raises:
-            InvalidInputError: k below 1, or no such prompt.
-
-        >>> other = tlens.freeze(model, text.replace("red", "blue"))
-        >>> change = tlens.circuits.qk_attribution(tlens.difference(frozen, other), 1, 0, key=2)
-        >>> len(change.top(3))
-        3
-        """
-        sides, labels, places, scores = self._parts(batch or 0)
+    def _parts(self, batch: int | None = None) -> Parts:
+        """What sums to the total, of a prompt, the first by default: ``"query: L0H3"``, ``"key: 5 the"``, constants."""
+        sides, labels, places, scores = self._sided(batch or 0)
         named = [f"{side}: {label}" if side else label for side, label in zip(sides, labels, strict=True)]
-        return largest(scores, named, k, places)
+        return Parts(scores, named, places)
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per part: batch, side (query, key, or empty of a constant), source, score."""
@@ -287,7 +251,7 @@ class ScoreChange(SourceScores, PromptScores):
 
         frames: list[pd.DataFrame] = []
         for batch in range(len(self.names)):
-            sides, labels, _, scores = self._parts(batch)
+            sides, labels, _, scores = self._sided(batch)
             values = scores.detach().double().cpu().numpy()
             frames.append(pd.DataFrame({"batch": batch, "side": sides, "source": labels, "score": values}))
         return pd.concat(frames, ignore_index=True)
@@ -296,10 +260,12 @@ class ScoreChange(SourceScores, PromptScores):
     def _what(self) -> str:
         return {"score": "Change of an attention score", "pattern": "Change of an entry of the pattern"}[self.of]
 
-    def _bars(self, k: int, batch: int | None) -> Bars:
+    def _bars(self, k: int, batch: int | None = None) -> Bars:
         batch = batch or 0
-        scores = self._parts(batch)[-1].double()
-        entries = [entry for entry in self.top(k, batch) if entry.score]  # what is the same in both runs is no line
+        scores = self._sided(batch)[-1].double()
+        entries = [
+            entry for entry in self.top(k, batch=batch) if entry.score
+        ]  # what is the same in both runs is no line
         lines = with_others(entries, float(scores.sum()), len(scores))
         sums = [("total", float(self.total[batch]))]
         notes = self._facts(batch, "change")

@@ -13,19 +13,17 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from torch import Tensor
 
-from tensorlens_tl.drawing import figure, graphs, page, terminal
-from tensorlens_tl.drawing.marks import number
-from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.entry import Entry, panel
+from tensorlens_tl._arguments import nearest, whole_number
+from tensorlens_tl.drawing import figure, page
+from tensorlens_tl.errors import InvalidInputError, WrongCallError, warn_caller
 from tensorlens_tl.results.storage import LOADABLE, Stored, replacing
 
 if TYPE_CHECKING:
@@ -33,37 +31,118 @@ if TYPE_CHECKING:
 
 
 class Result(Stored, ABC):
-    """A result, with the same six members in every class: `show`, `plot`, `to_html`, `to_dataframe`, `save`, `load`."""
+    """A result: it shows itself, becomes a table and goes into a file, by the same arguments in every class.
+
+    What a class has of its own are its fields and its table, and what a page, a figure and a terminal show of it, which
+    say by their arguments what can be chosen: `_html`, `_figure`, `_print`.
+    """
 
     LOADABLE: ClassVar = LOADABLE
     """What the name of a file ends in that `load` reads back."""
-
-    @abstractmethod
-    def to_html(self, *, style: bool = True) -> str:
-        """A picture as an HTML fragment.
-
-        Args:
-            style: with the style and the script that a page needs once.
-        """
+    PRINTED: ClassVar = 10
+    """How many parts `show` prints where it is not said."""
+    DRAWN: ClassVar = 15
+    """How many parts a picture has where it is not said."""
+    BY_PLACE: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """What functions took by its place in earlier versions, where that was not ``k, query, batch``."""
+    RENAMED: ClassVar[Mapping[str, str]] = {}
+    """What arguments were called in earlier versions, and what they are called now."""
 
     @abstractmethod
     def to_dataframe(self) -> "pd.DataFrame":
         """A long table, one line per score."""
 
     @abstractmethod
-    def plot(self, *, ax: Any = None) -> Any:
-        """A matplotlib figure for print (extra ``plot``); returns the axes, of several panels a list.
-
-        Args:
-            ax: draw here; None makes a figure of fitting size.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
+    def _html(self, k: int) -> str:
+        """The picture, without the style that a page needs once."""
 
     @abstractmethod
-    def show(self) -> None:
-        """Display the picture in a notebook; elsewhere print the largest parts as a table."""
+    def _figure(self, k: int, *, ax: Any) -> Any:
+        """The figure for print."""
+
+    @abstractmethod
+    def _print(self, k: int) -> None:
+        """Print the table."""
+
+    def to_html(self, *k: Any, style: bool = True, **choice: Any) -> str:
+        """The picture as an HTML fragment.
+
+        Args:
+            k: how many parts, the largest; a picture of all of them, such as a matrix, has all.
+            style: with the style and the script that a page needs once.
+            choice: what is shown where a result has several of it, as its class says. `query`: one of its queries,
+                counted over the prompt's real ones, or a text. `batch`: a prompt; None for the mean over prompts, or
+                for the first few where parts are each prompt's own. `title`: above the picture.
+
+        Raises:
+            InvalidInputError: k below 1, or nothing of that name to choose; no such query or prompt.
+        """
+        body = self._html(**{"k": self.DRAWN} | self._chosen("to_html", self._html, k, choice))
+        return page.head(body) + body if style else body
+
+    def plot(self, *k: Any, ax: Any = None, **choice: Any) -> Any:
+        """The picture as a matplotlib figure for print (extra ``plot``); returns the axes, of several panels a list.
+
+        Args:
+            k: as in `to_html`.
+            ax: draw here; None makes a figure of fitting size.
+            choice: as in `to_html`; bars of a mean over prompts have 95 % bootstrap intervals.
+
+        Raises:
+            InvalidInputError: nothing to draw, or what `to_html` refuses.
+            ImportError: matplotlib is not installed.
+
+        >>> tlens.attribute(frozen, " value").plot()
+        <Axes: ...>
+        """
+        chosen = self._chosen("plot", self._figure, k, choice)
+        return self._figure(**{"k": self.DRAWN, "ax": ax} | chosen)
+
+    def show(self, *k: Any, **choice: Any) -> None:
+        """Display the picture in a notebook; elsewhere print the largest parts, all others in one line where they sum.
+
+        Args:
+            k: how many parts.
+            choice: as in `to_html`.
+
+        Raises:
+            InvalidInputError: what `to_html` refuses.
+        """
+        chosen = self._chosen("show", self._print, k, choice)
+        of_picture = {name: value for name, value in chosen.items() if name in self._choices(self._html)}
+        if not page.display_in_notebook(lambda: self.to_html(**of_picture)):
+            self._print(**{"k": self.PRINTED} | chosen)
+
+    def _chosen(
+        self, name: str, hook: Callable[..., Any], by_place: Sequence[Any], choice: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What a call of a function chooses, by name; `hook` has arguments for what can be chosen.
+
+        Raises:
+            InvalidInputError: k below 1, or there is nothing of that name to choose.
+        """
+        places = self.BY_PLACE.get(name, ("k", "query", "batch"))
+        chosen = dict(zip(places, by_place, strict=False)) | choice
+        for old in [*places[: len(by_place)], *self.RENAMED.keys() & choice]:
+            now = self.RENAMED.get(old, old)
+            if old != "k" and old in chosen:
+                warn_caller(f"{name}: pass {now}= by this name; it will not be taken otherwise.", DeprecationWarning)
+                chosen[now] = chosen.pop(old)
+        known = list(dict.fromkeys(["k", *self._choices(hook)]))
+        wrong = [repr(one) for one in chosen if one not in known]
+        wrong += [f"a value {one!r} more" for one in by_place[len(places) :]]
+        if wrong:
+            raise WrongCallError(
+                f"{name}: {wrong[0]} is nothing that can be chosen of this {type(self).__name__}; pass "
+                f"{', '.join(known)}.{nearest(wrong[0], known)}"
+            )
+        if chosen.get("k") is None:
+            return {one: value for one, value in chosen.items() if one != "k"}
+        return chosen | {"k": whole_number("k", chosen["k"], least=1, why="how many parts to show")}
+
+    def _choices(self, hook: Callable[..., Any]) -> list[str]:
+        """What can be chosen of what a function shows: its arguments."""
+        return [name for name in signature(hook).parameters if name != "ax"]
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """The table of `to_dataframe` as CSV, as pandas writes it, without row numbers.
@@ -139,181 +218,6 @@ class Result(Stored, ABC):
         return WRITERS
 
 
-@dataclass(frozen=True)
-class Bars:
-    """Named numbers and what they sum to: bars around zero in a notebook and in print, a table in a terminal.
-
-    Attributes:
-        title: above a table and a figure.
-        lines: names and numbers, the largest first.
-        sums: what stands below a rule, such as a total.
-        heading, notes: above and below the bars in a notebook; the title by default.
-        columns: what a table calls names and numbers.
-        left: whether a table aligns names to the left.
-        intervals: of every line and sum, in a figure.
-    """
-
-    title: str
-    lines: Sequence[tuple[str, float]]
-    sums: Sequence[tuple[str, float]] = ()
-    heading: str = ""
-    notes: Sequence[str] = ()
-    columns: tuple[str, str] = ("part", "score")
-    left: bool = True
-    intervals: Sequence[tuple[float, float]] = ()
-
-    def html(self, *, title: str = "", style: bool) -> str:
-        """For a notebook or a page."""
-        picture = graphs.bars(self.lines, self.sums)
-        return panel(title or self.heading or self.title, picture, notes=self.notes, style=style)
-
-    def draw(self, ax: Any) -> Any:
-        """For print, on matplotlib's axes, which are returned."""
-        return figure.signed_bars(self.lines, self.title, ax, sums=self.sums, intervals=self.intervals)
-
-    def print(self) -> None:
-        """For a terminal."""
-        rows, below = ([(name, number(score)) for name, score in part] for part in (self.lines, self.sums))
-        terminal.show_table(self.title, self.columns, rows, below, left=self.columns[: int(self.left)])
-
-
-class PromptScores(Result):
-    """Scores of named parts for each prompt, drawn as bars, the largest first."""
-
-    @abstractmethod
-    def top(self, k: int = 10, batch: int | None = None) -> list[Entry]:
-        """The k parts of largest absolute score.
-
-        Args:
-            k: how many.
-            batch: one prompt; None for the only one, or for the mean over several (of an attention score, whose parts
-                are those of one prompt, the first).
-
-        Raises:
-            InvalidInputError: k below 1, or no such prompt.
-        """
-
-    @abstractmethod
-    def _bars(self, k: int, batch: int | None) -> Bars:
-        """What is drawn of the k largest parts."""
-
-    def to_html(self, k: int = 15, batch: int | None = None, *, style: bool = True) -> str:
-        """The k parts of largest absolute score as bars around zero; all others, and the total, below where they sum.
-
-        Args:
-            k, batch: as in `top`.
-            style: with the style and the script that a page needs once.
-        """
-        return self._bars(k, batch).html(style=style)
-
-    def plot(self, k: int = 15, batch: int | None = None, *, ax: Any = None) -> Any:
-        """The same bars as a matplotlib figure (extra ``plot``); returns the axes.
-
-        Args:
-            k, batch: as in `top`; the mean over prompts has 95 % bootstrap intervals.
-            ax: draw here; None makes a figure of fitting size.
-
-        Raises:
-            InvalidInputError: k below 1, or no such prompt.
-            ImportError: matplotlib is not installed.
-        """
-        return self._bars(k, batch).draw(ax)
-
-    def show(self, k: int = 10, batch: int | None = None) -> None:
-        """Display the picture in a notebook; elsewhere print the k parts of largest absolute score.
-
-        Args:
-            k, batch: as in `top`.
-        """
-        if not page.display_in_notebook(lambda: self.to_html(k, batch)):
-            self._bars(k, batch).print()
-
-
-COLUMNS: Mapping[str, str] = {
-    "id": "of a data set: the name of the row",
-    "row": "of a data set: its number",
-    "batch": "the prompt, counted from 0",
-    "query": "the position that is explained, padding counted",
-    "query_token": "its token; of generated text, the token or the stretch that is explained",
-    "query_side": "of an encoder–decoder: the side of the query",
-    "key": "the position of the source token, padding counted; empty where a row is about no token",
-    "key_token": "its token",
-    "key_side": "of an encoder–decoder: its side",
-    "head": "the number of a head, where an attribution has an axis of heads",
-    "kind": "`token`, `bias`, `total`, `left out` (tokens that `without` leaves out, together), or `rest`: all tokens "
-    'that a data set did not store (`keep="top:N"`)',
-    "generated": "whether the model wrote the source token",
-    "target": "what is explained, in words; for head scores, what is attended to",
-    "term": "the name of a part: a head, an MLP, a path, a feature",
-    "feature": "a feature of a dictionary",
-    "label": "of a feature: what it is called",
-    "rank": "of an example: its place among the feature's largest, counted from 0",
-    "position": "of an active feature: the position of the token in its prompt or row, padding counted",
-    "token": "that token",
-    "activation": "how active the feature is there",
-    "is_peak": "whether the example was chosen for this token",
-    "layer": "a layer",
-    "route": "by which route a change passes the layer",
-    "source": "where an edge begins, or the part that is read",
-    "destination": "where an edge ends",
-    "side": "`query` or `key`, whose part it is",
-    "query_source": "of an attention score: the part of the query",
-    "key_source": "the part of the key",
-    "n": "of a mean: over how many prompts it is",
-    "low": "of a mean: the lower end of its interval",
-    "high": "the upper end",
-    "score": "the number",
-    "weight": "the weight of an edge of a graph",
-    "source_pos": "of a graph: the position of the node where an edge begins",
-    "source_token": "its token",
-    "destination_pos": "the position of the node where the edge ends",
-    "destination_token": "its token",
-    "reads": "what the edge is read by",
-    "metric": "of an evaluation: what is measured",
-    "method": "the method that the numbers are of; of an evaluation, the one that is measured",
-    "unit": "the prompt that it is measured on",
-    "value": "the measured number",
-}
-"""The columns of every result's `to_dataframe`; an evaluation's axis and a program's own numbers come besides."""
-
-
-def long_table(
-    result: Any, values: Tensor, axes: Mapping[str, Sequence[str] | None], *, real: Any = True, **columns: Any
-) -> "pd.DataFrame":
-    """One line per score: its place on every axis, further columns, and the score.
-
-    Positions, their tokens and a line for real tokens only come from the result, where it has them.
-
-    Args:
-        result: with `queries`, `mask` and `tokens`, where there is an axis ``"query"`` or ``"key"``.
-        values: the scores.
-        axes: what the places on each axis of `values` are called; None where their number says it.
-        real: which scores have a line.
-        columns: a text, or values for the first axes of `values`.
-    """
-    import pandas as pd
-
-    places = dict(zip(axes, np.indices(tuple(values.shape)).reshape(values.ndim, -1), strict=True))
-    lines = np.broadcast_to(real, tuple(values.shape)).ravel()
-    table: dict[str, Any] = {}
-    for axis, names in axes.items():
-        if axis == "query":
-            places[axis] = result.queries.cpu().numpy()[places["batch"], places[axis]]
-        table[axis] = places[axis] if names is None else [names[place] for place in places[axis]]
-        if axis in ("query", "key"):
-            at = places["batch"], places[axis]
-            table[f"{axis}_token"] = [result.tokens[batch][position] for batch, position in zip(*at, strict=True)]
-            lines = lines & result.mask.cpu().numpy()[at]
-    for name, column in columns.items():
-        if not isinstance(column, str):
-            column = np.array(column)
-            column = column.reshape(*column.shape, *(1,) * (values.ndim - column.ndim))
-            column = np.broadcast_to(column, tuple(values.shape)).ravel()
-        table[name] = column
-    table["score"] = values.detach().double().cpu().reshape(-1).numpy()
-    return pd.DataFrame(table).loc[lines].reset_index(drop=True)
-
-
 def ending(path: Path) -> str:
     """What the name of a file ends in, in small letters; with what comes before ``.gz``, as in ``.json.gz``."""
     suffix = path.suffix.lower()
@@ -357,7 +261,7 @@ def _check_choice(result: Result, path: Path) -> None:
             f"save: batch= chooses the prompt of a figure, and {path.name!r} is none. Leave it out, or use one of "
             f"{endings}."
         )
-    if "batch" not in signature(result.plot).parameters:
+    if "batch" not in result._choices(result._figure):
         raise InvalidInputError(
             f"save: the figure of {type(result).__name__} has no prompt to choose; leave out batch=."
         )
@@ -417,11 +321,3 @@ RESULT_ENDINGS = (*Result.LOADABLE, *WRITERS)
 def array(tensor: Tensor) -> np.ndarray:
     """A tensor as drawing takes it."""
     return tensor.detach().double().cpu().numpy()
-
-
-def axes_of(result: Any, name: str) -> tuple[str, ...]:
-    """The names of the axes of one of a result's tensors, as its annotation has them."""
-    (annotation,) = (field.type for field in fields(result) if field.name == name)
-    kinds: list[Any] = [annotation, *get_args(annotation)]
-    (shaped,) = (kind for kind in kinds if hasattr(kind, "dim_str"))
-    return tuple(shaped.dim_str.split())

@@ -1,6 +1,6 @@
 """The routes by which the change of a number passes each layer, as cuts that each sum to all of it."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -10,11 +10,10 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.numerics import relative_gap
-from tensorlens_tl.drawing import figure, matrix, page, terminal
+from tensorlens_tl.drawing import figure, matrix, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import (
-    Entry,
     panel,
     provenance_note,
     query_row,
@@ -22,8 +21,8 @@ from tensorlens_tl.results.entry import (
     shown_target,
     some_numbers,
 )
-from tensorlens_tl.results.means import both_provenances, mean_of, mean_queries, mean_words, refuse_ranked
-from tensorlens_tl.results.result import Result, axes_of, long_table
+from tensorlens_tl.results.means import refuse_ranked
+from tensorlens_tl.results.scores import Parts, QueryScores, axes_of, long_table
 from tensorlens_tl.results.terms import Terms
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ NOISE = 1e-9
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ChangeRoutes(Result):
+class ChangeRoutes(QueryScores):
     """By which routes the change of a number passes each layer; `circuits.routes` returns one.
 
     Every layer's scores sum to the whole change: layers are cuts through one and the same change at different depths,
@@ -81,7 +80,7 @@ class ChangeRoutes(Result):
     FACTS: ClassVar = ("layers", "tokens", "target", "soft_cap")
     LATER_FACTS: ClassVar = ("provenance",)
     NUMBERS: ClassVar = ("scores", "heads", "total")
-    """What is averaged over prompts, and subtracted of two results."""
+    BY_PLACE: ClassVar = dict.fromkeys(("to_html", "plot", "show"), ("query", "batch"))
 
     layers: list[str]
     scores: Float[Tensor, "batch query layer route"]
@@ -146,44 +145,21 @@ class ChangeRoutes(Result):
             soft_cap=self.soft_cap, provenance=self.provenance,
         )  # fmt: skip
 
-    def top(self, k: int = 10, query: int | str = -1, batch: int | None = None, *, layer: int) -> list[Entry]:
-        """The k routes of largest absolute score through one layer.
-
-        Raises:
-            InvalidInputError: k below 1, or no such layer, query or prompt.
-        """
-        return self.at(layer).top(k, query, batch)
+    def _parts(self, query: int | str = -1, batch: int | None = None, *, layer: int) -> Parts:
+        """The routes through one layer."""
+        return self.at(layer)._parts(query, batch)
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per score: batch, query, query_token, layer, route, score."""
         axes = dict.fromkeys(axes_of(self, "scores")) | {"layer": self.layers, "route": ROUTES}
         return long_table(self, self.scores, axes)
 
-    def mean(self) -> "ChangeRoutes":
-        """The mean over prompts, as of one prompt, query by query; every layer still sums to the change."""
-        real = torch.take_along_dim(self.mask, self.queries, dim=1)
-        return replace(
-            self,
-            **{name: mean_of(getattr(self, name), real) for name in self.NUMBERS},
-            **mean_queries(real),
-            target=f"{self.target}, {mean_words(real)}",
-        )
-
-    def __sub__(self, other: "ChangeRoutes") -> "ChangeRoutes":
-        """Each route's score less another change's: of two targets, two pairs of prompts, or two checkpoints.
-
-        Raises:
-            InvalidInputError: other positions, prompts of other lengths, or another number of layers.
-        """
-        if not isinstance(other, ChangeRoutes):
-            return NotImplemented
+    def _aligned(self, other: "ChangeRoutes") -> tuple["ChangeRoutes", "ChangeRoutes"]:
         shapes = [(*result.heads.shape, result.queries.tolist()) for result in (self, other)]
         if shapes[0] != shapes[1]:
             raise InvalidInputError("a − b: routes of other prompts, queries, layers or heads; subtract their means.")
         refuse_ranked(self.target, other.target)
-        differences = self._less(other, self.NUMBERS)
-        provenance = both_provenances(self.provenance, other.provenance)
-        return replace(self, **differences, target=f"{self.target} − {other.target}", provenance=provenance)
+        return self, other
 
     # ------------------------------------------------------------------ showing
 
@@ -201,54 +177,30 @@ class ChangeRoutes(Result):
         total = float(self.total[prompts, rows].double().mean())
         return which, [ROUTES[column] for column in used], scores[:, used].cpu().numpy(), total
 
-    def to_html(self, query: int | str = -1, batch: int | None = None, *, title: str = "", style: bool = True) -> str:
-        """A row per layer and a column per route; every row sums to the change.
-
-        Args:
-            query: as in `top`.
-            batch: one prompt; None for the only one, or for the mean over several.
-            title: above it; an own one by default.
-            style: whether the style sheet comes with it.
-        """
+    def _html(self, k: int, query: int | str = -1, batch: int | None = None, *, title: str = "") -> str:
+        """A row per layer and a column per route; every row sums to the change."""
         which, routes, values, _ = self._table(query, batch)
         heading = title or self.heading
         picture = matrix.matrix(self.layers, routes, values, label=heading, corner="layer ↓ route →")
         sums = f"every row sums to the change to {float(self.gap.max()):.1e}"
-        return panel(heading, picture, notes=[which, sums, provenance_note(self.provenance)], style=style)
+        return panel(heading, picture, notes=[which, sums, provenance_note(self.provenance)])
 
     @property
     def heading(self) -> str:
         """The title of its page."""
         return f"How the {shown_target(self.target)} passes each layer"
 
-    def plot(self, query: int | str = -1, batch: int | None = None, *, ax: Any = None) -> Any:
-        """A matplotlib heat map, a row per layer and a column per route (extra ``plot``).
-
-        Args:
-            query, batch: as in `to_html`.
-            ax: draw here; None makes a figure of fitting size.
-
-        Returns:
-            The axes.
-
-        Raises:
-            InvalidInputError: no such query or prompt.
-            ImportError: matplotlib is not installed.
-        """
+    def _figure(self, k: int, query: int | str = -1, batch: int | None = None, *, ax: Any) -> Any:
         which, routes, values, _ = self._table(query, batch)
         title = self.heading
         if len(self.tokens) > 1:
             title = f"{title} · {which}"
         return figure.heat_map(values, self.layers, routes, title, ax, names=("layer", "route"))
 
-    def show(self, query: int | str = -1, batch: int | None = None) -> None:
-        """Display the matrix in a notebook; elsewhere print a row per layer and a column per route.
-
-        Every layer sums to the change. In print, the routes by the scale of a norm are a row below their layer's, in
-        the columns of the routes with the scale held.
+    def _print(self, k: int, query: int | str = -1, batch: int | None = None) -> None:
+        """A row per layer and a column per route; those by the scale of a norm are a row below their layer's, in the
+        columns of the routes with the scale held.
         """
-        if page.display_in_notebook(lambda: self.to_html(query, batch)):
-            return
         which, routes, values, total = self._table(query, batch)
         values[np.abs(values) < NOISE * np.abs(values).max(initial=0.0)] = 0.0
         columns = list(dict.fromkeys(route.removesuffix(SCALE) for route in routes))

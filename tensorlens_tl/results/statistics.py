@@ -11,7 +11,7 @@ RESAMPLES = 2000
 
 
 def bootstrap_interval(
-    values: Float[Tensor, "... unit"], level: float = 0.95, *, seed: int = 0, resamples: int = RESAMPLES
+    values: Float[Tensor, "... unit"], level: int | float = 0.95, *, seed: int = 0, resamples: int = RESAMPLES
 ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
     """Percentile bootstrap interval of the mean over units (prompts, splits); the same resamples for every row.
 
@@ -20,11 +20,16 @@ def bootstrap_interval(
     Returns:
         Lower and upper ends; NaN where fewer than two values are known, which say nothing of how they scatter.
 
+    Raises:
+        InvalidInputError: a level outside (0, 1).
+
     >>> from tensorlens_tl import evaluate
     >>> low, high = evaluate.bootstrap_interval(torch.arange(10.0))
     >>> bool(low < 4.5 < high)
     True
     """
+    if not isinstance(level, int | float) or not 0 < level < 1:
+        raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
     units = values.shape[-1]
     draws = torch.randint(units, (resamples, units), generator=torch.Generator().manual_seed(seed))
     counts = torch.zeros(resamples, units, dtype=torch.float64).scatter_add_(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields as dataclass_fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -18,20 +18,18 @@ from tensorlens_tl.drawing import figure, matrix, page
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import (
-    Entry,
     check_batch,
     largest,
     mean_title,
     panel,
     provenance_note,
-    query_row,
     shown_prompt,
     shown_query,
     shown_target,
     some_numbers,
 )
-from tensorlens_tl.results.means import both_provenances, mean_of, mean_queries, mean_words, refuse_ranked
-from tensorlens_tl.results.result import Bars, Result, axes_of, long_table
+from tensorlens_tl.results.means import refuse_ranked
+from tensorlens_tl.results.scores import Bars, Parts, QueryScores, axes_of, long_table
 from tensorlens_tl.results.statistics import bootstrap_interval
 from tensorlens_tl.results.targets import targets_of_queries
 
@@ -55,7 +53,7 @@ LONGEST = 80
 
 
 @dataclass(frozen=True, eq=False)
-class Terms(Result):
+class Terms(QueryScores):
     """Named parts of a logit before any final soft cap (or of a logit difference, or of any direction).
 
     Where `additive`, ``scores.sum(-1) + remainder == total`` up to `gap`. Total effects are not: what goes
@@ -144,22 +142,7 @@ class Terms(Result):
             raise InvalidInputError(f"no term {name!r}; there are {', '.join(self.names[:8])}, ….{near}")
         return self.scores[..., self.names.index(name)]
 
-    def __sub__(self, other: "Terms") -> "Terms":
-        """Each part's score less another result's: of another target, prompt, or model, at the same positions.
-
-        A part that one of the two lacks is zero there. Totals and remainders are subtracted likewise, so the parts sum
-        to the difference of the two totals where both results are additive.
-
-        Raises:
-            InvalidInputError: other positions, or no part of the same name.
-
-        >>> value, name = (tlens.circuits.logit_attribution(frozen, token) for token in (" value", " name"))
-        >>> both = tlens.circuits.logit_attribution(frozen, " value", " name")
-        >>> torch.allclose((value - name).total, both.total, atol=1e-4)
-        True
-        """
-        if not isinstance(other, Terms):
-            return NotImplemented
+    def _aligned(self: Kind, other: "Terms") -> tuple[Kind, "Terms"]:
         for what, first, second in (
             ("number of prompts", len(self.queries), len(other.queries)),
             ("number of tokens", self.mask.sum(1).tolist(), other.mask.sum(1).tolist()),
@@ -173,18 +156,17 @@ class Terms(Result):
                 "the same kind of part."
             )
         refuse_ranked(self.target, other.target)
-        first, second = (result._terms(low=None, high=None, counts=None) for result in (self, other))
+        soft_cap = self.soft_cap if self.soft_cap == other.soft_cap else None
+        plain = {"low": None, "high": None, "counts": None, "soft_cap": soft_cap}
+        first, second = (result._changed(**plain) for result in (self, other))
         if first.names != second.names:
             names = list(dict.fromkeys([*first.names, *second.names]))
-            first, second = (result._terms(keys=None).with_names(names) for result in (first, second))
-        return replace(
-            first,
-            **first._less(second, (*Terms.NUMBERS, "keys")),
-            target=f"{self.target} − {other.target}",
-            soft_cap=self.soft_cap if self.soft_cap == other.soft_cap else None,
-            labels={**other.labels, **self.labels},
-            provenance=both_provenances(self.provenance, other.provenance),
-        )
+            first, second = (result._changed(keys=None).with_names(names) for result in (first, second))
+        return replace(first, labels={**other.labels, **self.labels}), second
+
+    @classmethod
+    def _subtracted(cls) -> type:
+        return Terms
 
     def with_names(self: Kind, names: Sequence[str]) -> Kind:
         """With these parts in this order, of which those that it lacks are zero.
@@ -206,77 +188,21 @@ class Terms(Result):
             self, names=list(names), scores=spread(self.scores), keys=maybe(spread, self.keys), low=None, high=None
         )
 
-    def mean(self, *, level: int | float = 0.95) -> "Terms":
-        """The mean over prompts, as of one prompt, query by query, with an interval for every part; sums still hold.
+    def _changed(self, **fields: Any) -> "Terms":
+        """The same with other fields, as terms of no further kind: what these have besides is of single prompts."""
+        return Terms(**{field.name: getattr(self, field.name) for field in dataclass_fields(Terms)} | fields)
+
+    def _parts(self, query: int | str = -1, batch: int | None = None, *, names: str = "*") -> Parts:
+        """The parts of one query of one prompt, or of the mean over several.
 
         Args:
-            level: the confidence of the intervals, percentile bootstraps over prompts (`evaluate.bootstrap_interval`);
-                NaN of one prompt.
-
-        Returns:
-            Terms with `low`, `high` and `counts`: how many prompts have a query, such as the tenth token of each, which
-            shorter prompts lack. `to_dataframe` has them as columns.
-
-        Raises:
-            InvalidInputError: a level outside (0, 1).
-
-        >>> several = tlens.freeze(model, [text, "Set the name", "Raise an error"])
-        >>> tlens.circuits.logit_attribution(several, " the", by="head").mean().scores.shape[:2]
-        torch.Size([1, 1])
-        """
-        return self._terms(**self._mean(level, self.target))
-
-    def _mean(self, level: int | float, target: str) -> dict[str, Any]:
-        """The fields in which the mean over prompts differs from the whole."""
-        if not isinstance(level, int | float) or not 0 < level < 1:
-            raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
-        real = torch.take_along_dim(self.mask, self.queries, dim=1)
-        known = torch.where(real[..., None], self.scores.detach().double(), torch.nan).cpu()
-        low, high = bootstrap_interval(known.movedim(0, -1), level)
-        return {
-            **{name: maybe(partial(mean_of, real=real), getattr(self, name)) for name in self.NUMBERS},
-            "low": low[None],
-            "high": high[None],
-            "counts": real.sum(0)[None],
-            "keys": None,
-            "target": f"{target}, {mean_words(real)}",
-            **mean_queries(real),
-        }
-
-    def _terms(self, **changes: Any) -> "Terms":
-        """The same as terms of no further kind, some fields aside."""
-        return Terms(**{field.name: getattr(self, field.name) for field in fields(Terms)} | changes)
-
-    def query_row(self, query: int | str = -1, batch: int = 0) -> int:
-        """Where a query lies on the query axis: counted over the prompt's real queries, or named by its text.
-
-        Raises:
-            InvalidInputError: not among the held queries.
-        """
-        return query_row(self.queries, self.mask, self.tokens, query, batch)
-
-    def top(self, k: int = 10, query: int | str = -1, batch: int | None = None, *, names: str = "*") -> list[Entry]:
-        """The k parts of largest absolute score for one query, as `show` lists them.
-
-        Args:
-            k: how many.
-            query: which of the held queries, counted over the prompt's real ones, or a text.
-            batch: one prompt; None for the only one, or for the mean over several.
             names: of parts of such names only: ``"L*H*"`` are heads, ``"L3H*"`` those of one layer, ``"MLP*"`` MLPs.
-
-        Raises:
-            InvalidInputError: k below 1, or no such query.
-
-        >>> effects = tlens.circuits.logit_attribution(frozen, " value")
-        >>> len(effects.top(3))
-        3
         """
         if batch is None and len(self.tokens) > 1:
-            return self._of_query(query).mean().top(k, names=names)
-        batch = batch or 0
+            return self._of_query(query).mean()._parts(names=names)
+        row = self.scores[batch or 0, self.query_row(query, batch or 0)]
         indices = [i for i, name in enumerate(self.names) if fnmatchcase(name, names)]
-        row = self.scores[batch, self.query_row(query, batch)]
-        return largest(row[indices], [self.names[i] for i in indices], k, labels=self.labels)
+        return Parts(row[indices], [self.names[i] for i in indices], None, self.labels)
 
     def to_dataframe(self, *, keys: bool | None = None) -> "pd.DataFrame":
         """One line per score: batch, query, query_token, term, target, score; with `keys`, one per source's share.
@@ -325,16 +251,17 @@ class Terms(Result):
 
     # ------------------------------------------------------------------ showing
 
-    def _bars(self, k: int, query: int | str, batch: int) -> Bars:
-        """The k largest parts of one query and all others, and what they sum to."""
+    def _bars(self, k: int, query: int | str = -1, batch: int | None = None) -> Bars:
+        """The k largest parts of one query and all others, and what they sum to; of several prompts their means."""
+        if batch is None and len(self.tokens) > 1:
+            return self._mean_bars(k, query)
+        batch = batch or 0
         check_batch(batch, self.tokens)
         row = self.query_row(query, batch)
-        entries = self.top(k, query, batch)
-        lines = [(entry.labelled, entry.score) for entry in entries]
-        if self.additive:
-            scores = self.scores[batch, row].double()
-            rest = self._rest(scores, [self.names.index(entry.name) for entry in entries])
-            lines += [(name, float(scores[indices].sum())) for name, indices in rest.items()]
+        lines = [
+            (name, float(self.scores[batch, row, parts].double().sum()))
+            for name, parts in self._lines(k, batch, row).items()
+        ]
         if self.remainder is not None and bool(self.remainder[batch, row]):
             lines.append(("everything not listed", float(self.remainder[batch, row])))
         notes = [shown_query(self.queries, self.mask, self.tokens, row, batch)]
@@ -342,15 +269,42 @@ class Terms(Result):
         sums = [("total", total)]
         if not self.additive:  # a rule with a total below would look like a sum
             sums = []
-            left = len(self) - len(entries)
+            left = len(self) - len(lines)
             notes.append(f"effects on {number(total)}, which do not add up{f'; {left} more' if left else ''}")
+        by_token = BY_TOKEN if self.keys is not None else ""
         title = " · ".join(filter(None, [shown_target(self.target), *notes]))
-        if self.keys is not None:
-            notes.append(BY_TOKEN)
+        notes.append(by_token)
         if self.additive:
             notes.append(f"sums to the model's own number to {float(self.gap[batch, row]):.1e}")
         notes.append(provenance_note(self.provenance))
-        return Bars(title, lines, sums, heading=self.heading, notes=notes)
+        printed = " · ".join(filter(None, [title, by_token]))
+        return Bars(printed, lines, sums, heading=self.heading, notes=notes, figure_title=title)
+
+    def _mean_bars(self, k: int, query: int | str) -> Bars:
+        """The bars of the mean over prompts, each with its interval."""
+        every = self._of_query(query)
+        mean = every.mean()
+        bars = mean._bars(k)
+        scores = every.scores[:, 0].detach().double().cpu()
+        values = [scores[:, parts].sum(1) for parts in mean._lines(k, 0, 0).values()]
+        if len(bars.lines) > len(values):
+            values.append(every.remainder[:, 0].detach().double().cpu())
+        if bars.sums:
+            values.append(every.total[:, 0].detach().double().cpu())
+        low, high = bootstrap_interval(torch.stack(values))
+        intervals = list(zip(low.tolist(), high.tolist(), strict=True))
+        return replace(bars, figure_title=mean_title(self.target, len(scores)), intervals=intervals)
+
+    def _lines(self, k: int, batch: int, row: int) -> dict[str, list[int]]:
+        """The k largest parts of one query, and all others where they sum, by the name of their line."""
+        scores = self.scores[batch, row].double()
+        lines = {
+            entry.labelled: [self.names.index(entry.name)]
+            for entry in largest(scores, self.names, k, labels=self.labels)
+        }
+        if self.additive:
+            lines |= self._rest(scores, [part for parts in lines.values() for part in parts])
+        return lines
 
     def _rest(self, scores: Float[Tensor, "term"], shown: Sequence[int]) -> dict[str, list[int]]:
         """The parts that are not shown, by the name of their row.
@@ -378,23 +332,8 @@ class Terms(Result):
             return self
         rows = torch.tensor([self.query_row(query, prompt) for prompt in range(len(self.tokens))])[:, None]
         one = partial(_at_rows, rows=rows.to(self.queries.device))
-        values = {name: maybe(one, getattr(self, name)) for name in (*Terms.NUMBERS, "queries")}
-        return self._terms(**values, keys=None)
-
-    def to_html(
-        self, k: int = 15, query: int | str = -1, batch: int | None = None, *, title: str = "", style: bool = True
-    ) -> str:
-        """The k largest parts of one query as bars around zero; what they leave out, and their total, below.
-
-        Args:
-            k, query: as in `top`.
-            batch: one prompt; None for the only one, or for the mean over several.
-            title: above it; an own one by default.
-            style: whether the style sheet comes with it.
-        """
-        if batch is None and len(self.tokens) > 1:
-            return self._of_query(query).mean().to_html(k, title=title, style=style)
-        return self._bars(k, query, batch or 0).html(title=title, style=style)
+        values = {name: maybe(one, getattr(self, name)) for name in (*self.NUMBERS, "queries")}
+        return self._changed(**values, keys=None)
 
     def heads_to_html(self, query: int | str = -1, batch: int = 0, *, title: str = "", style: bool = True) -> str:
         """Terms of heads as a grid, a row per layer and a column per head, MLPs beside them; empty without any.
@@ -411,53 +350,13 @@ class Terms(Result):
         others.sort(key=lambda term: -abs(term[1]))
         beside = ", ".join(f"{name} {number(score)}" for name, score in others[:BESIDE])
         notes = [f"beside them: {beside}"] if beside else []
-        return panel(heading, matrix.head_grid(cells, heading), notes=notes, style=style)
+        grid = panel(heading, matrix.head_grid(cells, heading), notes=notes)
+        return page.head(grid) + grid if style else grid
 
     @property
     def heading(self) -> str:
         """The title of its page."""
         return f"What adds to {shown_target(self.target)}"
-
-    def plot(self, k: int = 15, query: int | str = -1, batch: int | None = None, *, ax: Any = None) -> Any:
-        """The k largest parts of one query as matplotlib bars (extra ``plot``); returns the axes.
-
-        Args:
-            k, query: as in `top`.
-            batch: one prompt; None for the only one, or for the mean over several with its 95 % bootstrap intervals.
-            ax: draw here; None makes a figure of fitting size.
-
-        Raises:
-            InvalidInputError: k below 1, or no such query or prompt.
-            ImportError: matplotlib is not installed.
-        """
-        if batch is None and len(self.tokens) > 1:
-            return self._mean_bars(k, query).draw(ax)
-        return self._bars(k, query, batch or 0).draw(ax)
-
-    def _mean_bars(self, k: int, query: int | str) -> Bars:
-        """The k parts of largest mean, all others in one line, and the total, each with its interval."""
-        chosen_query = self._of_query(query)
-        scores, total = (values[:, 0].detach().double().cpu() for values in (chosen_query.scores, chosen_query.total))
-        entries = largest(scores.mean(0), self.names, k, labels=self.labels)
-        chosen = [self.names.index(entry.name) for entry in entries]
-        columns = [scores[:, chosen]]
-        names = [entry.labelled for entry in entries]
-        if self.additive:
-            for name, indices in self._rest(scores.mean(0), chosen).items():
-                names.append(name)
-                columns.append(scores[:, indices].sum(1, keepdim=True))
-            left = total - scores.sum(1)
-            if bool(left.abs().max() > NOISE * total.abs().max()):
-                names.append("everything not listed")
-                columns.append(left[:, None])
-            columns.append(total[:, None])
-        values = torch.cat(columns, dim=1)
-        means = values.mean(0).tolist()
-        low, high = bootstrap_interval(values.mT)
-        sums = [("total", mean) for mean in means[len(names) :]]
-        intervals = list(zip(low.tolist(), high.tolist(), strict=True))
-        lines = list(zip(names, means[: len(names)], strict=True))
-        return Bars(mean_title(self.target, len(values)), lines, sums, intervals=intervals)
 
     def plot_heads(self, query: int | str = -1, batch: int | None = None, *, ax: Any = None) -> Any:
         """Heads and MLPs as a matplotlib heat map, a row per layer (extra ``plot``); returns the axes.
@@ -490,22 +389,6 @@ class Terms(Result):
         """The scores of heads and MLPs by layer and column."""
         named = {_cell(name): score for name, score in zip(self.names, scores.tolist(), strict=True)}
         return {cell: score for cell, score in named.items() if cell is not None}
-
-    def show(self, k: int = 10, query: int | str = -1, batch: int | None = None) -> None:
-        """Display the bars in a notebook; elsewhere print the k largest parts, all others in one line, and the total.
-
-        Args:
-            k, query, batch: as in `to_html`.
-        """
-        if page.display_in_notebook(lambda: self.to_html(k, query, batch)):
-            return
-        if batch is None and len(self.tokens) > 1:
-            self._of_query(query).mean().show(k)
-            return
-        bars = self._bars(k, query, batch or 0)
-        if self.keys is not None:
-            bars = replace(bars, title=f"{bars.title} · {BY_TOKEN}")
-        bars.print()
 
 
 def _at_rows(values: Shaped[Tensor, "batch query *term"], rows: Int[Tensor, "batch 1"]) -> Tensor:
@@ -596,7 +479,7 @@ class FeatureEdges(Terms):
             raise InvalidInputError(f"no edges into feature {feature}; there are {list(dict.fromkeys(self.features))}.")
         chosen = {name: getattr(self, name)[:, rows] for name in (*Terms.NUMBERS, "queries")}
         target = self.target.replace("pre-activations", f"pre-activation of F{feature}", 1)
-        return self._terms(**chosen, target=target, keys=None)
+        return self._changed(**chosen, target=target, keys=None)
 
     def to_dataframe(self, *, keys: bool | None = None) -> "pd.DataFrame":
         """One line per edge: batch, query, query_token, feature (the late one), term, target, score."""
@@ -641,23 +524,12 @@ class ModelChange(Terms):
             size = size + self.base.abs() + self.tuned.abs()
         return miss / size.clamp_min(torch.finfo(size.dtype).tiny)
 
-    def mean(self, *, level: float = 0.95) -> "ModelChange":
-        """The mean over prompts, as of one prompt; a term that a prompt lacks counts as zero there.
+    @property
+    def _short_target(self) -> str:
+        return self.target if len(self.target) <= LONGEST else "change of each prompt's number"
 
-        Args:
-            level: the confidence of the intervals in `low` and `high`, as in `Terms.mean`.
-
-        Raises:
-            InvalidInputError: a level outside (0, 1).
-
-        >>> change = tlens.compare_models(model, model, text, " value")
-        >>> change.mean().scores.shape == (1, 1, len(change))
-        True
-        """
-        target = self.target
-        if len(target) > LONGEST:
-            target = "change of each prompt's number"
-        return replace(self, **self._mean(level, target))
+    def _changed(self, **fields: Any) -> "ModelChange":
+        return replace(self, **fields)
 
     def summary(
         self, level: int | float = 0.95, *, query: int | str = -1, names: str = "*", seed: int = 0
@@ -686,8 +558,6 @@ class ModelChange(Terms):
         """
         import pandas as pd
 
-        if not 0 < level < 1:
-            raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
         columns = [column for column, name in enumerate(self.names) if fnmatchcase(name, names)]
         if not columns:
             raise InvalidInputError(f"names={names!r}: there are {', '.join(self.names[:8])}, …")
@@ -704,24 +574,18 @@ class ModelChange(Terms):
         by_size = frame["mean"].iloc[:-1].abs().sort_values(ascending=False, kind="stable").index
         return frame.loc[[*by_size, "total"]]
 
-    def __sub__(self, other: Terms) -> "ModelChange":
-        """Term by term; one that only one of the two has is zero in the other.
-
-        Raises:
-            InvalidInputError: other prompts' numbers, other kinds of terms, or no such result.
-        """
-        if not isinstance(other, ModelChange):
-            return NotImplemented
+    def _aligned(self, other: "ModelChange") -> tuple["ModelChange", "ModelChange"]:
         if self.by != other.by or self.queries.shape != other.queries.shape:
             raise InvalidInputError(
                 f"a - b: terms by {self.by!r} of {tuple(self.queries.shape)} prompts and queries, and by {other.by!r} "
                 f"of {tuple(other.queries.shape)}. Compare both by the same terms; for other prompts, their means."
             )
         names = list(dict.fromkeys([*self.names, *other.names]))
-        first, second = self.with_names(names), other.with_names(names)
-        target = self.target
-        if other.target != target:
-            target = f"{target} − {other.target}"
-        provenance = both_provenances(self.provenance, other.provenance)
-        differences = first._less(second, (*self.NUMBERS, "keys"))
-        return replace(first, **differences, target=target, provenance=provenance)
+        return self.with_names(names), other.with_names(names)
+
+    def _difference(self, other: str) -> str:
+        return self.target if other == self.target else super()._difference(other)
+
+    @classmethod
+    def _subtracted(cls) -> type:
+        return ModelChange
