@@ -182,8 +182,8 @@ def test_figures_tell_queries_keys_and_values_apart(circuit):
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["values", "queries", "keys"]
     names = {text.get_text() for text in axes.texts}
     assert names == set(circuit.to_networkx().nodes)
-    assert len(circuit.plot(most=5).patches) == 5
-    matrix = circuit.plot("matrix").images[0].get_array()
+    assert len(circuit.plot(k=5).patches) == 5
+    matrix = circuit.plot(kind="matrix").images[0].get_array()
     assert (matrix != 0).sum() == len(circuit)
 
 
@@ -215,8 +215,8 @@ def test_scores_that_are_no_numbers_are_null_or_refused(circuit, tmp_path):
         (lambda circuit, folder: circuit.export(folder / "none" / "a.html"), "there is no folder"),
         (lambda circuit, folder: circuit.to_circuit_tracer(""), "slug: empty"),
         (lambda circuit, folder: circuit.to_circuit_tracer(node_threshold=2), "node_threshold=2"),
-        (lambda circuit, folder: circuit.plot("tree"), "use 'graph' or 'matrix'"),
-        (lambda circuit, folder: circuit.to_html(0), "most=0"),
+        (lambda circuit, folder: circuit.plot(kind="tree"), "use 'graph' or 'matrix'"),
+        (lambda circuit, folder: circuit.to_html(0), "k=0"),
     ],
 )
 def test_what_cannot_be_written_is_refused(circuit, tmp_path, attempt, message):

@@ -134,7 +134,7 @@ def test_plots(result, model_named):
     matplotlib.use("Agg")
     assert len(result.plot().patches) == 3
     curves = evaluate.perturbation(model_named("bridge/gpt2"), some_tokens(2, 6), ["rollout", "alti"], fractions=THIRDS)
-    assert len(curves.plot("logit", ["alti"]).lines) == 1
+    assert len(curves.plot(metric="logit", methods=["alti"]).lines) == 1
     assert len(curves.to_dataframe()) == 3 * 2 * 2 * 4
 
 

@@ -153,7 +153,7 @@ def test_texts_and_other_dictionaries(model_named):
     made = circuits.feature_examples(model, dictionary, rows, None, k=2, promoted=3)
     for feature in (0, 11, 39):
         expected = literal(model, rows.tolist(), feature, dictionary=dictionary)[:2]
-        assert [entry.position for entry in made.top(2, feature)] == [at for _, _, at, _ in expected]
+        assert [entry.position for entry in made.top(2, feature=feature)] == [at for _, _, at, _ in expected]
     assert made.promoted.shape == (40, 3)
 
 
@@ -175,7 +175,7 @@ def test_pages_tables_and_files(demo_model, rows, tmp_path, capsys):
     reader.feed(made.only(357).to_html())
     assert "F357 · forms of <be>" in reader.words
     assert any(label.startswith("sizes of ") for label in reader.labels)
-    example = made.top(1, "F357")[0]
+    example = made.top(1, feature="F357")[0]
     assert f"{example.token} at {example.position} of row {int(made.rows[0, 0])}: {example.score:+.4g}" in reader.labels
     made.only(357).show(2)
     printed = " ".join(capsys.readouterr().out.split())
@@ -196,7 +196,7 @@ def test_pages_tables_and_files(demo_model, rows, tmp_path, capsys):
 
 def test_a_figure_of_sizes(examples):
     pytest.importorskip("matplotlib").use("Agg")
-    assert examples.plot("F156").get_title(loc="left") == "F156"
+    assert examples.plot(feature="F156").get_title(loc="left") == "F156"
     nothing = circuits.FeatureExamples(**vars(examples) | {"counts": torch.zeros_like(examples.counts)})
     with pytest.raises(tlens.InvalidInputError, match="active at no token"):
         nothing.plot()
@@ -209,7 +209,7 @@ def test_a_figure_of_sizes(examples):
     one = axes[0].figure.subplots()
     assert examples.plot(ax=one) is one
     assert one.get_title(loc="left") == f"{names[0]} · 1 of {len(examples)} features shown"
-    assert examples.plot(examples.features[active[0]], ax=one) is one
+    assert examples.plot(feature=examples.features[active[0]], ax=one) is one
     few = circuits.FeatureExamples(**vars(examples) | {"counts": examples.counts.clone()})
     few.counts[active[0]] = 0
     drawn = few.plot()
@@ -316,7 +316,7 @@ def test_bad_requests(demo_model, input, options, message):
 
 
 def test_bad_features_of_a_result(examples):
-    for call in (lambda: examples.only("F9"), lambda: examples.top(1, 9), lambda: examples.plot("F9")):
+    for call in (lambda: examples.only("F9"), lambda: examples.top(1, feature=9), lambda: examples.plot(feature="F9")):
         with pytest.raises(tlens.InvalidInputError, match=r"'F9'|feature 9.*there are F357"):
             call()
     with pytest.raises(tlens.InvalidInputError, match="name at least one"):

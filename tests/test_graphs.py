@@ -388,7 +388,7 @@ def test_what_cannot_be_written_is_refused(made, tmp_path):
         (lambda: made.export(tmp_path, "html"), "that is a folder"),
         (lambda: made.to_circuit_tracer(""), "slug"),
         (lambda: made.to_circuit_tracer(node_threshold=1.5), "node_threshold=1.5"),
-        (lambda: made.to_html(0), "most=0"),
+        (lambda: made.to_html(0), "k=0"),
     ]
     for call, message in cases:
         with pytest.raises(tlens.InvalidInputError, match=message):

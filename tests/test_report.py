@@ -539,5 +539,5 @@ def test_evaluations_at_their_limits():
     assert not re.search(r"(nan|inf)%|[ML](nan|inf)|nan nan", html)
     assert "–" in odd.to_markdown()
     for result in (odd, tlens.evaluate.Evaluation("t", values, odd.metrics, odd.methods, odd.units)):
-        axes = result.plot("m")
+        axes = result.plot(metric="m")
         axes.figure.canvas.draw()

@@ -314,7 +314,7 @@ def test_one_query_is_drawn_as_its_text():
     """Every token in its place, the query underlined, the colours' scale from zero where no score is negative."""
     pytest.importorskip("matplotlib").use("Agg")
     rollout = tlens.attribute(frozen(), method="rollout")
-    axes = rollout.plot(1, query=-1)
+    axes = rollout.plot(batch=1, query=-1)
     assert [text.get_text() for text in axes.texts] == rollout.tokens[1]
     assert len(axes.patches) == len(rollout.tokens[1])
     (line,) = axes.lines
@@ -345,9 +345,9 @@ def test_generated_tokens_are_the_rows_and_the_marks():
     for prompt in range(2):
         start, end = scored.options["generated"][prompt]
         tokens = scored.tokens[prompt][start:end]
-        rows = [label.get_text() for label in scored.plot(prompt).get_yticklabels()]
+        rows = [label.get_text() for label in scored.plot(batch=prompt).get_yticklabels()]
         assert rows == tokens
-        axes = scored.plot(prompt, query=1)
+        axes = scored.plot(batch=prompt, query=1)
         (underline,) = [line for line in axes.lines if line.get_linewidth() == 1]
         first = int(scored.mask[prompt].int().argmax())
         box = axes.patches[start + 1 - first]
@@ -467,7 +467,7 @@ def test_an_evaluation_has_a_panel_for_every_metric(tmp_path):
     best = str(bars.table().index[0])
     assert [every[0].get_yticklabels()[-1].get_text()] == [best]
     assert every[1].patches[-1].get_width() == pytest.approx(bars.mean(list(bars.metrics)[1], best))
-    assert bars.plot(list(bars.metrics)[1]).get_title(loc="left").startswith(list(bars.metrics)[1])
+    assert bars.plot(metric=list(bars.metrics)[1]).get_title(loc="left").startswith(list(bars.metrics)[1])
 
 
 def test_titles_break_in_no_token():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Num
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number, whole_slice
@@ -92,11 +92,6 @@ class Attribution(Scored):
         left_out: positions that `without` leaves out of pictures, tables and shares, one list per prompt.
     """
 
-    TENSORS: ClassVar = ("scores", "queries", "mask", "layers", "bias", "total", "gap", "stderr", "image")
-    FACTS: ClassVar = (
-        "tokens", "word_starts", "sides", "axes", "additive", "target", "method", "options", "provenance",
-    )  # fmt: skip
-    LATER_FACTS: ClassVar = ("special", "left_out")
     BY_PLACE: ClassVar = {"plot": ("batch",)}
 
     scores: Float[Tensor, "..."]
@@ -113,7 +108,7 @@ class Attribution(Scored):
     additive: bool = False
     word_starts: list[list[bool]] | None = None
     sides: list[list[str]] | None = None
-    image: Float[Tensor, "batch channel height width"] | None = None
+    image: Num[Tensor, "batch channel height width"] | None = None
     target: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
@@ -161,12 +156,6 @@ class Attribution(Scored):
         values["gap"] = relative_gap(scores, values["bias"], values["total"])
         attribution = cls(scores=scores, method=method, **values)
         return frozen.checked(attribution) if attribution.additive else attribution
-
-    def __post_init__(self) -> None:
-        try:
-            _check_fit(self)
-        except ValueError as error:
-            raise InvalidInputError(f"Attribution: {error}.") from None
 
     def __repr__(self) -> str:
         shape = ", ".join(f"{name}={size}" for name, size in zip(self.axes, self.scores.shape, strict=True))
@@ -436,7 +425,45 @@ class Attribution(Scored):
 
     @classmethod
     def _unpacked(cls, tensors: dict[str, Tensor], facts: dict[str, Any]) -> "Attribution":
-        return super()._unpacked(tensors, {"sides": None} | facts | {"axes": tuple(facts["axes"])})
+        return super()._unpacked(tensors, facts | {"axes": tuple(facts["axes"])})
+
+    def _axes(self) -> dict[str, list[str]]:
+        axes = super()._axes()
+        axes |= {name: list(self.axes) for name in ("scores", "stderr") if name in axes}
+        if self.layers is not None:
+            axes["layers"] = ["layer", "batch", *map(str, range(self.layers.ndim - 4)), "layer query", "key"]
+        return axes
+
+    def _misfit(self) -> str:
+        if not isinstance(self.scores, Tensor):
+            return f"scores are {type(self.scores).__name__}, not a tensor"
+        shape, axes = tuple(self.scores.shape), self.axes
+        if len(axes) != len(shape):
+            return f"scores have {len(shape)} axes, {shape}, but {len(axes)} are named, {axes}"
+        if len(set(axes)) != len(axes) or [axis for axis in axes if axis in AXES] != list(AXES):
+            return f"axes are {axes}; they must hold {', '.join(AXES)} once each, in this order"
+        if axes[0] != "batch":
+            return f"axes are {axes}; the first must be 'batch'"
+        batch, queries, keys = (shape[axes.index(axis)] for axis in AXES)
+        if self.queries.shape == (batch, 1) and queries == keys > 1:
+            return (
+                f"scores {shape} are of every query, but one query was named; name query='all', or pass that query's "
+                "scores"
+            )
+        wrong = super()._misfit()
+        if wrong:
+            return wrong
+        if bool(((self.queries < 0) | (self.queries >= keys)).any()):
+            return "queries lie outside the prompt"
+        for lines in filter(None, (self.tokens, self.word_starts, self.sides)):
+            if [len(line) for line in lines] != [keys] * batch:
+                return f"tokens are not {keys} for each of {batch} prompts"
+        for lines in filter(None, (self.special, self.left_out)):
+            if len(lines) != batch or not all(0 <= at < keys for line in lines for at in line):
+                return "special tokens, or those left out, are not positions of the prompts"
+        if not {side for line in self.sides or () for side in line} <= {"encoder", "decoder", ""}:
+            return "sides are neither 'encoder' nor 'decoder'"
+        return ""
 
     def __sub__(self, other: "Attribution") -> "Attribution":
         """Scores minus another's, of the same prompt, queries and weight processing; also of another model.
@@ -862,84 +889,3 @@ def _patches(tokens: Sequence[str]) -> tuple[list[int], int, int]:
         return [], 0, 0
     row, column = tokens[patches[-1]].removeprefix(PATCH).split(",")
     return patches, int(row) + 1, int(column) + 1
-
-
-FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-SHAPES: dict[str, tuple[tuple[str, ...] | None, tuple[torch.dtype, ...]]] = {
-    "scores": (None, FLOATING),
-    "queries": (("batch", "query"), (torch.int64, torch.int32)),
-    "mask": (("batch", "key"), (torch.bool,)),
-    "bias": (("batch", "query"), FLOATING),
-    "total": (("batch", "query"), FLOATING),
-    "gap": (("batch", "query"), FLOATING),
-    "stderr": (None, FLOATING),
-    "image": (("batch", "channel", "height", "width"), (*FLOATING, torch.uint8)),
-}
-"""The axes of each tensor of an Attribution (None: those of its scores), and the dtypes it may have."""
-
-
-def _check_fit(result: Attribution) -> None:
-    """Raise ValueError unless the parts of a result fit together, whether it was computed or read from a file."""
-    if not isinstance(result.scores, Tensor):
-        raise ValueError(f"scores are {type(result.scores).__name__}, not a tensor")
-    _check_axes(result)
-    _check_tensors(result)
-    _check_prompts(result)
-
-
-def _check_axes(result: Attribution) -> None:
-    shape = tuple(result.scores.shape)
-    axes = result.axes
-    if len(axes) != len(shape):
-        raise ValueError(f"scores have {len(shape)} axes, {shape}, but {len(axes)} are named, {axes}")
-    if len(set(axes)) != len(axes) or [axis for axis in axes if axis in AXES] != list(AXES):
-        raise ValueError(f"axes are {axes}; they must hold {', '.join(AXES)} once each, in this order")
-    if axes[0] != "batch":
-        raise ValueError(f"axes are {axes}; the first must be 'batch'")
-
-
-def _check_tensors(result: Attribution) -> None:
-    shape = tuple(result.scores.shape)
-    sizes = dict(zip(result.axes, shape, strict=True))
-    if result.queries.shape == (sizes["batch"], 1) and sizes["query"] == sizes["key"] > 1:
-        raise ValueError(
-            f"scores {shape} are of every query, but one query was named; name query='all', or pass that query's scores"
-        )
-    for name, (axes, dtypes) in SHAPES.items():
-        tensor = getattr(result, name)
-        if tensor is None:
-            continue
-        axes = axes or result.axes
-        expected = [sizes.get(axis, size) for axis, size in zip(axes, tensor.shape, strict=False)]
-        if len(axes) != tensor.ndim or expected != list(tensor.shape):
-            wanted = ", ".join(str(sizes.get(axis, axis)) for axis in axes)
-            raise ValueError(f"{name} is {tuple(tensor.shape)}, not [{wanted}]")
-        if tensor.dtype not in dtypes:
-            raise ValueError(f"{name} is of {tensor.dtype}")
-    layers = result.layers
-    if layers is not None and (*layers.shape[1:2], layers.shape[-1]) != (sizes["batch"], sizes["key"]):
-        raise ValueError(f"layers is {tuple(layers.shape)}, not [layer, {sizes['batch']}, …, {sizes['key']}]")
-    if bool(((result.queries < 0) | (result.queries >= sizes["key"])).any()):
-        raise ValueError("queries lie outside the prompt")
-
-
-def _check_prompts(result: Attribution) -> None:
-    """What is known of the prompts besides numbers: tokens, words and sides."""
-    batch, key = result.mask.shape
-    for lines in (result.tokens, result.word_starts, result.sides):
-        if lines is None:
-            continue
-        if len(lines) != batch or any(not isinstance(line, list | tuple) or len(line) != key for line in lines):
-            raise ValueError(f"tokens are not {key} for each of {batch} prompts")
-    for lines in (result.special, result.left_out):
-        if lines is not None and (len(lines) != batch or not all(0 <= at < key for line in lines for at in line)):
-            raise ValueError("special tokens, or those left out, are not positions of the prompts")
-    if not all(isinstance(token, str) for line in result.tokens for token in line):
-        raise ValueError("tokens are not text")
-    if not all(isinstance(start, bool) for line in result.word_starts or () for start in line):
-        raise ValueError("word_starts are not yes or no")
-    if not all(side in ("encoder", "decoder", "") for line in result.sides or () for side in line):
-        raise ValueError("sides are neither 'encoder' nor 'decoder'")
-    if not isinstance(result.options, dict) or not isinstance(result.provenance, dict):
-        raise ValueError("options or provenance are not tables")

@@ -26,7 +26,7 @@ from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
 from tensorlens_tl.results.benchmark import benchmark_fields, benchmark_json
-from tensorlens_tl.results.edge_names import ARROW, HEAD, TARGET, check_shape, kind_of, node_read_at, place
+from tensorlens_tl.results.edge_names import ARROW, HEAD, TARGET, kind_of, node_read_at, place
 from tensorlens_tl.results.entry import panel, provenance_note, shown_target
 from tensorlens_tl.results.exchange import SharedGraph
 from tensorlens_tl.results.result import array
@@ -62,6 +62,11 @@ class Circuit(SharedGraph):
         method: how the scores were computed.
     """
 
+    NAMES: ClassVar = {"source": "sources", "destination": "destinations"}
+    LOADABLE: ClassVar = ("", ".json", ".json.gz")
+    DRAWN: ClassVar = SHOWN_EDGES
+    BY_PLACE: ClassVar = {"plot": ("kind",)}
+
     sources: list[str]
     destinations: list[str]
     scores: Float[Tensor, "source destination"]
@@ -72,10 +77,10 @@ class Circuit(SharedGraph):
     provenance: dict[str, str] = field(default_factory=dict[str, str])
     method: str = ""
 
-    def __post_init__(self) -> None:
-        check_shape(self.sources, self.destinations, self.exists, self.scores, self.selection)
-        if bool((self.selection & ~self.exists).any()):
-            raise InvalidInputError("Circuit: its selection has a pair that is no edge.")
+    def _misfit(self) -> str:
+        return super()._misfit() or "its selection has a pair that is no edge" * bool(
+            (self.selection & ~self.exists).any()
+        )
 
     def __len__(self) -> int:
         return int(self.selection.sum())
@@ -93,10 +98,6 @@ class Circuit(SharedGraph):
     def nodes(self) -> list[str]:
         """The sources that an edge of it leads from."""
         return [name for name, used in zip(self.sources, self.selection.any(1).tolist(), strict=True) if used]
-
-    LOADABLE: ClassVar = ("", ".json", ".json.gz")
-    DRAWN: ClassVar = SHOWN_EDGES
-    BY_PLACE: ClassVar = {"plot": ("kind",)}
 
     @property
     def heading(self) -> str:

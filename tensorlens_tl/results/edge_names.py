@@ -8,11 +8,6 @@ input (``"embed"``), heads, MLPs. What reads are *destinations*: a head's querie
 
 import re
 import sys
-from collections.abc import Sequence
-
-from torch import Tensor
-
-from tensorlens_tl.errors import InvalidInputError
 
 ARROW = " → "
 TARGET = "target"
@@ -55,11 +50,3 @@ def kind_of(name: str) -> str:
     kinds = {"target": TARGET, "embedding": "embed", "head": HEAD, "mlp": r"MLP\d+|L\d+\.per_layer"}
     kinds["mixer"] = r"L\d+\.mixer"
     return next((kind for kind, pattern in kinds.items() if re.fullmatch(pattern, name)), "bias")
-
-
-def check_shape(sources: Sequence[str], destinations: Sequence[str], *matrices: Tensor) -> None:
-    """Raise `InvalidInputError` unless every matrix has a row for each source and a column for each destination."""
-    shape = (len(sources), len(destinations))
-    for values in matrices:
-        if tuple(values.shape) != shape:
-            raise InvalidInputError(f"edges: a matrix is {tuple(values.shape)}, not {shape} of sources, destinations.")

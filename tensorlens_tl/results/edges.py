@@ -13,7 +13,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import check_choice, nearest, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.circuit import Circuit
-from tensorlens_tl.results.edge_names import ARROW, TARGET, check_shape, node_read_at
+from tensorlens_tl.results.edge_names import ARROW, TARGET, node_read_at
 from tensorlens_tl.results.entry import check_batch, mean_title, provenance_note, shown_target
 from tensorlens_tl.results.means import prompts_in_words
 from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table
@@ -43,9 +43,7 @@ class EdgeScores(Scored):
         provenance: what they depend on besides the prompts, as of `Attribution`.
     """
 
-    TENSORS: ClassVar = ("scores", "exists", "clean", "corrupted", "by_position")
-    FACTS: ClassVar = ("sources", "destinations", "target", "method", "config")
-    LATER_FACTS: ClassVar = ("provenance",)
+    NAMES: ClassVar = {"source": "sources", "destination": "destinations"}
     DRAWN: ClassVar = 20
     BY_PLACE: ClassVar = dict.fromkeys(("to_html", "plot", "show", "top"), ("k", "batch"))
 
@@ -60,9 +58,6 @@ class EdgeScores(Scored):
     config: dict[str, Any] = field(default_factory=dict)
     by_position: Float[Tensor, "batch source destination pos"] | None = None
     provenance: dict[str, str] = field(default_factory=dict[str, str])
-
-    def __post_init__(self) -> None:
-        check_shape(self.sources, self.destinations, self.exists, next(iter(self.scores), self.scores))
 
     def __len__(self) -> int:
         return int(self.exists.sum())

@@ -65,9 +65,8 @@ class Evaluation(Result):
         skipped: methods left out because the model does not allow them, with their reasons.
     """
 
-    TENSORS: ClassVar = ("values", "curves", "axis")
+    NAMES: ClassVar = {"metric": "metrics", "method": "methods", "unit": "units"}
     BY_PLACE: ClassVar = {"plot": ("metric", "methods")}
-    FACTS: ClassVar = ("kind", "metrics", "methods", "units", "axis_name", "settings", "skipped")
 
     kind: str
     values: Float[Tensor, "metric method unit"]
@@ -85,10 +84,7 @@ class Evaluation(Result):
             value = getattr(self, name)
             if isinstance(value, Tensor):
                 object.__setattr__(self, name, value.cpu())
-        try:
-            self._check_fit()
-        except ValueError as error:
-            raise InvalidInputError(f"Evaluation: {error}.") from None
+        super().__post_init__()
 
     def __repr__(self) -> str:
         return (
@@ -388,28 +384,12 @@ class Evaluation(Result):
 
     # ------------------------------------------------------------------ parts
 
-    def _check_fit(self) -> None:
-        """Raise ValueError unless the parts fit together."""
-        if not all(isinstance(table, dict) for table in (self.metrics, self.settings, self.skipped)):
-            raise ValueError("metrics, settings or skipped are not tables")
-        if not self.metrics or any(better not in (True, False, None) for better in self.metrics.values()):
-            raise ValueError("metrics say neither True, False nor None")
-        for names in (self.methods, self.units, list(self.metrics), list(self.skipped.values()), [self.axis_name]):
-            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise ValueError("methods, units, metrics, reasons or axis_name are not text")
-        if not self.methods or not self.units or len(set(self.methods)) < len(self.methods):
-            raise ValueError("methods or units are none, or a method is there twice")
-        shape = (len(self.metrics), len(self.methods), len(self.units))
-        if tuple(self.values.shape) != shape:
-            raise ValueError(f"values is {tuple(self.values.shape)}, not {shape} of metrics, methods and units")
+    def _misfit(self) -> str:
+        if not self.metrics or not self.methods or not self.units or len(set(self.methods)) < len(self.methods):
+            return "metrics, methods or units are none, or a method is there twice"
         if (self.curves is None) != (self.axis is None):
-            raise ValueError("curves and axis go together")
-        if not all(t is None or t.is_floating_point() for t in (self.values, self.curves, self.axis)):
-            raise ValueError("values, curves or axis are not floating-point numbers")
-        if self.axis is not None and (self.axis.ndim != 1 or not len(self.axis)):
-            raise ValueError(f"axis is {tuple(self.axis.shape)}, not one row of steps")
-        if self.curves is not None and self.axis is not None and self.curves.shape != (*shape, *self.axis.shape):
-            raise ValueError(f"curves is {tuple(self.curves.shape)}, not {(*shape, *self.axis.shape)}")
+            return "curves and axis go together"
+        return super()._misfit()
 
     def only(self, *methods: str) -> "Evaluation":
         """Some of the methods.

@@ -48,13 +48,9 @@ class FeatureExamples(Scored):
         provenance: model name, class, TransformerLens version, weight processing, dtype.
     """
 
-    TENSORS: ClassVar = ("activations", "tokens", "rows", "positions", "counts", "promoted", "promotion")
     PRINTED: ClassVar = 5
     DRAWN: ClassVar = 20
     BY_PLACE: ClassVar = {"plot": ("feature",), "top": ("k", "feature")}
-    FACTS: ClassVar = (
-        "features", "labels", "texts", "before", "n_rows", "n_tokens", "dictionary", "hook", "edges", "provenance",
-    )  # fmt: skip
 
     features: list[int]
     labels: list[str]

@@ -58,10 +58,6 @@ class ContributionGraph(SharedGraph):
     """
 
     TENSORS: ClassVar = tuple(f"{table}.{column}" for table, columns in NUMBERS.items() for column in columns)
-    FACTS: ClassVar = ("target", "total", "constant", "gap", "soft_cap")
-    LATER_FACTS: ClassVar = (
-        "tokens", "token_ids", "n_layers", "d_vocab", "token_id", "probability", "provenance", "labels",
-    )  # fmt: skip
 
     DRAWN: ClassVar = SHOWN_EDGES
 

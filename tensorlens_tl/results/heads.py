@@ -7,10 +7,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.drawing import figure, matrix
-from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import check_batch, panel, provenance_note
 from tensorlens_tl.results.means import prompts_in_words
-from tensorlens_tl.results.scores import Bars, Parts, Scored, axes_of, long_table
+from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,21 +26,12 @@ class HeadScores(Scored):
         provenance: model name, class, TransformerLens version, weight processing, dtype, user-installed hooks.
     """
 
-    TENSORS: ClassVar = ("scores", "counts")
-    FACTS: ClassVar = ("target", "provenance")
     BY_PLACE: ClassVar = {"to_html": ("batch",), "plot": ("batch",), "show": ("k", "batch"), "top": ("k", "batch")}
 
     scores: Float[Tensor, "batch layer head"]
     counts: Int[Tensor, "batch"]
     target: str
     provenance: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.scores.ndim != 3 or self.counts.shape != self.scores.shape[:1]:
-            raise InvalidInputError(
-                f"HeadScores: scores are {tuple(self.scores.shape)} and counts {tuple(self.counts.shape)}, not "
-                "[batch, layer, head] and [batch]."
-            )
 
     def __repr__(self) -> str:
         prompts, layers, heads = self.scores.shape
@@ -61,7 +51,7 @@ class HeadScores(Scored):
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per prompt and head: batch, layer, head, target, score."""
-        axes = dict.fromkeys(axes_of(self, "scores"))
+        axes = dict.fromkeys(self._axes()["scores"])
         return long_table(self, self.scores, axes, real=self.scores.isfinite().cpu(), target=self.target)
 
     @property

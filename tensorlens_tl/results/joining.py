@@ -10,7 +10,6 @@ from torch.nn.functional import pad
 from tensorlens_tl.results.attribution import Attribution
 from tensorlens_tl.results.entry import MINUS, shown_target
 from tensorlens_tl.results.result import Result
-from tensorlens_tl.results.scores import axes_of
 from tensorlens_tl.results.targets import SEVERAL_TARGETS, TOKENS_OF_QUERIES, number_of
 from tensorlens_tl.results.terms import ModelChange
 
@@ -40,7 +39,7 @@ def joined(
     first: Any = parts[0]
     sizes: dict[str, int] = {}
     for part in parts:
-        for name, axes in _axes(part).items():
+        for name, axes in part._axes().items():
             for axis, size in zip(axes, getattr(part, name).shape, strict=True):
                 sizes[axis] = max(size, sizes.get(axis, 0))
     uneven = "query" in sizes and any(part.queries.shape[1] != sizes["query"] for part in parts)
@@ -63,17 +62,6 @@ def joined(
     return whole
 
 
-def _axes(part: Any) -> dict[str, list[str]]:
-    """The axes of every tensor that a result has; its positions are those of keys."""
-    axes: dict[str, Sequence[str]] = {name: axes_of(part, name) for name in part.TENSORS}
-    if isinstance(part, Attribution):
-        axes |= {"scores": part.axes, "stderr": part.axes}
-        inner = range(0 if part.layers is None else part.layers.ndim - 4)
-        axes["layers"] = ["layer", "batch", *(f"axis {number}" for number in inner), "layer query", "key"]
-    present = {name: names for name, names in axes.items() if getattr(part, name) is not None}
-    return {name: ["key" if axis == "pos" else axis for axis in names] for name, names in present.items()}
-
-
 def _tensor(parts: Sequence[Any], name: str, sizes: dict[str, int], order: torch.Tensor) -> torch.Tensor | None:
     """One tensor of every part, padded at the end of its axes, in the order of the prompts; None where one lacks it."""
     padded: list[torch.Tensor] = []
@@ -82,7 +70,7 @@ def _tensor(parts: Sequence[Any], name: str, sizes: dict[str, int], order: torch
         tensor = getattr(part, name)
         if tensor is None:
             return None
-        axes = _axes(part)[name]
+        axes = part._axes()[name]
         batch = axes.index("batch")
         missing = [0 if axis == "batch" else sizes[axis] - size for axis, size in zip(axes, tensor.shape, strict=True)]
         widths = [width for count in reversed(missing) for width in (0, count)]

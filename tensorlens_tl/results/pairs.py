@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 class SourceScores(Scored):
     """What sources give to one number of each prompt's attention; see `ScoreAttribution` and `ScoreChange`."""
 
-    LATER_FACTS: ClassVar = ("provenance",)
     BY_PLACE: ClassVar = dict.fromkeys(("to_html", "plot", "show", "top"), ("k", "batch"))
 
     names: list[list[str]]
@@ -103,9 +102,7 @@ class ScoreAttribution(SourceScores):
         provenance: what they depend on besides the prompts, as of `Attribution`.
     """
 
-    TENSORS: ClassVar = ("pairs", "query_sources", "key_sources", "bias", "total", "alibi", "relative")
-    FACTS: ClassVar = ("names", "by", "soft_cap", "rotary", "reading_error", "places")
-    BY_PLACE: ClassVar = SourceScores.BY_PLACE | {"to_html": ("batch",), "plot": ("batch",)}
+    BY_PLACE: ClassVar = {**SourceScores.BY_PLACE, "to_html": ("batch",), "plot": ("batch",)}
 
     pairs: Float[Tensor, "batch source_q source_k"]
     query_sources: Float[Tensor, "batch source_q"]
@@ -207,9 +204,6 @@ class ScoreChange(SourceScores):
         places: head, query and key of each prompt, in words.
         provenance: what they depend on besides the prompts, as of `Attribution`.
     """
-
-    TENSORS: ClassVar = ("query_sources", "key_sources", "constants", "total")
-    FACTS: ClassVar = ("names", "constant_names", "by", "of", "reading_error", "places")
 
     query_sources: Float[Tensor, "batch source"]
     key_sources: Float[Tensor, "batch source"]

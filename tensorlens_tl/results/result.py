@@ -53,16 +53,16 @@ class Result(Stored, ABC):
         """A long table, one line per score."""
 
     @abstractmethod
-    def _html(self, k: int) -> str:
-        """The picture, without the style that a page needs once."""
+    def _html(self, *args: Any, **choice: Any) -> str:
+        """The picture of k parts, without the style that a page needs once."""
 
     @abstractmethod
-    def _figure(self, k: int, *, ax: Any) -> Any:
-        """The figure for print."""
+    def _figure(self, *args: Any, **choice: Any) -> Any:
+        """The figure of k parts for print, drawn on `ax`."""
 
     @abstractmethod
-    def _print(self, k: int) -> None:
-        """Print the table."""
+    def _print(self, *args: Any, **choice: Any) -> None:
+        """Print the table of k parts."""
 
     def to_html(self, *k: Any, style: bool = True, **choice: Any) -> str:
         """The picture as an HTML fragment.
@@ -122,7 +122,7 @@ class Result(Stored, ABC):
             InvalidInputError: k below 1, or there is nothing of that name to choose.
         """
         places = self.BY_PLACE.get(name, ("k", "query", "batch"))
-        chosen = dict(zip(places, by_place, strict=False)) | choice
+        chosen: dict[str, Any] = {**dict(zip(places, by_place, strict=False)), **choice}
         for old in [*places[: len(by_place)], *self.RENAMED.keys() & choice]:
             now = self.RENAMED.get(old, old)
             if old != "k" and old in chosen:

@@ -22,7 +22,7 @@ from tensorlens_tl.results.entry import (
     some_numbers,
 )
 from tensorlens_tl.results.means import refuse_ranked
-from tensorlens_tl.results.scores import Parts, QueryScores, axes_of, long_table
+from tensorlens_tl.results.scores import Parts, QueryScores, long_table
 from tensorlens_tl.results.terms import Terms
 
 if TYPE_CHECKING:
@@ -76,10 +76,8 @@ class ChangeRoutes(QueryScores):
         provenance: what they depend on besides the prompts, as of `Attribution`.
     """
 
-    TENSORS: ClassVar = ("scores", "heads", "total", "queries", "mask")
-    FACTS: ClassVar = ("layers", "tokens", "target", "soft_cap")
-    LATER_FACTS: ClassVar = ("provenance",)
     NUMBERS: ClassVar = ("scores", "heads", "total")
+    NAMES: ClassVar = {"layer": "layers"}
     BY_PLACE: ClassVar = dict.fromkeys(("to_html", "plot", "show"), ("query", "batch"))
 
     layers: list[str]
@@ -151,10 +149,10 @@ class ChangeRoutes(QueryScores):
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per score: batch, query, query_token, layer, route, score."""
-        axes = dict.fromkeys(axes_of(self, "scores")) | {"layer": self.layers, "route": ROUTES}
+        axes = dict.fromkeys(self._axes()["scores"]) | {"layer": self.layers, "route": ROUTES}
         return long_table(self, self.scores, axes)
 
-    def _aligned(self, other: "ChangeRoutes") -> tuple["ChangeRoutes", "ChangeRoutes"]:
+    def _aligned(self, other: Any) -> tuple[Any, Any]:
         shapes = [(*result.heads.shape, result.queries.tolist()) for result in (self, other)]
         if shapes[0] != shapes[1]:
             raise InvalidInputError("a − b: routes of other prompts, queries, layers or heads; subtract their means.")

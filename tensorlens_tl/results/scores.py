@@ -2,9 +2,9 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -59,9 +59,9 @@ class Bars:
     intervals: Sequence[tuple[float, float]] = ()
     figure_title: str = ""
 
-    def html(self, title: str = "") -> str:
+    def html(self) -> str:
         """For a notebook or a page."""
-        return panel(title or self.heading or self.title, graphs.bars(self.lines, self.sums), notes=self.notes)
+        return panel(self.heading or self.title, graphs.bars(self.lines, self.sums), notes=self.notes)
 
     def draw(self, ax: Any) -> Any:
         """For print, on matplotlib's axes, which are returned."""
@@ -78,11 +78,11 @@ class Scored(Result):
     """A result whose parts have a score each; drawn as bars, the largest first, where its class shows nothing else."""
 
     @abstractmethod
-    def _parts(self) -> Parts:
+    def _parts(self, *args: Any, **choice: Any) -> Parts:
         """All parts of what is chosen."""
 
-    def _bars(self, k: int) -> Bars:
-        """What is drawn of the k largest parts."""
+    def _bars(self, *args: Any, **choice: Any) -> Bars:
+        """What is drawn of the k largest parts, of a result that is drawn as bars."""
         raise NotImplementedError
 
     def top(self, *k: Any, **choice: Any) -> list[Entry]:
@@ -103,20 +103,24 @@ class Scored(Result):
         parts = self._parts(**chosen)
         return largest(parts.scores, parts.names, count, parts.positions, parts.labels)
 
-    def _html(self, k: int, *, title: str = "", **choice: Any) -> str:
-        return self._bars(k, **choice).html(title)
+    def _html(self, *args: Any, **choice: Any) -> str:
+        return self._titled_bars(**choice).html()
 
-    def _figure(self, k: int, *, ax: Any, **choice: Any) -> Any:
-        return self._bars(k, **choice).draw(ax)
+    def _figure(self, *args: Any, **choice: Any) -> Any:
+        ax = choice.pop("ax")
+        return self._titled_bars(**choice).draw(ax)
 
-    def _print(self, k: int, **choice: Any) -> None:
-        self._bars(k, **choice).print()
+    def _print(self, *args: Any, **choice: Any) -> None:
+        self._titled_bars(**choice).print()
+
+    def _titled_bars(self, title: str = "", **choice: Any) -> Bars:
+        """The bars, with a title of the caller's where there is one."""
+        bars = self._bars(**choice)
+        return replace(bars, title=title, heading=title, figure_title=title) if title else bars
 
     def _choices(self, hook: Callable[..., Any]) -> list[str]:
         names = super()._choices(hook)
-        if "choice" in names:  # what is chosen of the bars
-            names = [*super()._choices(self._bars), *names[1:-1]]
-        return names
+        return [*super()._choices(self._bars), "title"] if "choice" in names else names
 
 
 class QueryScores(Scored):
@@ -196,7 +200,8 @@ class QueryScores(Scored):
 
     def _changed(self: Kind, **fields: Any) -> Kind:
         """The same with other fields, which are of no single prompt."""
-        return replace(self, **fields)
+        result: Any = self
+        return replace(result, **fields)
 
     @property
     def _short_target(self) -> str:
@@ -204,7 +209,7 @@ class QueryScores(Scored):
         return self.target
 
     @abstractmethod
-    def _aligned(self: Kind, other: Any) -> tuple[Kind, Kind]:
+    def _aligned(self, other: Any) -> tuple[Any, Any]:
         """This result and another one with the same parts in the same order.
 
         Raises:
@@ -304,11 +309,3 @@ def long_table(
         table[name] = column
     table["score"] = values.detach().double().cpu().reshape(-1).numpy()
     return pd.DataFrame(table).loc[lines].reset_index(drop=True)
-
-
-def axes_of(result: Any, name: str) -> tuple[str, ...]:
-    """The names of the axes of one of a result's tensors, as its annotation has them."""
-    (annotation,) = (field.type for field in fields(result) if field.name == name)
-    kinds: list[Any] = [annotation, *get_args(annotation)]
-    (shaped,) = (kind for kind in kinds if hasattr(kind, "dim_str"))
-    return tuple(shaped.dim_str.split())

@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
@@ -25,16 +25,71 @@ LOADABLE = ("", ".safetensors")
 Result = TypeVar("Result", bound="Stored")
 
 
+class FieldNames:
+    """The names of a class' fields, of those that are chosen: its tensors, say."""
+
+    def __init__(self, is_chosen: Callable[[Field[Any]], bool]) -> None:
+        self.is_chosen = is_chosen
+
+    def __get__(self, result: Any, kind: Any) -> tuple[str, ...]:
+        every = fields(kind) if is_dataclass(kind) else ()
+        return tuple(field.name for field in every if self.is_chosen(field))
+
+
+def _shaped(field: Field[Any]) -> Any:
+    """The annotation of a field that is a tensor, with the names of its axes; None of any other."""
+    kinds = [field.type, *get_args(field.type)]
+    return next((kind for kind in kinds if hasattr(kind, "dim_str")), None)
+
+
+def _can_lack(field: Field[Any]) -> bool:
+    return field.default is not MISSING or field.default_factory is not MISSING
+
+
 class Stored:
     """A result that one safetensors file can hold: `save` writes it, `load` reads it back.
 
-    A class names the fields that are tensors and those that JSON holds; the others must have defaults.
+    Its tensors and facts are its fields. Files may lack those that have defaults, as earlier versions' do.
     """
 
-    TENSORS: ClassVar[tuple[str, ...]] = ()
-    FACTS: ClassVar[tuple[str, ...]] = ()
-    LATER_FACTS: ClassVar[tuple[str, ...]] = ()
-    """Facts that files of earlier versions lack; their fields have defaults."""
+    TENSORS: ClassVar[Any] = FieldNames(lambda field: _shaped(field) is not None)
+    """The fields that are tensors."""
+    FACTS: ClassVar[Any] = FieldNames(lambda field: _shaped(field) is None and not _can_lack(field))
+    """Those that JSON holds."""
+    LATER_FACTS: ClassVar[Any] = FieldNames(lambda field: _shaped(field) is None and _can_lack(field))
+    """Those of them that files may lack."""
+    NAMES: ClassVar[Mapping[str, str]] = {}
+    """The field that names the places on an axis of the tensors, by axis."""
+
+    def __post_init__(self) -> None:
+        wrong = self._misfit()
+        if wrong:
+            raise InvalidInputError(f"{type(self).__name__}: {wrong}.")
+
+    def _misfit(self) -> str:
+        """What of this result does not fit together, computed or read from a file; an empty text where all does."""
+        wrong = self._wrong_facts({name: getattr(self, name) for name in (*self.FACTS, *self.LATER_FACTS)})
+        if wrong:
+            return wrong
+        sizes = {axis: len(getattr(self, names)) for axis, names in self.NAMES.items()}
+        dtypes = {field.name: _shaped(field).dtypes for field in fields(self) if field.name in self.TENSORS}  # pyright: ignore
+        for name, axes in self._axes().items():
+            tensor = getattr(self, name)
+            if not isinstance(tensor, Tensor):
+                return f"{name} is a {type(tensor).__name__}, not a tensor"
+            expected = [sizes.setdefault(axis, size) for axis, size in zip(axes, tensor.shape, strict=False)]
+            if len(axes) != tensor.ndim or expected != list(tensor.shape):
+                wanted = ", ".join(str(sizes.get(axis, axis)) for axis in axes)
+                return f"{name} is {tuple(tensor.shape)}, not [{wanted}]"
+            if str(tensor.dtype).removeprefix("torch.") not in dtypes[name]:
+                return f"{name} is of {tensor.dtype}"
+        return ""
+
+    def _axes(self) -> dict[str, list[str]]:
+        """The names of the axes of each of its tensors, as their annotations have them; positions are those of keys."""
+        annotated = {field.name: _shaped(field).dim_str.split() for field in fields(self) if field.name in self.TENSORS}  # pyright: ignore
+        present = {name: axes for name, axes in annotated.items() if getattr(self, name) is not None}
+        return {name: ["key" if axis == "pos" else axis for axis in axes] for name, axes in present.items()}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write to one safetensors file (facts as JSON metadata, never pickle); replaces an old file in one step.
@@ -96,7 +151,8 @@ def _allowed(value: Any, annotation: Any) -> bool:
     if origin in (list, tuple, Sequence):
         return isinstance(value, list | tuple) and all(_allowed(item, arguments[0]) for item in value)
     if origin in (dict, Mapping):
-        return isinstance(value, Mapping)
+        of_items = (*arguments, Any, Any)[1]
+        return isinstance(value, Mapping) and all(_allowed(item, of_items) for item in value.values())
     if origin is float:
         return isinstance(value, int | float)
     if origin in (str, bool, int, NoneType):

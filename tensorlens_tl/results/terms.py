@@ -29,7 +29,7 @@ from tensorlens_tl.results.entry import (
     some_numbers,
 )
 from tensorlens_tl.results.means import refuse_ranked
-from tensorlens_tl.results.scores import Bars, Parts, QueryScores, axes_of, long_table
+from tensorlens_tl.results.scores import Bars, Parts, QueryScores, long_table
 from tensorlens_tl.results.statistics import bootstrap_interval
 from tensorlens_tl.results.targets import targets_of_queries
 
@@ -78,11 +78,8 @@ class Terms(QueryScores):
         provenance: what they depend on besides the prompts, as of `Attribution`.
     """
 
-    TENSORS: ClassVar = ("scores", "total", "remainder", "queries", "mask", "keys", "low", "high", "counts")
-    FACTS: ClassVar = ("names", "tokens", "target", "soft_cap")
-    LATER_FACTS: ClassVar = ("labels", "provenance")
     NUMBERS: ClassVar = ("scores", "total", "remainder")
-    """What is averaged over prompts, and subtracted of two results, beside `keys`."""
+    NAMES: ClassVar = {"term": "names"}
 
     names: list[str]
     scores: Float[Tensor, "batch query term"]
@@ -99,11 +96,6 @@ class Terms(QueryScores):
     counts: Int[Tensor, "batch query"] | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     provenance: dict[str, str] = field(default_factory=dict[str, str])
-
-    def __post_init__(self) -> None:
-        shape = (*self.queries.shape, len(self.names))
-        if tuple(self.scores.shape) != shape:
-            raise InvalidInputError(f"{type(self).__name__}: scores are {tuple(self.scores.shape)}, not {shape}.")
 
     @property
     def additive(self) -> bool:
@@ -142,7 +134,7 @@ class Terms(QueryScores):
             raise InvalidInputError(f"no term {name!r}; there are {', '.join(self.names[:8])}, ….{near}")
         return self.scores[..., self.names.index(name)]
 
-    def _aligned(self: Kind, other: "Terms") -> tuple[Kind, "Terms"]:
+    def _aligned(self, other: Any) -> tuple[Any, Any]:
         for what, first, second in (
             ("number of prompts", len(self.queries), len(other.queries)),
             ("number of tokens", self.mask.sum(1).tolist(), other.mask.sum(1).tolist()),
@@ -241,7 +233,7 @@ class Terms(QueryScores):
             bound = getattr(self, name)
             if bound is not None and not keys:
                 columns[name] = bound.double().cpu()
-        axes = dict.fromkeys(axes_of(self, "keys" if keys else "scores")) | {"term": self.names}
+        axes = dict.fromkeys(self._axes()["keys" if keys else "scores"]) | {"term": self.names}
         frame = long_table(self, values, axes, **columns)
         if keys:  # parts that belong to no source token: a line of their own, so that the lines still sum
             whole = self.to_dataframe(keys=False)
@@ -287,7 +279,7 @@ class Terms(QueryScores):
         bars = mean._bars(k)
         scores = every.scores[:, 0].detach().double().cpu()
         values = [scores[:, parts].sum(1) for parts in mean._lines(k, 0, 0).values()]
-        if len(bars.lines) > len(values):
+        if every.remainder is not None and len(bars.lines) > len(values):
             values.append(every.remainder[:, 0].detach().double().cpu())
         if bars.sums:
             values.append(every.total[:, 0].detach().double().cpu())
@@ -445,9 +437,6 @@ class Paths(Terms):
             come from a pull of their own, so `gap` measures the listed paths against them.
     """
 
-    TENSORS: ClassVar = (*Terms.TENSORS, "orders")
-    FACTS: ClassVar = (*Terms.FACTS, "nodes")
-
     nodes: Sequence[Sequence[str]] = ()
     orders: Float[Tensor, "batch order"] | None = None
 
@@ -463,8 +452,6 @@ class FeatureEdges(Terms):
     Attributes:
         features: which late feature each row is about; where it is asked about is in `queries`.
     """
-
-    FACTS: ClassVar = (*Terms.FACTS, "features")
 
     features: Sequence[int] = ()
 
@@ -502,8 +489,6 @@ class ModelChange(Terms):
         by: what a term is.
     """
 
-    TENSORS: ClassVar = (*Terms.TENSORS, "base", "tuned")
-    FACTS: ClassVar = (*Terms.FACTS, "by")
     NUMBERS: ClassVar = (*Terms.NUMBERS, "base", "tuned")
 
     base: Float[Tensor, "batch query"] | None = None
@@ -574,7 +559,7 @@ class ModelChange(Terms):
         by_size = frame["mean"].iloc[:-1].abs().sort_values(ascending=False, kind="stable").index
         return frame.loc[[*by_size, "total"]]
 
-    def _aligned(self, other: "ModelChange") -> tuple["ModelChange", "ModelChange"]:
+    def _aligned(self, other: Any) -> tuple[Any, Any]:
         if self.by != other.by or self.queries.shape != other.queries.shape:
             raise InvalidInputError(
                 f"a - b: terms by {self.by!r} of {tuple(self.queries.shape)} prompts and queries, and by {other.by!r} "
