@@ -58,6 +58,7 @@ class ContributionGraph(SharedGraph):
     """
 
     TENSORS: ClassVar = tuple(f"{table}.{column}" for table, columns in NUMBERS.items() for column in columns)
+    FACTS: ClassVar = ("target", "total", "constant", "gap")
 
     DRAWN: ClassVar = SHOWN_EDGES
 

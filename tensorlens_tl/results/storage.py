@@ -72,7 +72,7 @@ class Stored:
         if wrong:
             return wrong
         sizes = {axis: len(getattr(self, names)) for axis, names in self.NAMES.items()}
-        dtypes = {field.name: _shaped(field).dtypes for field in fields(self) if field.name in self.TENSORS}  # pyright: ignore
+        dtypes = {name: shaped.dtypes for name, shaped in self._shapes().items()}
         for name, axes in self._axes().items():
             tensor = getattr(self, name)
             if not isinstance(tensor, Tensor):
@@ -87,9 +87,14 @@ class Stored:
 
     def _axes(self) -> dict[str, list[str]]:
         """The names of the axes of each of its tensors, as their annotations have them; positions are those of keys."""
-        annotated = {field.name: _shaped(field).dim_str.split() for field in fields(self) if field.name in self.TENSORS}  # pyright: ignore
-        present = {name: axes for name, axes in annotated.items() if getattr(self, name) is not None}
-        return {name: ["key" if axis == "pos" else axis for axis in axes] for name, axes in present.items()}
+        present = {name: shaped for name, shaped in self._shapes().items() if getattr(self, name) is not None}
+        return {name: shaped.dim_str.replace("pos", "key").split() for name, shaped in present.items()}
+
+    @classmethod
+    def _shapes(cls) -> dict[str, Any]:
+        """The annotations of its tensors, with the names of their axes."""
+        every = {field.name: _shaped(field) for field in fields(cls)}  # pyright: ignore[reportArgumentType]
+        return {name: shaped for name, shaped in every.items() if shaped is not None}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write to one safetensors file (facts as JSON metadata, never pickle); replaces an old file in one step.
@@ -180,7 +185,9 @@ def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor]
     if not path.parent.is_dir():
         raise InvalidInputError(f"save: cannot write {path}, there is no folder {path.parent}.")
     # clones: safetensors refuses tensors that share memory
-    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    copies = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }
     text = json.dumps(tagged(facts))
     metadata = {
         "format": f"tensorlens_tl.{kind}", "version": str(FORMAT_VERSION), "facts": text,
