@@ -39,7 +39,7 @@ from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import DictionaryWeights, Rule, read_dictionary
 from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.inputs import one_query
-from tensorlens_tl.results import Entry, Parts, Scored, check_batch, panel, provenance_note
+from tensorlens_tl.results import Entry, Parts, Scored, check_batch
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -510,8 +510,7 @@ class Features(Scored):
         if rows:
             parts = [matrix.matrix(rows, tokens, plane, label=self.heading, corner="feature ↓ token →")]
         notes = [self._which(query, batch), f"{self.explained:.1%} of the variance is explained"]
-        notes.append(provenance_note(self.frozen.provenance()))
-        return panel(self.heading, *parts, notes=notes)
+        return self._panel(*parts, notes=notes)
 
     def _figure(self, k: int, query: int | str = -1, batch: int = 0, *, ax: Any) -> Any:
         """The same matrix."""

@@ -7,8 +7,6 @@ from tensorlens_tl.results.edges import CHOICES as CHOICES, EdgeScores
 from tensorlens_tl.results.entry import (
     Entry,
     check_batch as check_batch,
-    panel as panel,
-    provenance_note as provenance_note,
 )
 from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
 from tensorlens_tl.results.feature_examples import FeatureExamples

@@ -29,17 +29,13 @@ from tensorlens_tl.results.entry import (
     MINUS,
     Entry,
     check_batch,
-    panel,
-    provenance_note,
-    query_row,
     shown_prompt,
-    shown_query,
     shown_target,
     with_others,
 )
-from tensorlens_tl.results.means import both_provenances, refuse_ranked
+from tensorlens_tl.results.means import refuse_ranked
 from tensorlens_tl.results.result import array
-from tensorlens_tl.results.scores import Parts, Scored
+from tensorlens_tl.results.scores import Parts, QueryScores
 from tensorlens_tl.results.targets import (
     OF_GENERATED,
     TOKENS_OF_QUERIES,
@@ -66,7 +62,7 @@ MOST_PROMPTS = 8
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Attribution(Scored):
+class Attribution(QueryScores):
     """What every method returns.
 
     Attributes:
@@ -92,6 +88,7 @@ class Attribution(Scored):
         left_out: positions that `without` leaves out of pictures, tables and shares, one list per prompt.
     """
 
+    NUMBERS: ClassVar = ("scores", "layers", "bias", "total")
     BY_PLACE: ClassVar = {"plot": ("batch",)}
 
     scores: Float[Tensor, "..."]
@@ -465,69 +462,43 @@ class Attribution(Scored):
             return "sides are neither 'encoder' nor 'decoder'"
         return ""
 
-    def __sub__(self, other: "Attribution") -> "Attribution":
-        """Scores minus another's, of the same prompt, queries and weight processing; also of another model.
-
-        Provenance is that of the first; what differs in the other stands beside it, as ``"second model"``.
-        Where both are additive, `gap` is measured again: how far the differences are from summing to the difference of
-        the totals.
-
-        Only logit differences are invariant to folding and centring, so mixed processing is refused.
+    def _aligned(self, other: Any) -> tuple[Any, Any]:
+        """Of the same prompt, queries and weight processing: only logit differences are invariant to folding and
+        centring.
         """
-        if not isinstance(other, Attribution):
-            return NotImplemented
+        processing = [result.provenance.get("weight_processing") for result in (self, other)]
         for name, left, right in (
             ("tokens", self.tokens, other.tokens),
             ("axes", self.axes, other.axes),
             ("queries", self.queries.tolist(), other.queries.tolist()),
+            (f"weight processing ({processing[0]!r} and {processing[1]!r})", *processing),
         ):
             if left != right:
                 raise InvalidInputError(f"difference: the two differ in {name}; compare like with like.")
         tokens = [of.options.get(name) for of in (self, other) for name in ("target", "minus")]
         refuse_ranked(self.target, other.target, *tokens)
-        left, right = (attribution.provenance.get("weight_processing") for attribution in (self, other))
-        if left != right:
-            raise InvalidInputError(
-                f"difference: the two differ in weight processing ({left!r} and {right!r}); compare like with like."
-            )
-        additive = self.additive and other.additive
-        differences = self._less(other, ("scores", "layers", "bias", "total"))
-        if not additive:
-            differences["total"] = None
-        method = self.method
-        if method != other.method:
-            method = f"{self.method} − {other.method}"
-        gap = None
-        scores, bias, total = (differences[part] for part in ("scores", "bias", "total"))
-        if additive and scores is not None and bias is not None and total is not None:
-            gap = relative_gap(scores, bias, total)
-        target = f"{self.target} − {other.target}"
+        changes: dict[str, Any] = {"additive": self.additive and other.additive, "gap": None, "stderr": None}
+        changes["method"] = " − ".join(dict.fromkeys((self.method, other.method)))
+        changes["options"] = {"left": self.options, "right": other.options}
+        if not changes["additive"]:
+            changes["total"] = None
+        return replace(self, **changes), other
+
+    def _difference(self, other: Any) -> str:
         if self.target == other.target and self.provenance != other.provenance:
-            target = f"change of the {self.target or 'scores'}"
-        return replace(
-            self,
-            **differences,
-            gap=gap,
-            stderr=None,
-            additive=additive,
-            target=target,
-            method=method,
-            provenance=both_provenances(self.provenance, other.provenance),
-            options={"left": self.options, "right": other.options},
-        )
+            return f"change of the {self.target or 'scores'}"
+        return super()._difference(other)
+
+    def __sub__(self, other: Any) -> "Attribution":
+        less = super().__sub__(other)
+        if less is NotImplemented or not less.additive or less.bias is None or less.total is None:
+            return less
+        return replace(less, gap=relative_gap(less.scores, less.bias, less.total))
 
     # ------------------------------------------------------------------ showing
 
-    def query_row(self, query: int | str = -1, batch: int = 0) -> int:
-        """Where a query lies on the query axis: counted over the prompt's real queries, or named by its text.
-
-        A query is named by its token; of generated text by the token that it explains.
-
-        Raises:
-            InvalidInputError: not among the held queries.
-        """
-        check_batch(batch, self.tokens)
-        return query_row(self.queries, self.mask, self.tokens, query, batch, explained_positions(self, batch))
+    def _explained(self, batch: int) -> list[list[int]]:
+        return explained_positions(self, batch)
 
     @property
     def heading(self) -> str:
@@ -578,7 +549,7 @@ class Attribution(Scored):
         parts = [self._prompt_html(prompt) for prompt in prompts]
         if left:
             parts.append(f'<div class="n">{left} more prompts: to_html(batch={MOST_PROMPTS}) …</div>')
-        return panel(self.describe(), *parts, notes=[provenance_note(self.provenance)])
+        return self._panel(*parts)
 
     def _print(self, k: int, query: int | str = -1, batch: int | None = None) -> None:
         """A table of one query's top tokens, of one prompt, or (None) of the first few."""
@@ -621,7 +592,7 @@ class Attribution(Scored):
             sides += [""] * (len(rows) - len(entries))
             rows = [(*row[:2], side, row[2]) for row, side in zip(rows, sides, strict=True)]
             sums = [(*line[:2], "", line[2]) for line in sums]
-        which = shown_query(self.queries, self.mask, self.tokens, row, batch, explained_positions(self, batch))
+        which = self._which(batch, row)
         if self.queries.shape[1] > 1:
             which += "; show(query=...) shows another"
         title = " · ".join(filter(None, [self.describe(batch, row), which]))
@@ -647,7 +618,7 @@ class Attribution(Scored):
         plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
         tokens = list(keys.values())
         if len(rows) > 1:
-            labels = [self.tokens[batch][self._explained(batch, row)[-1]] for row in rows]
+            labels = [self.tokens[batch][self._explained(batch)[row][-1]] for row in rows]
             names = ("query", "source token")
             if self._is_generated():
                 names = ("generated token", "source token")
@@ -661,7 +632,7 @@ class Attribution(Scored):
             title = self._strip_title(batch, rows[0])
             return figure.heat_map(square, labels[:height], labels[:width], title, ax, values, names)
         columns = {position: column for column, position in enumerate(keys)}
-        marked = [columns[position] for position in self._explained(batch, rows[0]) if position in columns]
+        marked = [columns[position] for position in self._explained(batch)[rows[0]] if position in columns]
         first = None
         if self._is_generated():
             first = columns[self.options["generated"][batch][0]]
@@ -688,14 +659,10 @@ class Attribution(Scored):
     def _is_generated(self) -> bool:
         return set(OF_GENERATED) <= set(self.options)
 
-    def _explained(self, batch: int, row: int) -> list[int]:
-        """The positions of the tokens that a row of scores is about: the query, or what was generated."""
-        return explained_positions(self, batch)[row]
-
     def _strip_title(self, batch: int, row: int) -> str:
         notes = [self.describe(batch, row)]
         if self._is_generated():
-            text = joined([self.tokens[batch][position] for position in self._explained(batch, row)])
+            text = joined([self.tokens[batch][position] for position in self._explained(batch)[row]])
             if repr(text) not in notes[0]:
                 notes.append(f"of {text!r}")
         notes.append(shown_prompt(batch, len(self.tokens)))
@@ -718,16 +685,15 @@ class Attribution(Scored):
     def _shown(self, batch: int) -> tuple[dict[int, str], list[int]]:
         """Real source tokens by position, and the rows of real queries."""
         check_batch(batch, self.tokens)
-        mask = self.mask[batch].tolist()
         keys = {position: self.tokens[batch][position] for position in self.listed(batch)}
-        return keys, [row for row, position in enumerate(self.queries[batch].tolist()) if mask[position]]
+        return keys, self._real_rows(batch)
 
     def _prompt_html(self, batch: int) -> str:
         if self._is_generated():
             return self._generated_html(batch)
         keys, rows = self._shown(batch)
         positions = self.queries[batch].tolist()
-        named = [self._explained(batch, row)[-1] for row in rows]
+        named = [self._explained(batch)[row][-1] for row in rows]
         queries = [(place, self.tokens[batch][place]) for place in named]
         notes = self._target_notes(batch, rows)
         if self.additive and self.bias is not None and self.total is not None and len(rows) == 1:

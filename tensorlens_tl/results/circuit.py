@@ -27,7 +27,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
 from tensorlens_tl.results.benchmark import benchmark_fields, benchmark_json
 from tensorlens_tl.results.edge_names import ARROW, HEAD, TARGET, kind_of, node_read_at, place
-from tensorlens_tl.results.entry import panel, provenance_note, shown_target
+from tensorlens_tl.results.entry import shown_target
 from tensorlens_tl.results.exchange import SharedGraph
 from tensorlens_tl.results.result import array
 from tensorlens_tl.results.scores import Parts
@@ -150,8 +150,7 @@ class Circuit(SharedGraph):
             grid = matrix.matrix(rows, columns, scores, label=self.heading, corner="from ↓ to →")
             parts = [graphs.graph(drawn), f"<details><summary>All edges as a matrix</summary>{grid}</details>"]
         count = f"{len(drawn.strengths)} of the circuit's {len(self)} edges; the model has {int(self.exists.sum())}"
-        notes = [count, provenance_note(self.provenance)]
-        return panel(self.heading, *parts, notes=notes)
+        return self._panel(*parts, notes=[count])
 
     def _figure(self, k: int, kind: str = "graph", *, ax: Any) -> Any:
         """The graph of the k largest edges, or with ``kind="matrix"`` the matrix of all of them."""

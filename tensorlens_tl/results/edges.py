@@ -14,7 +14,7 @@ from tensorlens_tl._arguments import check_choice, nearest, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.circuit import Circuit
 from tensorlens_tl.results.edge_names import ARROW, TARGET, node_read_at
-from tensorlens_tl.results.entry import check_batch, mean_title, provenance_note, shown_target
+from tensorlens_tl.results.entry import check_batch, mean_title, shown_target
 from tensorlens_tl.results.means import prompts_in_words
 from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table
 from tensorlens_tl.results.statistics import bootstrap_interval
@@ -44,6 +44,7 @@ class EdgeScores(Scored):
     """
 
     NAMES: ClassVar = {"source": "sources", "destination": "destinations"}
+    HEADING: ClassVar = "Edges that act on {}"
     DRAWN: ClassVar = 20
     BY_PLACE: ClassVar = dict.fromkeys(("to_html", "plot", "show", "top"), ("k", "batch"))
 
@@ -141,11 +142,6 @@ class EdgeScores(Scored):
         columns = {"method": self.method, "target": np.array(targets, dtype=object)[:, 0]}
         return long_table(self, self.scores, axes, real=self.exists.cpu(), **columns)
 
-    @property
-    def heading(self) -> str:
-        """The title of its page."""
-        return f"Edges that act on {shown_target(self.target)}"
-
     def _bars(self, k: int, batch: int | None = None) -> Bars:
         lines = [(entry.name, entry.score) for entry in self.top(k, batch=batch)]
         facts = [shown_target(self.target), self.method]
@@ -154,8 +150,7 @@ class EdgeScores(Scored):
             facts.append(f"prompt {batch}")
         elif several:
             facts.append(f"mean of {len(self.scores)} prompts")
-        notes = [*facts, provenance_note(self.provenance)]
-        bars = Bars(" · ".join(facts), lines, heading=self.heading, notes=notes, columns=("edge", "score"))
+        bars = Bars(" · ".join(facts), lines, heading=self.heading, notes=facts, columns=("edge", "score"))
         if not several:
             return bars
         low, high = bootstrap_interval(torch.stack([self[name] for name, _ in lines]).double().cpu())

@@ -1,16 +1,14 @@
-"""One line of a result: what every `top()` returns; and which line of its query axis a result is asked for."""
+"""One line of a result: what every `top()` returns; and what is explained, in words."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
-from tensorlens_tl.drawing import page
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.passes.inputs import find_real
 
 _TOKEN = r"""(?:-?\d+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 _TOKENS = rf"\[{_TOKEN}(?:, {_TOKEN})*\]"
@@ -102,47 +100,6 @@ def some_numbers(values: Tensor, most: int = 4) -> str:
     return ", ".join(numbers)
 
 
-def query_row(
-    queries: Int[Tensor, "batch query"], mask: Bool[Tensor, "batch pos"], tokens: Sequence[Sequence[str]],
-    query: int | str, batch: int, explained: Sequence[Sequence[int]] = (),
-) -> int:  # fmt: skip
-    """Where a query lies on a result's query axis: counted over the prompt's real queries, or named by its text.
-
-    Args:
-        queries, mask, tokens: the result's.
-        query: an index, or a text: its last token, where it occurs last among the tokens that name a row.
-        batch: the prompt.
-        explained: the positions of the tokens that name each row, where these are not those of the queries.
-
-    Raises:
-        InvalidInputError: no such prompt, or not among the held queries.
-    """
-    check_batch(batch, tokens)
-    positions = queries[batch].tolist()
-    real = [number for number, position in enumerate(positions) if mask[batch, position]]
-    named = {place: row for row in real for place in _names_of(positions, row, explained)}
-    if isinstance(query, str):
-        spans = find_real(tokens[batch], mask[batch].tolist(), query)
-        rows = [named[span[-1]] for span in spans if span[-1] in named]
-        if rows:
-            return rows[-1]
-    elif -len(real) <= whole_number("query", query, why="one of the queries, or a text") < len(real):
-        return real[query]
-    at_position = ""
-    if query in named:
-        at_position = f" The one at position {query} is query={real.index(named[query])}."
-    raise InvalidInputError(
-        f"query={query!r} is an index into the queries of prompt {batch}, 0 to {len(real) - 1}, or their text; this "
-        f"result holds those at positions {list(named)}.{at_position} Ask for others where it is made, query='all' for "
-        "all."
-    )
-
-
-def _names_of(positions: Sequence[int], row: int, explained: Sequence[Sequence[int]]) -> Sequence[int]:
-    """The positions of the tokens that name a row."""
-    return explained[row] if explained else [positions[row]]
-
-
 def check_batch(batch: int, prompts: Sequence[Any]) -> None:
     """Raise `InvalidInputError` for a prompt that a result does not hold."""
     batch = whole_number("batch", batch, why="one of the prompts")
@@ -155,21 +112,6 @@ def shown_prompt(batch: int, prompts: int) -> str:
     if prompts == 1:
         return ""
     return f"prompt {batch % prompts} of {prompts}"
-
-
-def shown_query(
-    queries: Int[Tensor, "batch query"], mask: Bool[Tensor, "batch pos"], tokens: Sequence[Sequence[str]],
-    row: int, batch: int, explained: Sequence[Sequence[int]] = (),
-) -> str:  # fmt: skip
-    """Which query and which prompt are shown, where a result holds several; see `query_row`, which takes its words."""
-    positions = queries[batch].tolist()
-    parts = [shown_prompt(batch, len(tokens))]
-    if len(positions) > 1:
-        number = sum(1 for position in positions[:row] if mask[batch, position])
-        count = number + sum(1 for position in positions[row:] if mask[batch, position])
-        place = _names_of(positions, row, explained)[-1]
-        parts.append(f"query={number}, {tokens[batch][place]!r} at {place}, one of {count}")
-    return ", ".join(filter(None, parts))
 
 
 def shown_target(target: str) -> str:
@@ -191,13 +133,3 @@ def shown_target(target: str) -> str:
 def mean_title(target: str, prompts: int) -> str:
     """The title of a mean over prompts, as in ``"mean of 32 prompts: logit of answer − other"``."""
     return f"mean of {prompts} prompts: {shown_target(target).replace('each ', '')}"
-
-
-def provenance_note(provenance: Mapping[str, str]) -> str:
-    """What a result depends on besides the prompts, in one line below its picture."""
-    return " · ".join(f"{name.replace('_', ' ')}: {fact}" for name, fact in provenance.items())
-
-
-def panel(title: str, *parts: str, notes: Sequence[str] = ()) -> str:
-    """Pictures below a title, with notes in one line."""
-    return page.panel(title, *parts, notes=" · ".join(filter(None, notes)))

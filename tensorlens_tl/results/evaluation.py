@@ -14,7 +14,6 @@ from tensorlens_tl._arguments import nearest
 from tensorlens_tl.drawing import charts, figure, page, terminal
 from tensorlens_tl.drawing.marks import note
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.entry import panel
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.statistics import bootstrap_interval, holm, sign_flip_p
 
@@ -361,7 +360,7 @@ class Evaluation(Result):
             parts.append(f"<details><summary>{len(self.skipped)} methods left out</summary>{reasons}</details>")
         facts = [f"{name.replace('_', ' ')}: {_fact(fact)}" for name, fact in self.settings.items()]
         title = f"{self.kind}: means over {len(self.units)}, with 95 % bootstrap intervals"
-        return panel(title, *parts, notes=facts)
+        return self._panel(*parts, title=title, notes=facts)
 
     def _curves_html(self, metric: str, names: list[str]) -> str:
         """The metric over the axis, a line per method that has values."""

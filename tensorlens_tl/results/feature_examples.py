@@ -12,7 +12,6 @@ from torch import Tensor
 from tensorlens_tl.drawing import charts, figure, heat_maps, terminal
 from tensorlens_tl.drawing.marks import number, visible
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.entry import panel, provenance_note
 from tensorlens_tl.results.scores import Parts, Scored
 
 if TYPE_CHECKING:
@@ -157,23 +156,23 @@ class FeatureExamples(Scored):
 
     def _html(self, k: int) -> str:
         """A panel per feature, of the first `MOST_FEATURES`: label, histogram, what it promotes, its k top examples."""
-        panels = [self._panel(place, k) for place in range(min(len(self), MOST_FEATURES))]
+        panels = [self._panel_of(place, k) for place in range(min(len(self), MOST_FEATURES))]
         left = len(self) - len(panels)
         if left:
             panels.append(f'<div class="tlens n">{left} more features: only("F12", …) chooses some.</div>')
         return "".join(panels)
 
-    def _panel(self, place: int, k: int) -> str:
+    def _panel_of(self, place: int, k: int) -> str:
         counts: list[int] = self.counts[place].tolist()
         tokens = [self.texts[number] for number in self.promoted[place].tolist()]
         facts = f"active at {float(self.density[place]):.2%} of {self.n_tokens} tokens in {self.n_rows} rows"
-        return panel(
-            self._name(place),
+        return self._panel(
             f'<div class="n">{escape(facts)}. Activations, on a logarithmic scale:</div>',
             charts.histogram(self.edges, counts),
             heat_maps.promoted(tokens, self.promotion[place].tolist()),
             heat_maps.examples(self._examples(place, k)),
-            notes=[f"{self.dictionary} at {self.hook}", provenance_note(self.provenance)],
+            title=self._name(place),
+            notes=[f"{self.dictionary} at {self.hook}"],
         )
 
     def _print(self, k: int) -> None:

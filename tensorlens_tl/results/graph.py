@@ -14,7 +14,7 @@ from tensorlens_tl.drawing import figure, graphs, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
-from tensorlens_tl.results.entry import Entry, largest, panel, provenance_note
+from tensorlens_tl.results.entry import Entry, largest
 from tensorlens_tl.results.exchange import SharedGraph
 from tensorlens_tl.results.scores import Parts
 
@@ -60,6 +60,7 @@ class ContributionGraph(SharedGraph):
     TENSORS: ClassVar = tuple(f"{table}.{column}" for table, columns in NUMBERS.items() for column in columns)
     FACTS: ClassVar = ("target", "total", "constant", "gap")
 
+    HEADING: ClassVar = "How the {} comes about"
     DRAWN: ClassVar = SHOWN_EDGES
 
     nodes: "pd.DataFrame"
@@ -241,13 +242,7 @@ class ContributionGraph(SharedGraph):
         caption = f"{len(small.edges)} of {len(self.edges)} edges between {len(small.nodes)} of {len(self.nodes)} nodes"
         caption += f", which carry {small.completeness:.0%} of what enters the nodes shown"
         sums = f"the graph with every edge sums to the logit to {self.gap:.1e}"
-        notes = [caption, sums, provenance_note(self.provenance)]
-        return panel(title or self.heading, graphs.graph(small._picture()), notes=notes)
-
-    @property
-    def heading(self) -> str:
-        """The title of its page."""
-        return f"How the {self.target} comes about"
+        return self._panel(graphs.graph(small._picture()), title=title, notes=[caption, sums])
 
     def _figure(self, k: int, *, ax: Any) -> Any:
         return figure.graph(self._small(k)._connected()._picture(), self.heading, ax)

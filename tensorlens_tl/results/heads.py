@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.drawing import figure, matrix
-from tensorlens_tl.results.entry import check_batch, panel, provenance_note
+from tensorlens_tl.results.entry import check_batch
 from tensorlens_tl.results.means import prompts_in_words
 from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table
 
@@ -26,6 +26,7 @@ class HeadScores(Scored):
         provenance: model name, class, TransformerLens version, weight processing, dtype, user-installed hooks.
     """
 
+    HEADING: ClassVar = "Attention {}"
     BY_PLACE: ClassVar = {"to_html": ("batch",), "plot": ("batch",), "show": ("k", "batch"), "top": ("k", "batch")}
 
     scores: Float[Tensor, "batch layer head"]
@@ -54,11 +55,6 @@ class HeadScores(Scored):
         axes = dict.fromkeys(self._axes()["scores"])
         return long_table(self, self.scores, axes, real=self.scores.isfinite().cpu(), target=self.target)
 
-    @property
-    def heading(self) -> str:
-        """The title of its page."""
-        return f"Attention {self.target}"
-
     def _plane(self, batch: int | None) -> Float[Tensor, "layer head"]:
         if batch is None:
             return self.mean()
@@ -80,7 +76,7 @@ class HeadScores(Scored):
     def _html(self, k: int, batch: int | None = None) -> str:
         """A row for each layer and a column for each head."""
         picture = matrix.head_grid(self._cells(batch), self.heading)
-        return panel(self._title(batch), picture, notes=[provenance_note(self.provenance)])
+        return self._panel(picture, title=self._title(batch))
 
     def _figure(self, k: int, batch: int | None = None, *, ax: Any) -> Any:
         return self.plot_heads(batch, ax=ax)

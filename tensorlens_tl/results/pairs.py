@@ -14,8 +14,6 @@ from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.drawing import figure, graphs, matrix
 from tensorlens_tl.results.entry import (
     check_batch,
-    panel,
-    provenance_note,
     shown_prompt,
     some_numbers,
     with_others,
@@ -74,9 +72,9 @@ class SourceScores(Scored):
             return self.names[batch]
         return [f"{position} {token}" for position, token in enumerate(self.names[batch])]
 
-    def _facts(self, batch: int, what: str) -> list[str]:
-        """What a picture says below itself."""
-        return [f"sums to the {what} to {float(self.gap[batch]):.1e}", provenance_note(self.provenance)]
+    def _exact(self, batch: int, what: str) -> str:
+        """How exactly the parts sum."""
+        return f"sums to the {what} to {float(self.gap[batch]):.1e}"
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -160,7 +158,7 @@ class ScoreAttribution(SourceScores):
         labels, values = self._labels(batch), array(self.pairs[batch])
         square = matrix.matrix(labels, labels, values, label=self._title(batch), corner="in the query ↓ in the key →")
         sums = graphs.bars([], [("all pairs", float(values.sum())), *self._sums(batch)])
-        return panel(self._title(batch), square, sums, notes=self._facts(batch, "score"))
+        return self._panel(square, sums, title=self._title(batch), notes=[self._exact(batch, "score")])
 
     def _figure(self, k: int, batch: int | None = None, *, ax: Any) -> Any:
         """A heat map of the pairs."""
@@ -262,5 +260,5 @@ class ScoreChange(SourceScores):
         ]  # what is the same in both runs is no line
         lines = with_others(entries, float(scores.sum()), len(scores))
         sums = [("total", float(self.total[batch]))]
-        notes = self._facts(batch, "change")
+        notes = [self._exact(batch, "change")]
         return Bars(self._title(batch), lines, sums, notes=notes, columns=("source", "score"), left=False)

@@ -24,6 +24,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import nearest, whole_number
 from tensorlens_tl.drawing import figure, page
 from tensorlens_tl.errors import InvalidInputError, WrongCallError, warn_caller
+from tensorlens_tl.results.entry import shown_target
 from tensorlens_tl.results.storage import LOADABLE, Stored, replacing
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Result(Stored, ABC):
 
     LOADABLE: ClassVar = LOADABLE
     """What the name of a file ends in that `load` reads back."""
+    HEADING: ClassVar = ""
+    """The title of a page, with a place for what is explained."""
     PRINTED: ClassVar = 10
     """How many parts `show` prints where it is not said."""
     DRAWN: ClassVar = 15
@@ -161,15 +164,18 @@ class Result(Stored, ABC):
     @property
     def heading(self) -> str:
         """The title of its page."""
+        if self.HEADING:
+            return self.HEADING.format(shown_target(getattr(self, "target")))  # noqa: B009
         return repr(self)
+
+    def _panel(self, *parts: str, title: str = "", notes: Sequence[str] = ()) -> str:
+        """Pictures below a title, which is the heading by default; notes, and what it depends on, in one line."""
+        provenance: Mapping[str, str] = getattr(self, "provenance", {})
+        facts = [f"{name.replace('_', ' ')}: {fact}" for name, fact in provenance.items()]
+        return page.panel(title or self.heading, *parts, notes=" · ".join(filter(None, [*notes, *facts])))
 
     def _repr_html_(self) -> str:
         return self.to_html()
-
-    def _less(self, other: Any, names: Sequence[str]) -> dict[str, Tensor | None]:
-        """Tensors of these names less another result's; None where one of the two lacks it."""
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
-        return {name: None if a is None or b is None else a - b for name, (a, b) in pairs.items()}
 
     def save(self, path: str | os.PathLike[str], *, batch: int | None = None) -> Path:
         """Write one file; what its name ends in says which kind. An older file is replaced in one step.

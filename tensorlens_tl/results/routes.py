@@ -13,16 +13,9 @@ from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.drawing import figure, matrix, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.entry import (
-    panel,
-    provenance_note,
-    query_row,
-    shown_query,
-    shown_target,
-    some_numbers,
-)
+from tensorlens_tl.results.entry import some_numbers
 from tensorlens_tl.results.means import refuse_ranked
-from tensorlens_tl.results.scores import Parts, QueryScores, long_table
+from tensorlens_tl.results.scores import Parts, PartScores, long_table
 from tensorlens_tl.results.terms import Terms
 
 if TYPE_CHECKING:
@@ -51,7 +44,7 @@ NOISE = 1e-9
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ChangeRoutes(QueryScores):
+class ChangeRoutes(PartScores):
     """By which routes the change of a number passes each layer; `circuits.routes` returns one.
 
     Every layer's scores sum to the whole change: layers are cuts through one and the same change at different depths,
@@ -78,6 +71,7 @@ class ChangeRoutes(QueryScores):
 
     NUMBERS: ClassVar = ("scores", "heads", "total")
     NAMES: ClassVar = {"layer": "layers"}
+    HEADING: ClassVar = "How the {} passes each layer"
     BY_PLACE: ClassVar = dict.fromkeys(("to_html", "plot", "show"), ("query", "batch"))
 
     layers: list[str]
@@ -166,10 +160,10 @@ class ChangeRoutes(QueryScores):
         prompts = [batch or 0]
         if batch is None:
             prompts = list(range(len(self.tokens)))
-        rows = [query_row(self.queries, self.mask, self.tokens, query, prompt) for prompt in prompts]
+        rows = [self.query_row(query, prompt) for prompt in prompts]
         which = f"mean of {len(rows)} prompts"
         if len(rows) == 1:
-            which = shown_query(self.queries, self.mask, self.tokens, rows[0], prompts[0])
+            which = self._which(prompts[0], rows[0])
         scores = self.scores[prompts, rows].detach().double().mean(0)
         used = [column for column in range(len(ROUTES)) if bool(scores[:, column].any())]
         total = float(self.total[prompts, rows].double().mean())
@@ -178,15 +172,10 @@ class ChangeRoutes(QueryScores):
     def _html(self, k: int, query: int | str = -1, batch: int | None = None, *, title: str = "") -> str:
         """A row per layer and a column per route; every row sums to the change."""
         which, routes, values, _ = self._table(query, batch)
-        heading = title or self.heading
-        picture = matrix.matrix(self.layers, routes, values, label=heading, corner="layer ↓ route →")
+        label = title or self.heading
+        picture = matrix.matrix(self.layers, routes, values, label=label, corner="layer ↓ route →")
         sums = f"every row sums to the change to {float(self.gap.max()):.1e}"
-        return panel(heading, picture, notes=[which, sums, provenance_note(self.provenance)])
-
-    @property
-    def heading(self) -> str:
-        """The title of its page."""
-        return f"How the {shown_target(self.target)} passes each layer"
+        return self._panel(picture, title=title, notes=[which, sums])
 
     def _figure(self, k: int, query: int | str = -1, batch: int | None = None, *, ax: Any) -> Any:
         which, routes, values, _ = self._table(query, batch)

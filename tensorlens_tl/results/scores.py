@@ -11,10 +11,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.drawing import figure, graphs, terminal
 from tensorlens_tl.drawing.marks import number
-from tensorlens_tl.results.entry import Entry, largest, panel, query_row
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.passes.inputs import find_real
+from tensorlens_tl.results.entry import Entry, check_batch, largest, shown_prompt
 from tensorlens_tl.results.means import both_provenances, mean_of, mean_queries, mean_words
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.statistics import bootstrap_interval
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Kind = TypeVar("Kind", bound="QueryScores")
+Averaged = TypeVar("Averaged", bound="PartScores")
 
 
 class Parts(NamedTuple):
@@ -58,10 +62,6 @@ class Bars:
     left: bool = True
     intervals: Sequence[tuple[float, float]] = ()
     figure_title: str = ""
-
-    def html(self) -> str:
-        """For a notebook or a page."""
-        return panel(self.heading or self.title, graphs.bars(self.lines, self.sums), notes=self.notes)
 
     def draw(self, ax: Any) -> Any:
         """For print, on matplotlib's axes, which are returned."""
@@ -104,7 +104,8 @@ class Scored(Result):
         return largest(parts.scores, parts.names, count, parts.positions, parts.labels)
 
     def _html(self, *args: Any, **choice: Any) -> str:
-        return self._titled_bars(**choice).html()
+        bars = self._titled_bars(**choice)
+        return self._panel(graphs.bars(bars.lines, bars.sums), title=bars.heading or bars.title, notes=bars.notes)
 
     def _figure(self, *args: Any, **choice: Any) -> Any:
         ax = choice.pop("ax")
@@ -124,13 +125,12 @@ class Scored(Result):
 
 
 class QueryScores(Scored):
-    """Scores at queries of prompts, with a total each: averaged over prompts, and subtracted."""
+    """Scores at queries of prompts, of which one result can be taken from another."""
 
     NUMBERS: ClassVar[tuple[str, ...]] = ()
-    """The tensors that are averaged over prompts, and subtracted."""
+    """The tensors that are subtracted, and averaged over prompts."""
 
     scores: Tensor
-    total: Float[Tensor, "batch query"]
     queries: Int[Tensor, "batch query"]
     mask: Bool[Tensor, "batch pos"]
     tokens: list[list[str]]
@@ -140,12 +140,103 @@ class QueryScores(Scored):
     def query_row(self, query: int | str = -1, batch: int = 0) -> int:
         """Where a query lies on the query axis: counted over the prompt's real queries, or named by its text.
 
-        Raises:
-            InvalidInputError: not among the held queries.
-        """
-        return query_row(self.queries, self.mask, self.tokens, query, batch)
+        Args:
+            query: an index, or a text: its last token, where it occurs last among the tokens that name a query; of
+                generated text these are the tokens that it explains.
+            batch: the prompt.
 
-    def mean(self: Kind, *, level: int | float = 0.95) -> Kind:
+        Raises:
+            InvalidInputError: no such prompt, or not among the held queries.
+        """
+        check_batch(batch, self.tokens)
+        real = self._real_rows(batch)
+        explained = self._explained(batch)
+        named = {place: row for row in real for place in explained[row]}
+        if isinstance(query, str):
+            spans = find_real(self.tokens[batch], self.mask[batch].tolist(), query)
+            rows = [named[span[-1]] for span in spans if span[-1] in named]
+            if rows:
+                return rows[-1]
+        elif -len(real) <= whole_number("query", query, why="one of the queries, or a text") < len(real):
+            return real[query]
+        at_position = ""
+        if query in named:
+            at_position = f" The one at position {query} is query={real.index(named[query])}."
+        raise InvalidInputError(
+            f"query={query!r} is an index into the queries of prompt {batch}, 0 to {len(real) - 1}, or their text; "
+            f"this result holds those at positions {list(named)}.{at_position} Ask for others where it is made, "
+            "query='all' for all."
+        )
+
+    def _explained(self, batch: int) -> Sequence[Sequence[int]]:
+        """The positions of the tokens that each query of a prompt is about."""
+        return [[position] for position in self.queries[batch].tolist()]
+
+    def _real_rows(self, batch: int) -> list[int]:
+        """The rows of the queries that are no padding."""
+        return [row for row, position in enumerate(self.queries[batch].tolist()) if self.mask[batch, position]]
+
+    def _which(self, batch: int, row: int) -> str:
+        """Which prompt and which query are shown, where there are several; `query_row` takes its words."""
+        parts = [shown_prompt(batch, len(self.tokens))]
+        if self.queries.shape[1] > 1:
+            real = self._real_rows(batch)
+            number = sum(other < row for other in real)
+            place = self._explained(batch)[row][-1]
+            parts.append(f"query={number}, {self.tokens[batch][place]!r} at {place}, one of {len(real)}")
+        return ", ".join(filter(None, parts))
+
+    def __sub__(self: Kind, other: Any) -> Kind:
+        """Each part's score less another result's: of another target, prompt, or model, at the same positions.
+
+        A part that one of the two lacks is zero there. What scores sum to, and what they leave out, is subtracted as
+        well, so that the sums hold. Provenance is that of the first; what differs in the other stands beside it, as
+        ``"second model"``.
+
+        Raises:
+            InvalidInputError: other positions, other parts, or what means something else in each of the two.
+
+        >>> value, name = (tlens.circuits.logit_attribution(frozen, token) for token in (" value", " name"))
+        >>> both = tlens.circuits.logit_attribution(frozen, " value", " name")
+        >>> torch.allclose((value - name).total, both.total, atol=1e-4)
+        True
+        """
+        if not isinstance(other, self._subtracted()):
+            return NotImplemented
+        first, second = self._aligned(other)
+        names = [name for name in (*first.NUMBERS, "keys") if hasattr(first, name)]
+        pairs = {name: (getattr(first, name), getattr(second, name)) for name in names}
+        return replace(
+            first,
+            **{name: None if a is None or b is None else a - b for name, (a, b) in pairs.items()},
+            target=self._difference(other),
+            provenance=both_provenances(self.provenance, other.provenance),
+        )
+
+    @abstractmethod
+    def _aligned(self, other: Any) -> tuple[Any, Any]:
+        """This result and another one with the same parts in the same order.
+
+        Raises:
+            InvalidInputError: they are of other positions, or of other parts.
+        """
+
+    def _difference(self, other: Any) -> str:
+        """What is explained less what another result explains."""
+        return f"{self.target} − {other.target}"
+
+    @classmethod
+    def _subtracted(cls) -> type:
+        """Which results can be taken from one of this class."""
+        return cls
+
+
+class PartScores(QueryScores):
+    """Scores of parts that are the same in every prompt, with a total: they have a mean over prompts."""
+
+    total: Float[Tensor, "batch query"]
+
+    def mean(self: Averaged, *, level: int | float = 0.95) -> Averaged:
         """The mean over prompts, as of one prompt, query by query; sums still hold.
 
         Args:
@@ -174,31 +265,7 @@ class QueryScores(Scored):
         target = f"{self._short_target}, {mean_words(real)}"
         return self._changed(**fields, **mean_queries(real), target=target)
 
-    def __sub__(self: Kind, other: Any) -> Kind:
-        """Each part's score less another result's: of another target, prompt, or model, at the same positions.
-
-        A part that one of the two lacks is zero there. Totals and what the parts leave out are subtracted likewise, so
-        that the parts sum to the difference of the two totals where they sum to these.
-
-        Raises:
-            InvalidInputError: other positions, or other parts.
-
-        >>> value, name = (tlens.circuits.logit_attribution(frozen, token) for token in (" value", " name"))
-        >>> both = tlens.circuits.logit_attribution(frozen, " value", " name")
-        >>> torch.allclose((value - name).total, both.total, atol=1e-4)
-        True
-        """
-        if not isinstance(other, self._subtracted()):
-            return NotImplemented
-        first, second = self._aligned(other)
-        return replace(
-            first,
-            **first._less(second, [name for name in first.TENSORS if name in (*first.NUMBERS, "keys")]),
-            target=self._difference(other.target),
-            provenance=both_provenances(self.provenance, other.provenance),
-        )
-
-    def _changed(self: Kind, **fields: Any) -> Kind:
+    def _changed(self: Averaged, **fields: Any) -> Averaged:
         """The same with other fields, which are of no single prompt."""
         result: Any = self
         return replace(result, **fields)
@@ -207,23 +274,6 @@ class QueryScores(Scored):
     def _short_target(self) -> str:
         """The target as the title of a mean has it."""
         return self.target
-
-    @abstractmethod
-    def _aligned(self, other: Any) -> tuple[Any, Any]:
-        """This result and another one with the same parts in the same order.
-
-        Raises:
-            InvalidInputError: they are of other positions, or of other parts.
-        """
-
-    def _difference(self, other: str) -> str:
-        """What is explained less what another result explains."""
-        return f"{self.target} − {other}"
-
-    @classmethod
-    def _subtracted(cls) -> type:
-        """Which results can be taken from one of this class."""
-        return cls
 
 
 COLUMNS: Mapping[str, str] = {

@@ -21,15 +21,12 @@ from tensorlens_tl.results.entry import (
     check_batch,
     largest,
     mean_title,
-    panel,
-    provenance_note,
     shown_prompt,
-    shown_query,
     shown_target,
     some_numbers,
 )
 from tensorlens_tl.results.means import refuse_ranked
-from tensorlens_tl.results.scores import Bars, Parts, QueryScores, long_table
+from tensorlens_tl.results.scores import Bars, Parts, PartScores, long_table
 from tensorlens_tl.results.statistics import bootstrap_interval
 from tensorlens_tl.results.targets import targets_of_queries
 
@@ -53,7 +50,7 @@ LONGEST = 80
 
 
 @dataclass(frozen=True, eq=False)
-class Terms(QueryScores):
+class Terms(PartScores):
     """Named parts of a logit before any final soft cap (or of a logit difference, or of any direction).
 
     Where `additive`, ``scores.sum(-1) + remainder == total`` up to `gap`. Total effects are not: what goes
@@ -80,6 +77,7 @@ class Terms(QueryScores):
 
     NUMBERS: ClassVar = ("scores", "total", "remainder")
     NAMES: ClassVar = {"term": "names"}
+    HEADING: ClassVar = "What adds to {}"
 
     names: list[str]
     scores: Float[Tensor, "batch query term"]
@@ -256,7 +254,7 @@ class Terms(QueryScores):
         ]
         if self.remainder is not None and bool(self.remainder[batch, row]):
             lines.append(("everything not listed", float(self.remainder[batch, row])))
-        notes = [shown_query(self.queries, self.mask, self.tokens, row, batch)]
+        notes = [self._which(batch, row)]
         total = float(self.total[batch, row])
         sums = [("total", total)]
         if not self.additive:  # a rule with a total below would look like a sum
@@ -268,7 +266,6 @@ class Terms(QueryScores):
         notes.append(by_token)
         if self.additive:
             notes.append(f"sums to the model's own number to {float(self.gap[batch, row]):.1e}")
-        notes.append(provenance_note(self.provenance))
         printed = " · ".join(filter(None, [title, by_token]))
         return Bars(printed, lines, sums, heading=self.heading, notes=notes, figure_title=title)
 
@@ -342,13 +339,8 @@ class Terms(QueryScores):
         others.sort(key=lambda term: -abs(term[1]))
         beside = ", ".join(f"{name} {number(score)}" for name, score in others[:BESIDE])
         notes = [f"beside them: {beside}"] if beside else []
-        grid = panel(heading, matrix.head_grid(cells, heading), notes=notes)
+        grid = page.panel(heading, matrix.head_grid(cells, heading), notes=" · ".join(notes))
         return page.head(grid) + grid if style else grid
-
-    @property
-    def heading(self) -> str:
-        """The title of its page."""
-        return f"What adds to {shown_target(self.target)}"
 
     def plot_heads(self, query: int | str = -1, batch: int | None = None, *, ax: Any = None) -> Any:
         """Heads and MLPs as a matplotlib heat map, a row per layer (extra ``plot``); returns the axes.
@@ -568,8 +560,8 @@ class ModelChange(Terms):
         names = list(dict.fromkeys([*self.names, *other.names]))
         return self.with_names(names), other.with_names(names)
 
-    def _difference(self, other: str) -> str:
-        return self.target if other == self.target else super()._difference(other)
+    def _difference(self, other: Any) -> str:
+        return self.target if other.target == self.target else super()._difference(other)
 
     @classmethod
     def _subtracted(cls) -> type:
