@@ -11,6 +11,7 @@ so too). Circuits are about no position: all nodes stand at the first one.
 import gzip
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite, isnan
 from pathlib import Path
@@ -21,8 +22,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl.drawing import figure, graphs, matrix, terminal
-from tensorlens_tl.drawing.marks import number
+from tensorlens_tl.drawing import figure, graphs, matrix
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
 from tensorlens_tl.results.benchmark import benchmark_fields, benchmark_json
@@ -30,7 +30,7 @@ from tensorlens_tl.results.edge_names import ARROW, HEAD, TARGET, kind_of, node_
 from tensorlens_tl.results.entry import shown_target
 from tensorlens_tl.results.exchange import SharedGraph
 from tensorlens_tl.results.result import array
-from tensorlens_tl.results.scores import Parts
+from tensorlens_tl.results.scores import Bars, Parts
 from tensorlens_tl.results.storage import replacing
 
 if TYPE_CHECKING:
@@ -50,7 +50,10 @@ class Circuit(SharedGraph):
     """Some edges of a model. Everything else is to carry what it carries for the corrupted prompt.
 
     `show`, `plot` and a notebook draw it as a graph, in which edges that a head reads by its queries, keys and values
-    have lines of their own; `export` writes it for other tools.
+    have lines of their own. `save` writes what `load` reads back as the Mechanistic Interpretability Benchmark's JSON,
+    to a name without an ending, or one in ``.json`` or, as every edge of the model is in it, ``.json.gz``; a multigraph
+    for Gephi, Cytoscape or yEd to one in ``.graphml``; a page, a table or a figure as every result does. `export` writes
+    the JSON of networkx and of circuit-tracer.
 
     Attributes:
         sources, destinations, exists: as of `EdgeScores`.
@@ -74,7 +77,7 @@ class Circuit(SharedGraph):
     selection: Bool[Tensor, "source destination"]
     config: dict[str, Any] = field(default_factory=dict)
     target: str = ""
-    provenance: dict[str, str] = field(default_factory=dict[str, str])
+    provenance: Mapping[str, str] = field(default_factory=dict[str, str])
     method: str = ""
 
     def _misfit(self) -> str:
@@ -137,6 +140,10 @@ class Circuit(SharedGraph):
         scores = torch.tensor([score for *_, score in edges], dtype=torch.float64)
         return Parts(scores, [source + ARROW + destination for source, destination, _ in edges])
 
+    def _bars(self, k: int) -> Bars:
+        lines = [(entry.name, entry.score) for entry in self.top(k)]
+        return Bars(f"{self.heading} · {len(lines)} shown", lines, columns=("edge", "score"))
+
     def _html(self, k: int) -> str:
         """The graph of the k largest edges, layers upwards, and below it a matrix: a row for each node that an edge
         leads from, and a column for each place that one leads to.
@@ -179,49 +186,13 @@ class Circuit(SharedGraph):
         import networkx
 
         graph = networkx.MultiDiGraph(edges=len(self), edges_of_model=int(self.exists.sum()))
-        graph.graph.update(self._facts)
+        graph.graph.update(self._said)
         for name in self._ends:
             graph.add_node(name, name=name, kind=kind_of(name), layer=layer_of(name))
         for source, destination, score in self._scored:
             name = source + ARROW + destination
             graph.add_edge(source, node_read_at(destination), name, name=name, weight=score, reads=reading(destination))
         return graph
-
-    def _print(self, k: int) -> None:
-        columns = ["source", "destination", "score"]
-        lines = self.to_dataframe()[columns].head(k).itertuples(index=False, name=None)
-        rows = [(source + ARROW + destination, number(score)) for source, destination, score in lines]
-        title = f"{self.heading} · {len(rows)} shown"
-        terminal.show_table(title, ("edge", "score"), rows, [], left=("edge",))
-
-    def save(self, path: str | os.PathLike[str], *, batch: int | None = None) -> Path:
-        """Write one file; what its name ends in says which kind. An older file is replaced in one step.
-
-        | a name ends in | the file is |
-        | --- | --- |
-        | nothing, ``.json`` | the Mechanistic Interpretability Benchmark's JSON, which `load` reads back |
-        | ``.json.gz`` | the same, packed by gzip: the format lists every edge of the model, and is large |
-        | ``.html`` | a page with the graph, which opens without a network |
-        | ``.graphml`` | a multigraph for Gephi, Cytoscape or yEd |
-        | ``.csv``, ``.parquet`` | the table of `to_dataframe`, a line for each edge |
-        | ``.pdf``, ``.svg``, ``.png`` | the figure that `plot` draws |
-
-        The node-link JSON of networkx and the JSON of circuit-tracer are written by `export`.
-
-        Args:
-            path: of the file.
-            batch: None: a circuit is of no single prompt.
-
-        Returns:
-            The path.
-
-        Raises:
-            InvalidInputError: no such folder, or a name with another ending; a `batch`; or scores that are infinite, or
-                nodes without a name in the benchmark's JSON.
-            ImportError: a figure, and matplotlib is not installed.
-            OSError: it cannot be written, as on a full disk.
-        """
-        return super().save(path, batch=batch)
 
     def _keep(self, path: Path) -> Path:
         """Write the JSON of the Mechanistic Interpretability Benchmark (`tensorlens_tl.results.benchmark`)."""
@@ -264,7 +235,7 @@ class Circuit(SharedGraph):
         return sorted({*self.nodes, *ends, TARGET}, key=place)
 
     @property
-    def _facts(self) -> dict[str, str]:
+    def _said(self) -> dict[str, str]:
         """What files say of the whole circuit."""
         return {**self.provenance, "target": self.target, "method": self.method}
 
@@ -290,7 +261,7 @@ class Circuit(SharedGraph):
             placed=False,
         )
 
-    def _circuit_tracer(self, slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
+    def _traced(self) -> exchange.Traced:
         edges = self._scored
         for source, destination, score in edges:
             if not isfinite(score):
@@ -303,22 +274,15 @@ class Circuit(SharedGraph):
         names = sorted({*self._ends, *readers}, key=place)
         nodes = [_node(name, number, last) for number, name in enumerate(names, start=2)]
         ids = {name: node["node_id"] for name, node in zip(names, nodes, strict=True)}
+        ends = list(edges)
+        for reader in filter(reading, names):  # all that a head reads in one way, into the head
+            ends.append((reader, node_read_at(reader), sum(score for _, end, score in edges if end == reader)))
         links = [
-            {"source": ids[source], "target": ids[end], "weight": score, "reads": reading(end)}
-            for source, end, score in edges
+            {"source": ids[source], "target": ids[end], "weight": score, "reads": reading(end) or reading(source)}
+            for source, end, score in ends
         ]
-        for reader in names:
-            if reading(reader):
-                into = sum(score for _, end, score in edges if end == reader)
-                head = ids[node_read_at(reader)]
-                links.append({"source": ids[reader], "target": head, "weight": into, "reads": reading(reader)})
-        model = scan
-        if model is None:
-            model = self.provenance.get("model", "custom")
         description = f"{self.heading}; the model has {int(self.exists.sum())}, and weights are the scores of edges"
-        settings = {**self._facts, **self.config}
-        facts = exchange.metadata(slug, model, [EVERYWHERE], threshold, description, settings)
-        return {"metadata": facts, "qParams": exchange.page_state(ids[TARGET]), "nodes": nodes, "links": links}
+        return exchange.Traced(nodes, links, [EVERYWHERE], description, {**self._said, **self.config})
 
 
 def reading(destination: str) -> str:

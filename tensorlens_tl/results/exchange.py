@@ -27,7 +27,7 @@ from contextlib import suppress
 from functools import partial
 from math import isnan
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from tensorlens_tl.drawing.marks import visible
 from tensorlens_tl.drawing.page import page
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.inputs import joined
+from tensorlens_tl.results.result import check_folder
 from tensorlens_tl.results.scores import Scored
 from tensorlens_tl.results.targets import number_of
 
@@ -87,13 +88,16 @@ class SharedGraph(Scored):
     """Edges that a page shows, where none are hidden by a script."""
     RENAMED: ClassVar = {"most": "k"}
 
+    target: str
+    provenance: Mapping[str, str]
+
     @abstractmethod
     def to_networkx(self) -> Any:
         """The graph as networkx has graphs, which come with torch."""
 
     @abstractmethod
-    def _circuit_tracer(self, slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
-        """See `to_circuit_tracer`."""
+    def _traced(self) -> "Traced":
+        """The graph in circuit-tracer's fields."""
 
     def to_circuit_tracer(
         self, slug: str = "tensorlens", *, scan: str | None = None, node_threshold: Any = 1.0
@@ -117,7 +121,29 @@ class SharedGraph(Scored):
         number = not isinstance(node_threshold, bool) and isinstance(node_threshold, (int, float))
         if not number or not 0 <= node_threshold <= 1:
             raise InvalidInputError(f"node_threshold={node_threshold!r}: a share of all nodes' size, from 0 to 1.")
-        return self._circuit_tracer(slug, scan, float(node_threshold))
+        import tensorlens_tl
+
+        traced = self._traced()
+        target = next(node["node_id"] for node in traced.nodes if node["is_target_logit"])
+        return {
+            "metadata": {
+                "slug": slug,
+                "scan": self.provenance.get("model", "custom") if scan is None else scan,
+                "transcoder_list": [],
+                "prompt_tokens": traced.tokens,
+                "prompt": joined(traced.tokens),
+                "node_threshold": float(node_threshold),
+                "schema_version": 1,
+                "info": {
+                    "description": traced.description,
+                    "generator": {"name": "tensorlens_tl", "version": tensorlens_tl.__version__},
+                },
+                "generation_settings": {**traced.settings},
+            },
+            "qParams": {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": target, "sg_pos": ""},
+            "nodes": traced.nodes,
+            "links": traced.links,
+        }
 
     def export(self, path: str | os.PathLike[str], format: str | None = None, **options: Any) -> Path:
         """Write the graph for others to read; `save` and `load` keep it for this library, and circuits for a benchmark.
@@ -138,10 +164,7 @@ class SharedGraph(Scored):
         """
         path = Path(path)
         chosen = format_of(path, format)
-        if path.is_dir():
-            raise InvalidInputError(f"export: cannot write {path}, that is a folder.")
-        if not path.parent.is_dir():
-            raise InvalidInputError(f"export: cannot write {path}, there is no folder {path.parent}.")
+        check_folder(path, "export")
         content = WRITERS[chosen](self, options)  # before an older file is emptied
         try:
             path.write_bytes(content)
@@ -156,76 +179,40 @@ class SharedGraph(Scored):
         return {suffix: writer for suffix, writer in written.items() if suffix not in cls.LOADABLE}
 
 
-def metadata(
-    slug: str, scan: str, tokens: list[str], threshold: float, description: str, settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What circuit-tracer's files say of the whole graph."""
-    import tensorlens_tl
+class Traced(NamedTuple):
+    """A graph in circuit-tracer's fields, the target among its nodes, and what is said of the whole."""
 
-    return {
-        "slug": slug,
-        "scan": scan,
-        "transcoder_list": [],
-        "prompt_tokens": tokens,
-        "prompt": joined(tokens),
-        "node_threshold": threshold,
-        "schema_version": 1,
-        "info": {
-            "description": description,
-            "generator": {"name": "tensorlens_tl", "version": tensorlens_tl.__version__},
-        },
-        "generation_settings": dict(settings),
-    }
+    nodes: list[dict[str, Any]]
+    links: list[dict[str, Any]]
+    tokens: list[str]
+    description: str
+    settings: Mapping[str, Any]
 
 
-def page_state(clicked: str) -> dict[str, Any]:
-    """How circuit-tracer's page begins: nothing pinned, one node chosen."""
-    return {"pinnedIds": [], "supernodes": [], "linkType": "both", "clickedId": clicked, "sg_pos": ""}
-
-
-def circuit_tracer(graph: Graph, slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
-    """A graph as circuit-tracer writes one; see `ContributionGraph.to_circuit_tracer`."""
-    model = scan
-    if model is None:
-        model = str(graph.provenance.get("model", "custom"))
+def traced(graph: Graph) -> Traced:
+    """A `ContributionGraph` in circuit-tracer's fields."""
     nodes = _nodes(graph)
     tokens = _tokens(graph)
-    logit = nodes[-1]["node_id"]
     edges = graph.edges[["source", "target", "weight"]].itertuples(index=False, name=None)
     links = [
         {"source": nodes[source]["node_id"], "target": nodes[target]["node_id"], "weight": weight, "reads": reads}
         for (source, target, weight), reads in zip(edges, graph.reads, strict=True)
     ]
     if graph.constant:
-        position = nodes[-1]["ctx_idx"]
+        *_, logit = nodes
+        position = logit["ctx_idx"]
         number = -2 - len(nodes)  # none of the others has it
         constant = node_of("b_U", "bias", str(graph.n_layers), position, number, graph.constant, tokens[position])
         nodes.insert(-1, constant)
-        links.append({"source": constant["node_id"], "target": logit, "weight": graph.constant, "reads": ""})
+        source, target = constant["node_id"], logit["node_id"]
+        links.append({"source": source, "target": target, "weight": graph.constant, "reads": ""})
     _note_influence(nodes)
     what = "the frozen model"
     if graph.target.startswith("change of"):
         what = "the difference of two runs"
-    return {
-        "metadata": metadata(
-            slug,
-            model,
-            tokens,
-            threshold,
-            f"{graph.target} = {graph.total:.6g}: exact contributions of {what}",
-            {
-                "target": graph.target,
-                "total": graph.total,
-                "constant": graph.constant,
-                "gap": graph.gap,
-                "completeness": graph.completeness,
-                **graph.provenance,
-            },
-        ),
-        "qParams": page_state(logit),
-        "nodes": nodes,
-        "links": links,
-    }
+    description = f"{graph.target} = {graph.total:.6g}: exact contributions of {what}"
+    facts = {name: getattr(graph, name) for name in ("target", "total", "constant", "gap", "completeness")}
+    return Traced(nodes, links, tokens, description, {**facts, **graph.provenance})
 
 
 def _tokens(graph: Graph) -> list[str]:

@@ -229,8 +229,8 @@ class ContributionGraph(SharedGraph):
             graph.add_edge(source, target, weight=weight, reads=reads)
         return graph
 
-    def _circuit_tracer(self, slug: str, scan: str | None, threshold: float) -> dict[str, Any]:
-        return exchange.circuit_tracer(self, slug, scan, threshold)
+    def _traced(self) -> exchange.Traced:
+        return exchange.traced(self)
 
     def _html(self, k: int, *, title: str = "") -> str:
         """Positions side by side, layers upwards, the target on top; pruned until at most k edges are left.

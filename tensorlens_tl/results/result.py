@@ -244,10 +244,7 @@ def check_file(path: str | os.PathLike[str], kind: type[Result] = Result, name: 
         InvalidInputError: it is a folder, lies in none, or its name has an unknown ending.
     """
     path = Path(path)
-    if path.is_dir():
-        raise InvalidInputError(f"{name}: cannot write {path}, that is a folder; name a file in it.")
-    if not path.parent.is_dir():
-        raise InvalidInputError(f"{name}: cannot write {path}, there is no folder {path.parent}.")
+    check_folder(path, name)
     known = dict.fromkeys([*kind.LOADABLE, *kind._writers()])
     if ending(path) not in known:
         endings = ", ".join(filter(None, known))
@@ -257,6 +254,14 @@ def check_file(path: str | os.PathLike[str], kind: type[Result] = Result, name: 
             f"{name}: {path.name!r} ends in {ending(path)!r}, which is no kind of file that a result is saved as. "
             f"Use one of {endings}."
         )
+
+
+def check_folder(path: Path, name: str) -> None:
+    """Raise `InvalidInputError` for a file that cannot be written: it is a folder, or lies in none."""
+    if path.is_dir():
+        raise InvalidInputError(f"{name}: cannot write {path}, that is a folder; name a file in it.")
+    if not path.parent.is_dir():
+        raise InvalidInputError(f"{name}: cannot write {path}, there is no folder {path.parent}.")
 
 
 def _check_choice(result: Result, path: Path) -> None:
