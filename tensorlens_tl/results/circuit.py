@@ -52,8 +52,8 @@ class Circuit(SharedGraph):
     `show`, `plot` and a notebook draw it as a graph, in which edges that a head reads by its queries, keys and values
     have lines of their own. `save` writes what `load` reads back as the Mechanistic Interpretability Benchmark's JSON,
     to a name without an ending, or one in ``.json`` or, as every edge of the model is in it, ``.json.gz``; a multigraph
-    for Gephi, Cytoscape or yEd to one in ``.graphml``; a page, a table or a figure as every result does. `export` writes
-    the JSON of networkx and of circuit-tracer.
+    for Gephi, Cytoscape or yEd to one in ``.graphml``; a page, a table or a figure as every result does. `export`
+    writes the JSON of networkx and of circuit-tracer.
 
     Attributes:
         sources, destinations, exists: as of `EdgeScores`.
@@ -65,6 +65,9 @@ class Circuit(SharedGraph):
         method: how the scores were computed.
     """
 
+    TENSORS: ClassVar = ()  # its file is the benchmark's JSON
+    FACTS: ClassVar = ()
+    LATER_FACTS: ClassVar = ()
     NAMES: ClassVar = {"source": "sources", "destination": "destinations"}
     LOADABLE: ClassVar = ("", ".json", ".json.gz")
     DRAWN: ClassVar = SHOWN_EDGES

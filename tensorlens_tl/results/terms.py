@@ -18,7 +18,6 @@ from tensorlens_tl.drawing import figure, matrix, page
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import (
-    check_batch,
     largest,
     mean_title,
     shown_prompt,
@@ -37,10 +36,6 @@ Kind = TypeVar("Kind", bound="Terms")
 
 BESIDE = 6
 """How many terms stand below a grid of heads that has no place for them."""
-
-
-NOISE = 1e-6
-"""What share of the largest total is rounding."""
 
 BY_TOKEN = "each token's share: to_dataframe()"
 """Where each part's shares by token are, which no list of parts shows."""
@@ -188,11 +183,15 @@ class Terms(PartScores):
         Args:
             names: of parts of such names only: ``"L*H*"`` are heads, ``"L3H*"`` those of one layer, ``"MLP*"`` MLPs.
         """
-        if batch is None and len(self.tokens) > 1:
-            return self._of_query(query).mean()._parts(names=names)
-        row = self.scores[batch or 0, self.query_row(query, batch or 0)]
+        of, prompt, row = self._at(query, batch)
         indices = [i for i, name in enumerate(self.names) if fnmatchcase(name, names)]
-        return Parts(row[indices], [self.names[i] for i in indices], None, self.labels)
+        return Parts(of.scores[prompt, row, indices], [self.names[i] for i in indices], None, self.labels)
+
+    def _at(self, query: int | str, batch: int | None) -> tuple["Terms", int, int]:
+        """The terms that are shown, those of the mean over several prompts where none is chosen; prompt and row."""
+        if batch is None and len(self.tokens) > 1:
+            return self._of_query(query).mean(), 0, 0
+        return self, batch or 0, self.query_row(query, batch or 0)
 
     def to_dataframe(self, *, keys: bool | None = None) -> "pd.DataFrame":
         """One line per score: batch, query, query_token, term, target, score; with `keys`, one per source's share.
@@ -216,21 +215,15 @@ class Terms(PartScores):
 
         if keys is None:
             keys = self.keys is not None
-        values = self.scores
-        if keys:
-            values = self.keys
+        values = self.keys if keys else self.scores
         if values is None:
             raise InvalidInputError(
                 "keys: no source tokens' shares here; logit_attribution(by='head_token') has them, and compare_models "
                 "and patch_scores with positions=True."
             )
         columns: dict[str, Any] = {"target": np.array(targets_of_queries(self.target, self.queries), dtype=object)}
-        if self.counts is not None:
-            columns["n"] = self.counts.cpu()
-        for name in ("low", "high"):
-            bound = getattr(self, name)
-            if bound is not None and not keys:
-                columns[name] = bound.double().cpu()
+        of_mean = {"n": self.counts} | ({} if keys else {"low": self.low, "high": self.high})
+        columns |= {name: column.cpu() for name, column in of_mean.items() if column is not None}
         axes = dict.fromkeys(self._axes()["keys" if keys else "scores"]) | {"term": self.names}
         frame = long_table(self, values, axes, **columns)
         if keys:  # parts that belong to no source token: a line of their own, so that the lines still sum
@@ -243,57 +236,37 @@ class Terms(PartScores):
 
     def _bars(self, k: int, query: int | str = -1, batch: int | None = None) -> Bars:
         """The k largest parts of one query and all others, and what they sum to; of several prompts their means."""
-        if batch is None and len(self.tokens) > 1:
-            return self._mean_bars(k, query)
-        batch = batch or 0
-        check_batch(batch, self.tokens)
-        row = self.query_row(query, batch)
-        lines = [
-            (name, float(self.scores[batch, row, parts].double().sum()))
-            for name, parts in self._lines(k, batch, row).items()
-        ]
-        if self.remainder is not None and bool(self.remainder[batch, row]):
-            lines.append(("everything not listed", float(self.remainder[batch, row])))
-        notes = [self._which(batch, row)]
-        total = float(self.total[batch, row])
-        sums = [("total", total)]
-        if not self.additive:  # a rule with a total below would look like a sum
-            sums = []
-            left = len(self) - len(lines)
+        of, prompt, row = self._at(query, batch)
+        scores = of.scores[prompt, row].double()
+        largest_parts = largest(scores, self.names, k, labels=self.labels)
+        parts = {entry.labelled: [self.names.index(entry.name)] for entry in largest_parts}
+        total = float(of.total[prompt, row])
+        notes = [of._which(prompt, row)]
+        sums = []
+        exact = ""
+        if of.remainder is not None:
+            parts |= self._rest(scores, [index for indices in parts.values() for index in indices])
+            sums = [("total", total)]
+            exact = f"sums to the model's own number to {float(of.gap[prompt, row]):.1e}"
+        else:  # a rule with a total below would look like a sum
+            left = len(self) - len(parts)
             notes.append(f"effects on {number(total)}, which do not add up{f'; {left} more' if left else ''}")
-        by_token = BY_TOKEN if self.keys is not None else ""
-        title = " · ".join(filter(None, [shown_target(self.target), *notes]))
-        notes.append(by_token)
-        if self.additive:
-            notes.append(f"sums to the model's own number to {float(self.gap[batch, row]):.1e}")
-        printed = " · ".join(filter(None, [title, by_token]))
-        return Bars(printed, lines, sums, heading=self.heading, notes=notes, figure_title=title)
-
-    def _mean_bars(self, k: int, query: int | str) -> Bars:
-        """The bars of the mean over prompts, each with its interval."""
+        lines = [(name, float(scores[indices].sum())) for name, indices in parts.items()]
+        has_remainder = of.remainder is not None and bool(of.remainder[prompt, row])
+        if of.remainder is not None and has_remainder:
+            lines.append(("everything not listed", float(of.remainder[prompt, row])))
+        by_token = BY_TOKEN if of.keys is not None else ""
+        title, printed = (" · ".join(filter(None, [shown_target(of.target), *notes, more])) for more in ("", by_token))
+        bars = Bars(printed, lines, sums, of.heading, [*notes, by_token, exact], figure_title=title)
+        if of is self:
+            return bars
         every = self._of_query(query)
-        mean = every.mean()
-        bars = mean._bars(k)
-        scores = every.scores[:, 0].detach().double().cpu()
-        values = [scores[:, parts].sum(1) for parts in mean._lines(k, 0, 0).values()]
-        if every.remainder is not None and len(bars.lines) > len(values):
-            values.append(every.remainder[:, 0].detach().double().cpu())
-        if bars.sums:
-            values.append(every.total[:, 0].detach().double().cpu())
-        low, high = bootstrap_interval(torch.stack(values))
+        values = [every.scores[:, 0, indices].sum(1) for indices in parts.values()]
+        values += [every.remainder[:, 0]] if every.remainder is not None and has_remainder else []
+        values += [every.total[:, 0]] if sums else []
+        low, high = bootstrap_interval(torch.stack(values).detach().double().cpu())
         intervals = list(zip(low.tolist(), high.tolist(), strict=True))
-        return replace(bars, figure_title=mean_title(self.target, len(scores)), intervals=intervals)
-
-    def _lines(self, k: int, batch: int, row: int) -> dict[str, list[int]]:
-        """The k largest parts of one query, and all others where they sum, by the name of their line."""
-        scores = self.scores[batch, row].double()
-        lines = {
-            entry.labelled: [self.names.index(entry.name)]
-            for entry in largest(scores, self.names, k, labels=self.labels)
-        }
-        if self.additive:
-            lines |= self._rest(scores, [part for parts in lines.values() for part in parts])
-        return lines
+        return replace(bars, figure_title=mean_title(self.target, len(self.tokens)), intervals=intervals)
 
     def _rest(self, scores: Float[Tensor, "term"], shown: Sequence[int]) -> dict[str, list[int]]:
         """The parts that are not shown, by the name of their row.
@@ -357,14 +330,11 @@ class Terms(PartScores):
         >>> tlens.circuits.logit_attribution(frozen, " value", by="head").plot_heads()
         <Axes: ...>
         """
-        title = shown_target(self.target)
-        if batch is None and len(self.tokens) > 1:
+        of, prompt, row = self._at(query, batch)
+        title = " · ".join(filter(None, [shown_target(self.target), shown_prompt(prompt, len(of.tokens))]))
+        if of is not self:
             title = mean_title(self.target, len(self.tokens))
-            scores = self._of_query(query).scores[:, 0].mean(0)
-        else:
-            scores = self.scores[batch or 0, self.query_row(query, batch or 0)]
-            title = " · ".join(filter(None, [title, shown_prompt(batch or 0, len(self.tokens))]))
-        cells = self._cells(scores)
+        cells = self._cells(of.scores[prompt, row])
         if not cells:
             raise InvalidInputError("plot_heads: no term is a head or an MLP; logit_attribution(by='head') has them.")
         return figure.head_map(cells, title, ax)
@@ -538,11 +508,8 @@ class ModelChange(Terms):
         columns = [column for column, name in enumerate(self.names) if fnmatchcase(name, names)]
         if not columns:
             raise InvalidInputError(f"names={names!r}: there are {', '.join(self.names[:8])}, …")
-        prompts = range(len(self.queries))
-        rows = torch.tensor([self.query_row(query, prompt) for prompt in prompts], device=self.queries.device)
-        at_query = torch.take_along_dim(self.scores, rows[:, None, None], dim=1)[:, 0, columns]
-        total = torch.take_along_dim(self.total, rows[:, None], dim=1)
-        values = torch.cat([at_query, total], dim=1).detach().double().cpu().mT
+        one = self._of_query(query)
+        values = torch.cat([one.scores[:, 0, columns], one.total], dim=1).detach().double().cpu().mT
         low, high = bootstrap_interval(values, level, seed=seed)
         frame = pd.DataFrame(
             {"mean": values.mean(-1).tolist(), "low": low.tolist(), "high": high.tolist()},
