@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +59,15 @@ PATCH = " patch "
 
 MOST_PROMPTS = 8
 """Prompts of a batch that one picture shows."""
+
+
+class Shown(NamedTuple):
+    """What is drawn of one prompt: its source tokens with their positions, rows of the query axis, and their scores."""
+
+    positions: list[int]
+    tokens: list[str]
+    rows: list[int]
+    plane: np.ndarray
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -147,12 +156,18 @@ class Attribution(QueryScores):
             "special": special_positions(frozen.view, frozen.prompt),
         }
         values = of_pass | fields
-        is_sum = values.get("bias") is not None and values.get("total") is not None
-        if not is_sum or values.get("gap") is not None:
-            return cls(scores=scores, method=method, **values)
-        values["gap"] = relative_gap(scores, values["bias"], values["total"])
         attribution = cls(scores=scores, method=method, **values)
+        is_sum = attribution.bias is not None and attribution.total is not None
+        if not is_sum or attribution.gap is not None:
+            return attribution
+        attribution = attribution._measured()
         return frozen.checked(attribution) if attribution.additive else attribution
+
+    def _measured(self) -> "Attribution":
+        """The same, with how far its sums are from their totals, where both are known."""
+        if self.bias is None or self.total is None:
+            return self
+        return replace(self, gap=relative_gap(self.scores, self.bias, self.total))
 
     def __repr__(self) -> str:
         shape = ", ".join(f"{name}={size}" for name, size in zip(self.axes, self.scores.shape, strict=True))
@@ -335,7 +350,11 @@ class Attribution(QueryScores):
             # every query, or the first of them: the last key may be a bias instead of a token
             if n_queries < len(of_token[0]) and len({max(row) for row in words}) > 1:
                 raise InvalidInputError("merge_words: one source is no token (a bias); merge one prompt at a time.")
-            by_query = self._averaged(scores, membership[:, :n_queries])
+            members = membership[:, :n_queries]
+            mean = (members / members.sum(1, keepdim=True).clamp_min(1)).mT
+            mean = mean[:, : int(mean.any(2).sum(1).max())]
+            by_query = replace(self, scores=scores)._of_queries(mean)
+            by_query["queries"] = torch.arange(mean.shape[1], device=mean.device).expand(len(mean), -1)
             left_out = {*left_out, TOKENS_OF_QUERIES}
         else:
             queries = torch.take_along_dim(of_token, self.queries.to(of_token), dim=1)
@@ -354,19 +373,16 @@ class Attribution(QueryScores):
             options={name: value for name, value in options.items() if name not in left_out},
         )
 
-    def _averaged(
-        self, scores: Float[Tensor, "batch query key"], membership: Float[Tensor, "batch query word"]
-    ) -> dict[str, Tensor | None]:
-        """The fields that have a query axis, averaged over the queries of each word."""
-        mean = (membership / membership.sum(1, keepdim=True).clamp_min(1)).mT
-        mean = mean[:, : int(mean.any(2).sum(1).max())]
-        fields = {"scores": mean @ scores, "gap": None}
-        fields["queries"] = torch.arange(mean.shape[1], device=mean.device).expand(len(mean), -1)
-        for name in ("bias", "total"):
-            values = getattr(self, name)
-            if values is not None:
-                fields[name] = (mean @ values[..., None])[..., 0]
-        return fields
+    def _of_queries(self, weights: Float[Tensor, "batch new query"]) -> dict[str, Tensor | None]:
+        """The fields that have a query axis, of queries that are weighted sums of the held ones."""
+        axis = self.axes.index("query")
+        scores = torch.einsum("bnq,bq...->bn...", weights, self.scores.movedim(axis, 1)).movedim(1, axis)
+
+        def weighted(values: Tensor) -> Tensor:
+            return (weights.to(values) @ values[..., None])[..., 0]
+
+        bias, total = maybe(weighted, self.bias), maybe(weighted, self.total)
+        return {"scores": scores, "bias": bias, "total": total, "gap": None}
 
     def to_dataframe(self) -> "pd.DataFrame":
         """A long table: one line per prompt, query and source token, and one for each query's bias and total.
@@ -491,9 +507,9 @@ class Attribution(QueryScores):
 
     def __sub__(self, other: Any) -> "Attribution":
         less = super().__sub__(other)
-        if less is NotImplemented or not less.additive or less.bias is None or less.total is None:
+        if less is NotImplemented or not less.additive:
             return less
-        return replace(less, gap=relative_gap(less.scores, less.bias, less.total))
+        return less._measured()
 
     # ------------------------------------------------------------------ showing
 
@@ -580,23 +596,24 @@ class Attribution(QueryScores):
         if self.bias is not None and self.total is not None:
             values += [float(self.bias[batch, row]), float(self.total[batch, row])]
         texts, unit = numbers(values)
-        names = [(str(entry.position), repr(entry.name)) for entry in entries]
-        names += [("", name) for name, _ in lines[len(entries) :]]
-        rows = [(*name, text) for name, text in zip(names, texts, strict=False)]
-        headings = ["position", "token", f"score / {unit}" if unit else "score"]
-        below = ("bias (no token)", "total")
-        sums: list[tuple[str, ...]] = [("", *line) for line in zip(below, texts[len(rows) :], strict=False)]
-        if self.sides is not None:  # a column more, between the token and its score
-            headings.insert(2, "side")
-            sides = [self.sides[batch][int(str(entry.position))] for entry in entries]
-            sides += [""] * (len(rows) - len(entries))
-            rows = [(*row[:2], side, row[2]) for row, side in zip(rows, sides, strict=True)]
-            sums = [(*line[:2], "", line[2]) for line in sums]
+        columns = {
+            "position": [str(entry.position) for entry in entries],
+            "token": [repr(entry.name) for entry in entries],
+        }
+        if self.sides is not None:
+            columns["side"] = [self.sides[batch][int(str(entry.position))] for entry in entries]
+        columns = {heading: [*cells, *[""] * (len(texts) - len(entries))] for heading, cells in columns.items()}
+        below = [*(name for name, _ in lines), "bias (no token)", "total"]
+        columns["token"][len(entries) :] = below[len(entries) : len(texts)]
+        columns[f"score / {unit}" if unit else "score"] = texts
+        rows = list(zip(*columns.values(), strict=True))
         which = self._which(batch, row)
         if self.queries.shape[1] > 1:
             which += "; show(query=...) shows another"
         title = " · ".join(filter(None, [self.describe(batch, row), which]))
-        terminal.show_table(title, headings, rows, sums, left=("token", "side"), caption=self._sink_note(batch, row))
+        sums = rows[len(lines) :]
+        note = self._sink_note(batch, row)
+        terminal.show_table(title, list(columns), rows[: len(lines)], sums, left=("token", "side"), caption=note)
 
     def _figure(
         self, k: int, batch: int | None = None, query: int | str | None = None, values: bool | None = None, *, ax: Any
@@ -612,11 +629,7 @@ class Attribution(QueryScores):
             ax: draw here; None makes a figure of fitting size.
         """
         batch = batch or 0
-        keys, rows = self._shown(batch)
-        if query is not None:
-            rows = [self.query_row(query, batch)]
-        plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
-        tokens = list(keys.values())
+        keys, tokens, rows, plane = self._shown(batch, query)
         if len(rows) > 1:
             labels = [self.tokens[batch][self._explained(batch)[row][-1]] for row in rows]
             names = ("query", "source token")
@@ -682,35 +695,40 @@ class Attribution(QueryScores):
             row[positions] = False
         return listed
 
-    def _shown(self, batch: int) -> tuple[dict[int, str], list[int]]:
-        """Real source tokens by position, and the rows of real queries."""
+    def _shown(self, batch: int, query: int | str | None = None) -> "Shown":
+        """What is drawn of one prompt: all real queries, or one."""
         check_batch(batch, self.tokens)
-        keys = {position: self.tokens[batch][position] for position in self.listed(batch)}
-        return keys, self._real_rows(batch)
+        rows = self._real_rows(batch)
+        if query is not None:
+            rows = [self.query_row(query, batch)]
+        positions = self.listed(batch)
+        plane = array(self.plane(batch))[np.ix_(rows, positions)]
+        return Shown(positions, [self.tokens[batch][position] for position in positions], rows, plane)
+
+    def _sums_note(self, batch: int, row: int) -> str:
+        """The bias and the total of a query; nothing where one is unknown."""
+        if self.bias is None or self.total is None:
+            return ""
+        bias, total = (float(values[batch, row]) for values in (self.bias, self.total))
+        return f"bias, from no token: {number(bias)} · total: {number(total)}"
 
     def _prompt_html(self, batch: int) -> str:
         if self._is_generated():
             return self._generated_html(batch)
-        keys, rows = self._shown(batch)
-        positions = self.queries[batch].tolist()
+        keys, tokens, rows, plane = self._shown(batch)
         named = [self._explained(batch)[row][-1] for row in rows]
         queries = [(place, self.tokens[batch][place]) for place in named]
         notes = self._target_notes(batch, rows)
-        if self.additive and self.bias is not None and self.total is not None and len(rows) == 1:
-            bias, total = (float(t[batch, rows[0]]) for t in (self.bias, self.total))
-            notes.append(f"bias, from no token: {number(bias)} · total: {number(total)}")
         if len(rows) == 1:
-            notes += filter(None, [self._left_out_note(batch, rows[0]), self._sink_note(batch, rows[0])])
+            of_query = [self._left_out_note(batch, rows[0]), self._sink_note(batch, rows[0])]
+            notes += filter(None, [self._sums_note(batch, rows[0]) if self.additive else "", *of_query])
         stacks = []
         for name, planes in self._stacks(batch):
             chosen = rows
             labels = [token for _, token in queries]
-            if planes.shape[1] != len(positions):  # a method's layers may hold every query beside scores of one
-                chosen = list(keys)
-                labels = list(keys.values())
-            stacks.append(heat_maps.Stack(name, planes[:, chosen][:, :, list(keys)], labels))
-        plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
-        tokens = list(keys.values())
+            if planes.shape[1] != self.queries.shape[1]:  # layers may hold every query beside scores of one
+                chosen, labels = keys, tokens
+            stacks.append(heat_maps.Stack(name, planes[:, chosen][:, :, keys], labels))
         label = self.describe(batch)
         sides: list[str] = []
         if self.sides is not None:
@@ -718,7 +736,7 @@ class Attribution(QueryScores):
         if sides and len(rows) > 1:
             notes.append(f"the first {sides.count('encoder')} keys are the encoder's tokens, then come the decoder's")
         prompt_html = heat_maps.prompt(
-            tokens, list(keys), plane, queries, label=label, stacks=stacks, note=" · ".join(notes), parts=sides
+            tokens, keys, plane, queries, label=label, stacks=stacks, note=" · ".join(notes), parts=sides
         )
         if self.image is None or len(rows) != 1:
             return prompt_html
@@ -733,29 +751,18 @@ class Attribution(QueryScores):
 
     def _generated_html(self, batch: int) -> str:
         """Generated text: each of its tokens can be asked; the matrix of all pairs below, to be opened."""
-        keys, rows = self._shown(batch)
+        keys, tokens, rows, plane = self._shown(batch)
         columns = {position: column for column, position in enumerate(keys)}
-        tokens = list(keys.values())
-        plane = array(self.plane(batch))[np.ix_(rows, list(keys))]
         targets = [columns[position] for position in self.options["asked"][batch]]
         by_row = [[target] for target in targets]
         if len(rows) == 1:
             by_row = [targets]
-        facts = []
+        facts: list[str] = []
         for row, row_targets in zip(rows, by_row, strict=False):
-            fact = f"what made {''.join(tokens[target] for target in row_targets)!r}"
-            if self.bias is not None and self.total is not None:
-                bias, total = (float(values[batch, row]) for values in (self.bias, self.total))
-                fact += f" · bias, from no token: {number(bias)} · total: {number(total)}"
-            facts.append(fact)
-        picture = heat_maps.generated_text(
-            tokens,
-            list(keys),
-            plane,
-            columns[self.options["generated"][batch][0]],
-            by_row,
-            facts,
-        )
+            made = f"what made {''.join(tokens[target] for target in row_targets)!r}"
+            facts.append(" · ".join(filter(None, [made, self._sums_note(batch, row)])))
+        first = columns[self.options["generated"][batch][0]]
+        picture = heat_maps.generated_text(tokens, keys, plane, first, by_row, facts)
         if len(rows) == 1:
             return picture
         labels = [tokens[target] for target in targets]
@@ -804,26 +811,13 @@ def one_query(result: Attribution, *, mean: bool) -> Attribution:
     """
     queries = result.queries.to(result.mask.device)
     real = torch.take_along_dim(result.mask, queries, dim=1)
-    weights = real.to(result.scores)
+    weights = real.to(result.scores)[:, None]
     if mean:
-        weights = weights / weights.sum(1, keepdim=True).clamp_min(1)
-    axis = result.axes.index("query")
-    shape = [1] * result.scores.ndim
-    shape[0], shape[axis] = weights.shape
-    scores = (result.scores * weights.reshape(shape)).sum(axis, keepdim=True)
-
-    def weighted(values: Float[Tensor, "batch query"]) -> Float[Tensor, "batch 1"]:
-        return (values * weights.to(values)).sum(1, keepdim=True)
-
-    bias = maybe(weighted, result.bias)
-    total = maybe(weighted, result.total)
-    gap = None
-    if bias is not None and total is not None:
-        gap = relative_gap(scores, bias, total)
-    last = (queries * real).amax(1, keepdim=True)
+        weights = weights / weights.sum(2, keepdim=True).clamp_min(1)
+    fields = result._of_queries(weights)
+    fields["queries"] = (queries * real).amax(1, keepdim=True)
     options = {name: value for name, value in result.options.items() if name != TOKENS_OF_QUERIES}
-    fields = {"scores": scores, "bias": bias, "total": total, "gap": gap, "queries": last, "options": options}
-    return replace(result, **fields, stderr=None)
+    return replace(result, **fields, options=options, stderr=None)._measured()
 
 
 def _word_texts(tokens: list[str], words: list[int], count: int) -> list[str]:
