@@ -334,11 +334,6 @@ def _pyplot() -> Any:
     return plt
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-else:
-    Axes = Any  # matplotlib is an extra
-
 SIZE = LABEL + 1
 LETTER = 0.62 * SIZE / 72
 """Points of a letter, and inches that it is wide at most."""
@@ -435,11 +430,6 @@ def _scale_below(ax: Axes, colours: Any, least: float, largest: float) -> Any:
     bar.ax.tick_params(labelsize=LABEL, width=0.5, length=2)
     return image
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-else:
-    Axes = Any  # matplotlib is an extra
 
 ACROSS = 96
 DOWN = 130

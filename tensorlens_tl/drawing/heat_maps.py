@@ -254,6 +254,11 @@ class Example(NamedTuple):
     values: Sequence[float]
     peak: int
 
+    @property
+    def largest(self) -> tuple[str, float, int]:
+        """The largest token, its value and its position."""
+        return self.tokens[self.peak], self.values[self.peak], self.positions[self.peak]
+
 
 def examples(rows: Sequence[Example]) -> str:
     """Each example as a line of shaded tokens; all lines have one scale of colours."""
@@ -269,7 +274,8 @@ def examples(rows: Sequence[Example]) -> str:
             first = count == 0 and column == 0
             shade = colour(value, largest)
             marks.append(item(visible(token), label, shade, marked=column == row.peak, first=first))
-        fact = f"{number(row.values[row.peak])}, row {row.row} at {row.positions[row.peak]}"
+        _, value, position = row.largest
+        fact = f"{number(value)}, row {row.row} at {position}"
         lines.append(f'<div><span class="n">{escape(fact)} </span>{"".join(marks)}</div>')
     return f'<div class="line rove">{"".join(lines)}</div>{colour_bar(values)}'
 

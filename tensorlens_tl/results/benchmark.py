@@ -68,8 +68,8 @@ def benchmark_json(circuit: Circuit) -> str:
     return json.dumps(content, allow_nan=False)
 
 
-def benchmark_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The fields of a `Circuit` from such a file, ours or the benchmark's.
+def read_benchmark(path: str | os.PathLike[str], kind: type[Any]) -> Any:
+    """The `Circuit` in such a file, ours or the benchmark's; `kind` is that class.
 
     Raises:
         FileFormatError: no such JSON, or one without all edges of its nodes, those outside the circuit as well.
@@ -79,9 +79,7 @@ def benchmark_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         config = dict(content["cfg"])
         edges = dict(content["edges"])
-        target = _text(content.get("target", ""), "target")
-        method = _text(content.get("method", ""), "method")
-        provenance = {name: _text(fact, name) for name, fact in content.get("provenance", {}).items()}
+        facts = {name: content[name] for name in ("target", "method", "provenance") if name in content}
         sources = ["embed", *(_library_name(n) for n in content["nodes"] if n not in ("input", "logits"))]
         pairs = [tuple(map(_library_name, name.split("->"))) for name in edges]
         destinations = sorted({end for _, end in pairs}, key=place)
@@ -98,17 +96,11 @@ def benchmark_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise FileFormatError(_unreadable(path, error)) from error
     _check_all_edges(path, sources, pairs, parallel)
-    return {
-        "sources": sources,
-        "destinations": destinations,
-        "scores": scores,
-        "exists": exists,
-        "selection": selection,
-        "config": config,
-        "target": target,
-        "provenance": provenance,
-        "method": method,
-    }
+    edges_of_model = {"scores": scores, "exists": exists, "selection": selection}
+    try:
+        return kind(sources=sources, destinations=destinations, **edges_of_model, config=config, **facts)
+    except InvalidInputError as error:
+        raise FileFormatError(_unreadable(path, error)) from error
 
 
 def _content(path: Path) -> Any:
@@ -150,17 +142,6 @@ def _unreadable(path: str | os.PathLike[str], error: Exception) -> str:
         f"{path}: not a circuit in the benchmark's JSON ({type(error).__name__}: {error}). Circuit.load reads what "
         "Circuit.save wrote, and the benchmark's own files."
     )
-
-
-def _text(value: Any, name: str) -> str:
-    """A text.
-
-    Raises:
-        TypeError: anything else.
-    """
-    if not isinstance(value, str):
-        raise TypeError(f'"{name}" is {value!r}, not a text')
-    return value
 
 
 def _truth(value: Any, name: str) -> bool:

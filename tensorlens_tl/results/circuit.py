@@ -25,7 +25,7 @@ from torch import Tensor
 from tensorlens_tl.drawing import figure, graphs, matrix
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
-from tensorlens_tl.results.benchmark import benchmark_fields, benchmark_json
+from tensorlens_tl.results.benchmark import benchmark_json, read_benchmark
 from tensorlens_tl.results.edge_names import ARROW, HEAD, TARGET, kind_of, node_read_at, place
 from tensorlens_tl.results.entry import shown_target
 from tensorlens_tl.results.exchange import SharedGraph
@@ -219,7 +219,7 @@ class Circuit(SharedGraph):
                 needed as well.
             OSError: there is no such file.
         """
-        return cls(**benchmark_fields(path))
+        return read_benchmark(path, cls)
 
     # ------------------------------------------------------------------ for other tools
 

@@ -115,10 +115,8 @@ class FeatureExamples(Scored):
     def _parts(self, feature: int | str | None = None) -> Parts:
         """The examples of a feature, the first by default: each one's token, activation and position in its row."""
         examples = self._examples(0 if feature is None else self._place(feature), self.rows.shape[1])
-        peaks = [(example.tokens, example.values, example.positions, example.peak) for example in examples]
-        names = [tokens[peak] for tokens, _, _, peak in peaks]
-        scores = torch.tensor([values[peak] for _, values, _, peak in peaks], dtype=torch.float64)
-        return Parts(scores, names, [positions[peak] for _, _, positions, peak in peaks])
+        scores = torch.tensor([example.largest[1] for example in examples], dtype=torch.float64)
+        return Parts(scores, [example.largest[0] for example in examples], [example.largest[2] for example in examples])
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per token of each example: feature, label, rank, row, position, token, activation, is_peak.
@@ -178,19 +176,13 @@ class FeatureExamples(Scored):
     def _print(self, k: int) -> None:
         """The k top examples of each feature."""
         for place in range(min(len(self), MOST_FEATURES)):
-            rows = [
-                (
-                    number(example.values[example.peak]),
-                    f"{example.row}:{example.positions[example.peak]}",
-                    _line(example),
-                )
-                for example in self._examples(place, k)
-            ]
+            rows: list[tuple[str, str, str]] = []
+            for example in self._examples(place, k):
+                _, value, position = example.largest
+                rows.append((number(value), f"{example.row}:{position}", _line(example)))
             title = f"{self._name(place)} · active at {float(self.density[place]):.3%} of {self.n_tokens} tokens"
             tokens = [repr(self.texts[number]) for number in self.promoted[place].tolist()]
-            caption = ""
-            if tokens:
-                caption = f"promotes {', '.join(tokens)}"
+            caption = f"promotes {', '.join(tokens)}" if tokens else ""
             terminal.show_table(title, ("activation", "row:position", "text"), rows, left=("text",), caption=caption)
         if len(self) > MOST_FEATURES:
             print(f'{len(self) - MOST_FEATURES} more features: only("F12", …) chooses some.')

@@ -133,10 +133,14 @@ class ContributionGraph(SharedGraph):
         while count != reached.sum():  # one step backwards from all that is reached, as often as there is news
             count = reached.sum()
             reached[source[large & reached[target]]] = True
-        selection = large & reached[target]
-        new_number = reached.cumsum() - 1
-        edges = self.edges[selection].assign(source=new_number[source[selection]], target=new_number[target[selection]])
-        return replace(self, nodes=self.nodes[reached].reset_index(drop=True), edges=edges.reset_index(drop=True))
+        return self._with(reached, large & reached[target])
+
+    def _with(self, nodes: np.ndarray, edges: np.ndarray) -> "ContributionGraph":
+        """Some of the nodes, and of the edges between them."""
+        new_number = nodes.cumsum() - 1
+        chosen = self.edges[edges].reset_index(drop=True)
+        ends = {end: new_number[chosen[end].to_numpy(int)] for end in ("source", "target")}
+        return replace(self, nodes=self.nodes[nodes].reset_index(drop=True), edges=chosen.assign(**ends))
 
     def _parts(self, *, kind: str | None = None) -> Parts:
         """The nodes, the target aside.
@@ -253,9 +257,7 @@ class ContributionGraph(SharedGraph):
         used[-1] = True
         for end in ("source", "target"):
             used[self.edges[end].to_numpy(int)] = True
-        new_number = used.cumsum() - 1
-        ends = {end: new_number[self.edges[end].to_numpy(int)] for end in ("source", "target")}
-        return replace(self, nodes=self.nodes[used].reset_index(drop=True), edges=self.edges.assign(**ends))
+        return self._with(used, np.ones(len(self.edges), dtype=bool))
 
     def labelled(self, name: str) -> str:
         """A node's name, with its label where it has one."""
