@@ -343,6 +343,8 @@ class Features(Scored):
     """The active features of a dictionary in one frozen pass, as `features` gives them.
 
     `show`, `plot` and a notebook list the most active ones at a token; `save` writes tables, figures and pages.
+    Which token is chosen by `query`, counted over the prompt's real ones, or its text, and `batch`: the last one of the
+    first prompt by default.
 
     Attributes:
         frozen: the pass.

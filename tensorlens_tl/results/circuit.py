@@ -49,6 +49,8 @@ SHOWN_EDGES = 200
 class Circuit(SharedGraph):
     """Some edges of a model. Everything else is to carry what it carries for the corrupted prompt.
 
+    ``plot(kind="matrix")`` draws every edge in a matrix, `plot` and `to_html` the k largest as a graph.
+
     `show`, `plot` and a notebook draw it as a graph, in which edges that a head reads by its queries, keys and values
     have lines of their own. `save` writes what `load` reads back as the Mechanistic Interpretability Benchmark's JSON,
     to a name without an ending, or one in ``.json`` or, as every edge of the model is in it, ``.json.gz``; a multigraph

@@ -30,6 +30,8 @@ CHOICES = ("top", "greedy")
 class EdgeScores(Scored):
     """A score for every edge and prompt: what the target loses when the edge carries its corrupted value.
 
+    `top`, `show` and `plot` take `batch`, and are of the mean over prompts without it.
+
     Attributes:
         sources, destinations: what the two axes are, in the order of the forward pass.
         scores: `[batch, source, destination]`, zero where there is no edge.

@@ -52,6 +52,8 @@ class Comparison(NamedTuple):
 class Evaluation(Result):
     """What every evaluation returns.
 
+    `plot` takes one `metric`, and some of the `methods`; a panel for each metric, and every method, by default.
+
     Attributes:
         kind: which evaluation.
         values: `[metric, method, unit]`; NaN where a metric does not apply.

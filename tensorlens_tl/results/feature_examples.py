@@ -30,6 +30,8 @@ class FeatureExamples(Scored):
     An example is a row of the data set around the token where the feature is largest in that row; each row is an
     example of a feature once at most. Where a feature has fewer than the others, the last ones are empty: row −1.
 
+    `top` and `plot` take a `feature`, its number or name; without it `top` is of the first.
+
     Attributes:
         features: their numbers.
         labels: what they are called; an empty text for none.

@@ -39,6 +39,9 @@ KINDS = ("embedding", "whitening", "head", "mixer", "mlp", "neuron", "feature", 
 class ContributionGraph(SharedGraph):
     """A logit as a weighted graph. Made by `circuits.contribution_graph`.
 
+    `plot` and `to_html` draw k edges. `top` and `show` list k nodes, of one `kind` if that is chosen: embedding,
+    whitening, head, mixer, mlp, neuron, feature, error or bias.
+
     Attributes:
         nodes: one row per node: `name`, `kind` (embedding, whitening, head, mixer, mlp, neuron, feature, error, bias,
             target), `layer` (-1 for none), `pos`, `token`, `part` (a neuron's or feature's number, or the position that

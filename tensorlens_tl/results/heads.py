@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class HeadScores(Scored):
     """A number of every head and prompt, between 0 and 1: a mean of attention over the tokens that it is about.
 
+    `top`, `show` and `plot` take `batch`, and are of the mean over prompts without it.
+
     Attributes:
         scores: `[batch, layer, head]`; NaN of a head that a layer lacks, and of a prompt without such a token.
         counts: how many tokens of each prompt the mean is over, `[batch]`.

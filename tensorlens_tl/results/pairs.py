@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SourceScores(Scored):
-    """What sources give to one number of each prompt's attention; see `ScoreAttribution` and `ScoreChange`."""
+    """What sources give to one number of each prompt's attention; see `ScoreAttribution` and `ScoreChange`.
+
+    `top`, `show` and `plot` take `batch`, and are of the first prompt without it.
+    """
 
     BY_PLACE: ClassVar = dict.fromkeys(("to_html", "plot", "show", "top"), ("k", "batch"))
 

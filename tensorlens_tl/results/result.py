@@ -129,7 +129,7 @@ class Result(Stored, ABC):
         for old in [*places[: len(by_place)], *self.RENAMED.keys() & choice]:
             now = self.RENAMED.get(old, old)
             if old != "k" and old in chosen:
-                warn_caller(f"{name}: pass {now}= by this name; it will not be taken otherwise.", DeprecationWarning)
+                warn_caller(f"{name}: pass {now}= by this name; version 0.2 takes no other way.", DeprecationWarning)
                 chosen[now] = chosen.pop(old)
         known = list(dict.fromkeys(["k", *self._choices(hook)]))
         wrong = [repr(one) for one in chosen if one not in known]

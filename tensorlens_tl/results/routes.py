@@ -50,6 +50,9 @@ class ChangeRoutes(PartScores):
     Every layer's scores sum to the whole change: layers are cuts through one and the same change at different depths,
     and do not add up to each other.
 
+    `show`, `plot` and `to_html` take `query` and `batch`, and are of the mean over several prompts where no `batch` is
+    chosen; `top` also needs a `layer`.
+
     Attributes:
         layers: what the layer axis is: ``"L0"`` …, and ``"end"``, what follows the last block.
         scores: `[batch, query, layer, route]`, the routes being `ROUTES`: past the layer (``"direct"``); by each head's

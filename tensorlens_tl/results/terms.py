@@ -51,6 +51,9 @@ class Terms(PartScores):
     Where `additive`, ``scores.sum(-1) + remainder == total`` up to `gap`. Total effects are not: what goes
     through two parts counts for both.
 
+    `top`, `show`, `plot` and `to_html` take `query` and `batch`, and are of the mean over several prompts without `batch`.
+    ``top(names="L*H*")`` are heads, ``"L3H*"`` those of one layer, ``"MLP*"`` MLPs.
+
     Attributes:
         names: what the parts are, such as ``"embed"``, ``"L0H3"``, ``"L0H3 → L1H5"``, ``"MLP1.N7"``, ``"L0.b_O"``.
         scores: `[batch, query, term]`.
