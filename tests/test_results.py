@@ -643,6 +643,57 @@ def test_save_draws_the_prompt_that_was_chosen(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first.svg", "second.svg"]
 
 
+# ------------------------------------------------------------------ one set of arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("Terms", lambda r: r.top(3, -1, 1), lambda r: r.top(3, query=-1, batch=1)),
+        ("Terms", lambda r: r.to_html(3, 0, 1), lambda r: r.to_html(k=3, query=0, batch=1)),
+        ("Attribution", lambda r: r.plot(1).get_title(loc="left"), lambda r: r.plot(batch=1).get_title(loc="left")),
+        ("HeadScores", lambda r: r.to_html(1), lambda r: r.to_html(batch=1)),
+        ("ChangeRoutes", lambda r: r.to_html(0, 1), lambda r: r.to_html(query=0, batch=1)),
+        ("FeatureExamples", lambda r: r.top(1, "F5"), lambda r: r.top(1, feature="F5")),
+        ("ContributionGraph", lambda r: r.to_html(most=7), lambda r: r.to_html(7)),
+        (
+            "Evaluation",
+            lambda r: r.plot("mrr").get_title(loc="left"),
+            lambda r: r.plot(metric="mrr").get_title(loc="left"),
+        ),
+    ],
+)
+def test_what_had_another_name_or_only_a_place_is_still_taken(name, old, new):
+    pytest.importorskip("matplotlib").use("Agg")
+    of = result(name)
+    if name == "Evaluation":
+        of = dataclasses.replace(
+            of, metrics={"mrr" if at == 0 else key: up for at, (key, up) in enumerate(of.metrics.items())}
+        )
+    with pytest.warns(DeprecationWarning, match=r"pass \w+= by this name"):
+        before = old(of)
+    assert before == new(of)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_k_and_names_are_checked_in_one_way(name):
+    of = result(name)
+    calls = [of.show, of.plot, of.to_html, *([of.top] if hasattr(of, "top") else [])]
+    for call in calls:
+        with pytest.raises(tlens.InvalidInputError, match="k=0: pass at least 1"):
+            call(k=0)
+        with pytest.raises(tlens.InvalidInputError, match=r"'quary' is nothing that can be chosen of this \w+; pass k"):
+            call(quary=1)
+        with pytest.raises(TypeError, match="is nothing that can be chosen"):
+            call(1, 2, 3, 4, 5)
+
+
+def test_a_graph_of_one_edge_is_kept(tmp_path):
+    small = result("ContributionGraph").prune(1e-9)
+    assert len(small.edges) == 1
+    assert len(type(small).load(small.save(tmp_path / "graph")).edges) == 1
+
+
 # ------------------------------------------------------------------ what is not listed
 
 

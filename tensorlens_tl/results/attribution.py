@@ -74,8 +74,8 @@ class Shown(NamedTuple):
 class Attribution(QueryScores):
     """What every method returns.
 
-    Of several prompts or queries, `top`, `show` and `plot` take `batch` and `query`; `plot` also `values`: whether numbers
-    stand in the cells of a heat map.
+    Of several prompts or queries, `top`, `show` and `plot` take `batch` and `query`; `plot` also `values`: whether
+    numbers stand in the cells of a heat map.
 
     Attributes:
         scores: `[batch, query, key]` unless `axes` says otherwise: how much source token `key` gave to `query`.

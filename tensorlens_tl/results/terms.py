@@ -51,7 +51,7 @@ class Terms(PartScores):
     Where `additive`, ``scores.sum(-1) + remainder == total`` up to `gap`. Total effects are not: what goes
     through two parts counts for both.
 
-    `top`, `show`, `plot` and `to_html` take `query` and `batch`, and are of the mean over several prompts without `batch`.
+    `top`, `show`, `plot` and `to_html` take `query` and `batch`, and are of the mean over several prompts without it.
     ``top(names="L*H*")`` are heads, ``"L3H*"`` those of one layer, ``"MLP*"`` MLPs.
 
     Attributes:
