@@ -258,9 +258,8 @@ class ScoreChange(SourceScores):
     def _bars(self, k: int, batch: int | None = None) -> Bars:
         batch = batch or 0
         scores = self._sided(batch)[-1].double()
-        entries = [
-            entry for entry in self.top(k, batch=batch) if entry.score
-        ]  # what is the same in both runs is no line
+        # what is the same in both runs is no line
+        entries = [entry for entry in self.top(k, batch=batch) if entry.score]
         lines = with_others(entries, float(scores.sum()), len(scores))
         sums = [("total", float(self.total[batch]))]
         notes = [self._exact(batch, "change")]
