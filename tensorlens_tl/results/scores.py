@@ -96,7 +96,7 @@ class Scored(Result):
             InvalidInputError: k below 1, or nothing of that name to choose; no such query or prompt.
 
         >>> tlens.circuits.logit_attribution(frozen, " value").top(1, names="MLP*")[0].name
-        'MLP3'
+        'MLP0'
         """
         chosen = {"k": self.PRINTED} | self._chosen("top", self._parts, k, choice)
         count: int = chosen.pop("k")
