@@ -226,7 +226,7 @@ def test_what_cannot_be_written_is_refused(circuit, tmp_path, attempt, message):
 
 
 def test_saving_says_what_each_ending_gives():
-    text = circuits.Circuit.save.__doc__ or ""
+    text = f"{circuits.Circuit.__doc__}{circuits.Circuit.save.__doc__}"
     for ending in {".json", *circuits.Circuit._writers()}:
         assert f"``{ending}``" in text
 

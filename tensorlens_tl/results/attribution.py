@@ -356,7 +356,7 @@ class Attribution(QueryScores):
             members = membership[:, :n_queries]
             mean = (members / members.sum(1, keepdim=True).clamp_min(1)).mT
             mean = mean[:, : int(mean.any(2).sum(1).max())]
-            by_query = replace(self, scores=scores)._of_queries(mean)
+            by_query = self._of_queries(mean, scores)
             by_query["queries"] = torch.arange(mean.shape[1], device=mean.device).expand(len(mean), -1)
             left_out = {*left_out, TOKENS_OF_QUERIES}
         else:
@@ -376,10 +376,10 @@ class Attribution(QueryScores):
             options={name: value for name, value in options.items() if name not in left_out},
         )
 
-    def _of_queries(self, weights: Float[Tensor, "batch new query"]) -> dict[str, Tensor | None]:
-        """The fields that have a query axis, of queries that are weighted sums of the held ones."""
+    def _of_queries(self, weights: Float[Tensor, "batch new query"], scores: Tensor) -> dict[str, Tensor | None]:
+        """The fields that have a query axis, of queries that are weighted sums of those that `scores` are of."""
         axis = self.axes.index("query")
-        scores = torch.einsum("bnq,bq...->bn...", weights, self.scores.movedim(axis, 1)).movedim(1, axis)
+        scores = torch.einsum("bnq,bq...->bn...", weights, scores.movedim(axis, 1)).movedim(1, axis)
 
         def weighted(values: Tensor) -> Tensor:
             return (weights.to(values) @ values[..., None])[..., 0]
@@ -762,8 +762,8 @@ class Attribution(QueryScores):
             by_row = [targets]
         facts: list[str] = []
         for row, row_targets in zip(rows, by_row, strict=False):
-            made = f"what made {''.join(tokens[target] for target in row_targets)!r}"
-            facts.append(" · ".join(filter(None, [made, self._sums_note(batch, row)])))
+            question = f"what made {''.join(tokens[target] for target in row_targets)!r}"
+            facts.append(" · ".join(filter(None, [question, self._sums_note(batch, row)])))
         first = columns[self.options["generated"][batch][0]]
         picture = heat_maps.generated_text(tokens, keys, plane, first, by_row, facts)
         if len(rows) == 1:
@@ -817,7 +817,7 @@ def one_query(result: Attribution, *, mean: bool) -> Attribution:
     weights = real.to(result.scores)[:, None]
     if mean:
         weights = weights / weights.sum(2, keepdim=True).clamp_min(1)
-    fields = result._of_queries(weights)
+    fields = result._of_queries(weights, result.scores)
     fields["queries"] = (queries * real).amax(1, keepdim=True)
     options = {name: value for name, value in result.options.items() if name != TOKENS_OF_QUERIES}
     return replace(result, **fields, options=options, stderr=None)._measured()
