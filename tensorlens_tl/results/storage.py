@@ -68,7 +68,7 @@ class Stored:
 
     def _misfit(self) -> str:
         """What of this result does not fit together, computed or read from a file; an empty text where all does."""
-        wrong = self._wrong_facts({name: getattr(self, name) for name in (*self.FACTS, *self.LATER_FACTS)})
+        wrong = self._wrong_facts(vars(self))
         if wrong:
             return wrong
         sizes = {axis: len(getattr(self, names)) for axis, names in self.NAMES.items()}
