@@ -767,19 +767,9 @@ def _along_pull(comparison: _Comparison, by: str) -> tuple[list[str], Float[Tens
                 scores.append(widened(of_side[..., None], start, pos)[..., 0])  # zero at the other side's positions
             previous = step.layer
             continue
-        for sublayer, change in zip(step.sublayers, changes.hidden[number], strict=True):
-            cotangent = sublayer.write.pull(pulled.sums[number])[0]
-            product = upcast(cotangent) * change
-            if by == "component":
-                names.append(sublayer.name)
-                scores.append(product.sum(-1)[:, None])
-            elif by == "neuron" and sublayer.has_neurons:
-                stream.frozen.view.blocks[sublayer.layer].require_dense_mlp()
-                names += sublayer.neurons(change)
-                scores.append(product.mT)
-            else:
-                names += sublayer.nodes
-                scores.append(sublayer.split(product).sum(-1).mT)
+        for _, nodes, by_position in changes.terms(number, pulled, by):
+            names += nodes
+            scores.append(by_position[0])
         added = added_by_hooks(stream, step)
         if added is not None:
             names.append(step.outer_name)

@@ -17,12 +17,12 @@ the unembedding. Nothing is held fixed but the stream itself. The last value is 
 "interpreting GPT: the logit lens", 2020).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice, checked_names
@@ -35,7 +35,6 @@ from tensorlens_tl.circuits.stream import (
     Stream,
     StreamTarget,
     Sublayer,
-    dot,
     stream_target,
     summed_by_name,
     target_under,
@@ -149,79 +148,49 @@ def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Te
     scores: list[Tensor] = []
     keys: list[Tensor] = []
 
-    def add(term_names: list[str], values: Tensor, by_key: Callable[[], Tensor]) -> None:
+    def add(term_names: list[str], by_position: Tensor, by_source: Tensor | None = None) -> None:
         names.extend(term_names)
-        scores.append(values)
+        scores.append(by_position.sum(-1))
         if by == "head_token":
-            keys.append(by_key())
+            keys.append(by_position if by_source is None else by_source)
+
+    def add_bias(name: str, bias: Tensor, g: Tensor) -> None:
+        add([name], (upcast(g) * bias).sum(-1)[:, :, None])
 
     for name, part in stream.sources().items():
-        add([name], dot(pulled.stream[0], part), partial(_by_position, pulled.stream[0], part))
+        add_bias(name, part, pulled.stream[0])
     biases = list(pulled.of_biases(stream.steps))
-    for number, step in enumerate(stream.steps):
-        for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
-            cotangent = sublayer.write.pull(pulled.sums[number])
-            if by == "neuron" and sublayer.has_neurons:
-                stream.frozen.view.blocks[sublayer.layer].require_dense_mlp()
-                add(
-                    sublayer.neurons(hidden),
-                    (cotangent.to(readout.total) * hidden).sum(-2),
-                    partial(_by_position, cotangent, hidden),
-                )
-            elif by == "component":
-                add([sublayer.name], dot(cotangent, hidden), partial(_by_position, cotangent, hidden))
-            else:
-                by_key = partial(_by_node, sublayer, cotangent, hidden)
-                if sublayer.is_attention:
-                    by_key = partial(_by_source, sublayer, stream.x[number], cotangent)
-                elif sublayer.read.mixes:
-                    by_key = partial(_by_source_without_pattern, sublayer, stream.x[number], cotangent)
-                add(list(sublayer.nodes), sublayer.shares(cotangent, hidden), by_key)
+    for number in range(len(stream.steps)):
+        for sublayer, nodes, by_position in stream.terms(number, pulled, by):
+            moved = None
+            if by == "head_token" and sublayer.read.mixes:
+                moved = _by_source(sublayer, stream.x[number], sublayer.write.pull(pulled.sums[number]))
+            add(nodes, by_position, moved)
         for at, name, bias, g in biases:
             if at == number:
-                add([name], dot(g, bias), partial(_by_position, g, bias))
+                add_bias(name, bias, g)
     if bool(readout.constant.any()):
-        constant = readout.constant[:, rows].T[..., None]
-        add([readout.constant_name], constant, partial(_at_query, constant, positions, stream.x[0].shape[1]))
+        at_query = positions.T[..., None] == torch.arange(stream.x[0].shape[1], device=positions.device)
+        add([readout.constant_name], (readout.constant[:, rows].T[..., None] * at_query)[:, :, None])
     merged, values = summed_by_name(names, torch.cat(scores, dim=-1), -1)
     if keys:
         keys = [summed_by_name(names, torch.cat(keys, dim=2), 2)[1]]
     return merged, values, keys
 
 
-def _by_position(cotangent: Float[Tensor, "query batch pos d"], x: Tensor) -> Float[Tensor, "query batch 1 pos"]:
-    """⟨cotangent, x⟩ where the vectors are: the query's position, and on a whitened model those before it."""
-    return (upcast(cotangent) * x).sum(-1)[:, :, None]
+def _by_source(sublayer: Sublayer, x: Tensor, cotangent: Tensor) -> Float[Tensor, "query batch node pos"]:
+    """What each node moves from each source token, wherever it writes it.
 
-
-def _by_node(sublayer: Sublayer, cotangent: Tensor, x: Tensor) -> Float[Tensor, "query batch node pos"]:
-    """The same for each node of a sublayer."""
-    return sublayer.split(upcast(cotangent) * x).sum(-1).mT
-
-
-def _by_source(sublayer: Sublayer, x: Tensor, cotangent: Tensor) -> Float[Tensor, "query batch head key"]:
-    """What each head moves from each source token, wherever it writes it."""
-    return token_pairs(sublayer, x, cotangent).sum(-2)
-
-
-def _by_source_without_pattern(
-    sublayer: Sublayer, x: Tensor, cotangent: Tensor
-) -> Float[Tensor, "query batch node pos"]:
-    """What each node moves from each source token; what it adds by itself counts where it comes out."""
+    What one without a pattern adds by itself counts where it comes out.
+    """
+    if sublayer.is_attention:
+        return token_pairs(sublayer, x, cotangent).sum(-2)
     moved: list[Tensor] = []
     for number, part in enumerate(sublayer.split(cotangent).unbind(-2)):
         read = sublayer.read_of(number)
         given = (upcast(read.pull(part)) * x).sum(-1)
         moved.append(given + (upcast(part) * read.bias).sum(-1))
     return torch.stack(moved, dim=2)
-
-
-def _at_query(
-    values: Float[Tensor, "query batch term"], positions: Int[Tensor, "batch query"], pos: int
-) -> Float[Tensor, "query batch term key"]:
-    """Effects as shares of source tokens, all at the query's position."""
-    shares = values.new_zeros(*values.shape, pos)
-    return shares.scatter_(3, positions.T[:, :, None, None].expand(*values.shape, 1), values[..., None])
 
 
 # ------------------------------------------------------------------ total effects
@@ -318,15 +287,10 @@ def _frozen(
     pulled = stream.pull(readout.seed)
     names: list[str] = []
     scores: list[Tensor] = []
-    for number, step in enumerate(stream.steps):
-        for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
-            cotangent = sublayer.write.pull(pulled.sums[number])
-            if by == "head":
-                names += sublayer.nodes
-                scores.append(sublayer.shares(cotangent, hidden))
-            else:
-                names.append(sublayer.name)
-                scores.append(dot(cotangent, hidden))
+    for number in range(len(stream.steps)):
+        for _, of_sublayer, by_position in stream.terms(number, pulled, by):
+            names += of_sublayer
+            scores.append(by_position.sum(-1))
     chosen = _chosen(names, nodes)
     return [names[number] for number in chosen], torch.cat(scores, dim=-1).transpose(0, 1)[..., chosen]
 

@@ -37,7 +37,6 @@ values changed, and because its queries and keys changed where it attends. So an
 says that the first tells the second where to look.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -169,7 +168,8 @@ class Edges:
             reads = reads[:, at]
             outputs = outputs[:, at]
         for part in reads.split(_at_once(max(outputs[..., 0].numel(), 1), outputs)):
-            weights = _products(part, outputs).permute(1, 2, 0)
+            # by position, where an einsum would copy all outputs for each node
+            weights = (part.transpose(0, 1) @ outputs.permute(1, 2, 0)).permute(1, 2, 0)
             self.entering[first] = part.new_zeros(len(part), pos)
             self.entering[first][:, at] = weights.abs().sum(1)
             rows = first + torch.arange(len(part), device=outputs.device)
@@ -310,13 +310,6 @@ class NoEdges(Edges):
     into_rows = into_heads = into_mixing = add = into_positionwise
 
 
-def _products(
-    reads: Float[Tensor, "row pos d_model"], outputs: Float[Tensor, "source pos d_model"]
-) -> Float[Tensor, "pos row source"]:
-    """Of every read and every output at a position; where an einsum would copy all outputs for each node."""
-    return reads.transpose(0, 1) @ outputs.permute(1, 2, 0)
-
-
 def _mixed_products(
     reads: Float[Tensor, "row pos d_model"], outputs: Float[Tensor, "source pos d_model"]
 ) -> Float[Tensor, "row source pos"]:
@@ -360,17 +353,14 @@ class GraphBuilder:
     carried: list[int] = field(default_factory=list)
     prepared: dict[int, list[Node]] = field(default_factory=dict[int, "list[Node]"])
 
-    def graph(self, prediction: dict[str, Any]) -> ContributionGraph:
-        """The whole graph."""
-        return self._tables(self.walk(), prediction)
-
     def walk(self) -> Float[Tensor, "source pos"]:
         """All rows and their edges; what each source that is still carried adds to the target itself."""
         stream = self.readout.stream
         sources = stream.sources()
         outputs = upcast(torch.stack([part[0] for part in sources.values()]))
         for name, weights in zip(sources, (outputs * self.pulled.stream[0][0, 0]).sum(-1), strict=True):
-            self.carried.append(self._add(name, "embedding", -1, weights))
+            self.carried.append(len(self.rows))
+            self.rows.append(Row(name, "embedding", -1, weights, torch.zeros_like(weights)))
         for number, step in enumerate(stream.steps):
             if number in self.splits:
                 outputs = self._features(self.splits[number], outputs)
@@ -404,9 +394,11 @@ class GraphBuilder:
         selection[-1] = True
         return selection
 
-    def _tables(self, final: Float[Tensor, "source pos"], prediction: dict[str, Any]) -> ContributionGraph:
+    def graph(self, prediction: dict[str, Any]) -> ContributionGraph:
+        """The whole graph, with what others' formats say about the prediction."""
         import pandas as pd
 
+        final = self.walk()
         query = int(self.readout.positions)
         total = self.readout.total[0, 0]
         constant = self.readout.constant[0, 0]
@@ -449,42 +441,25 @@ class GraphBuilder:
         edges = pd.DataFrame(
             {"source": renumbered[source].numpy(), "target": renumbered[end].numpy(), "weight": weight.numpy()}
         )
-        graph = ContributionGraph(
-            nodes.loc[exists.numpy()].reset_index(drop=True), edges, self.readout.label, float(total), float(constant),
-            gap, self.readout.soft_cap, **prediction, labels=self._labels(names),
-        )  # fmt: skip
-        return self.readout.stream.frozen.checked(graph, float(self.readout.noise) / size)
-
-    def _labels(self, names: Sequence[str]) -> dict[str, str]:
-        """What the graph's features are called, by the names of their nodes."""
         labels = {
             f"{split.prefix}F{number}": label
             for split in self.splits.values()
             for number, label in split.features.labels.items()
         }
-        return {name: labels[name] for name in dict.fromkeys(names) if name in labels}
-
-    def _add(
-        self,
-        name: str,
-        kind: str,
-        layer: int,
-        weights: Float[Tensor, "pos"],
-        biases: Float[Tensor, "pos"] | None = None,
-        numbers: Int[Tensor, "pos"] | None = None,
-        side: tuple[int, int] | None = None,
-    ) -> int:
-        if biases is None:
-            biases = torch.zeros_like(weights)
-        self.rows.append(Row(name, kind, layer, weights, biases, numbers, side))
-        return len(self.rows) - 1
+        graph = ContributionGraph(
+            nodes.loc[exists.numpy()].reset_index(drop=True), edges, self.readout.label, float(total), float(constant),
+            gap, self.readout.soft_cap, **prediction,
+            labels={name: labels[name] for name in dict.fromkeys(names) if name in labels},
+        )  # fmt: skip
+        return self.readout.stream.frozen.checked(graph, float(self.readout.noise) / size)
 
     def _carried(self, outputs: Float[Tensor, "source pos d_model"]) -> Carried:
         return Carried(outputs, torch.tensor(self.carried, device=outputs.device))
 
     def _bias(self, name: str, step: Step, bias: Tensor, cotangent: Tensor) -> Float[Tensor, "1 pos d_model"]:
         bias = bias.expand_as(cotangent[0])
-        self._add(name, "bias", step.layer, (bias * cotangent[0])[0].sum(-1), side=step.side)
+        weights = (bias * cotangent[0])[0].sum(-1)
+        self.rows.append(Row(name, "bias", step.layer, weights, torch.zeros_like(weights), side=step.side))
         return bias
 
     def _sublayer(
@@ -499,12 +474,17 @@ class GraphBuilder:
         """A sublayer's nodes with their edges, and what each of them wrote."""
         cotangent = sublayer.write.pull(g)
         first = len(self.rows)
-        if first not in self.prepared:
-            self.prepared[first] = self._nodes(sublayer, x, hidden, cotangent)
-        nodes = self.prepared[first]
-        for node in nodes:
-            for (name, kind, numbers), weights, biases in zip(node.rows, node.weights, node.biases, strict=True):
-                self._add(name, kind, sublayer.layer, weights, biases, numbers, step.side)
+        choice = self.choices.get(kind_of_split(sublayer))
+        if first in self.prepared:
+            nodes = self.prepared[first]
+        elif choice is None:
+            nodes = graph_nodes.whole(sublayer, hidden, cotangent)
+        elif sublayer.is_attention:
+            nodes = graph_nodes.sources(sublayer, x, cotangent, choice)
+        else:
+            nodes = graph_nodes.neurons(sublayer, hidden, cotangent, choice)
+        self.prepared[first] = nodes
+        self.rows += [row for node in nodes for row in node.rows(sublayer.layer, step.side)]
         self._check_count(x.shape[1], sublayer.layer)
         carried = self._carried(outputs)
         if sublayer.has_pattern:
@@ -515,15 +495,6 @@ class GraphBuilder:
         else:
             self.edges.into_positionwise(sublayer, nodes, first, cotangent, carried)
         return [node.outputs for node in nodes]
-
-    def _nodes(self, sublayer: Sublayer, x: Tensor, hidden: Tensor, cotangent: Tensor) -> list[Node]:
-        """A sublayer's nodes, whole or in the parts that were chosen."""
-        choice = self.choices.get(kind_of_split(sublayer))
-        if choice is None:
-            return graph_nodes.whole(sublayer, hidden, cotangent)
-        if sublayer.is_attention:
-            return graph_nodes.sources(sublayer, x, cotangent, choice)
-        return graph_nodes.neurons(sublayer, hidden, cotangent, choice)
 
     def _check_count(self, pos: int, layer: int) -> None:
         most = graph_nodes.MOST_NODES
@@ -559,10 +530,12 @@ class GraphBuilder:
         step = self.readout.stream.steps[number]
         cotangent = self.pulled.stream[number + 1][0, 0]
         output = self.readout.stream.x[number + 1][0]
-        biases = None
+        weights = (cotangent * output).sum(-1)
+        biases = torch.zeros_like(weights)
         if step.outer.bias is not ZERO:  # what changed weights of it add
             biases = (cotangent * step.outer.bias[0]).sum(-1)
-        row = self._add(step.outer_name, "whitening", step.layer, (cotangent * output).sum(-1), biases)
+        row = len(self.rows)
+        self.rows.append(Row(step.outer_name, "whitening", step.layer, weights, biases))
         self.edges.into_mixing(row, [step.outer], [cotangent], self._carried(outputs))
         self.carried = [row]
         return output[None]
@@ -653,10 +626,8 @@ def contribution_graph(
     choices = {name: _choice(readout.stream, pulled, name, value) for name, value in split.items() if value is not None}
     splits = feature_splits(dictionaries, readout.stream, pulled)
     if features is not None:
-        largest = max(
-            (float(split.weights.abs().max()) for split in splits.values() if len(split.weights)), default=0.0
-        )
-        choices["features"] = _of_largest("features", features, largest)
+        sizes = [float(split.weights.abs().max()) for split in splits.values() if len(split.weights)]
+        choices["features"] = Choice.of_largest("features", features, max(sizes, default=0.0))
     edges = Edges(float(threshold), MOST_EDGES)
     builder = GraphBuilder(readout, pulled, edges, choices, splits)
     if strongest is not None:
@@ -682,9 +653,9 @@ def check_options(threshold: Any, neurons: Share, sources: Share, features: Shar
 
 def _choice(stream: Stream, pulled: Pulled, name: str, value: int | float) -> Choice:
     """Which neurons or source tokens become nodes; for a share, all are looked at for the largest."""
-    largest = 0.0
     if value >= 1:
-        return _of_largest(name, value, largest)
+        return Choice.of_largest(name, value, 0.0)
+    largest = 0.0
     for number, step in enumerate(stream.steps):
         for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
             if kind_of_split(sublayer) != name:
@@ -694,14 +665,7 @@ def _choice(stream: Stream, pulled: Pulled, name: str, value: int | float) -> Ch
             if sublayer.is_attention:
                 shares = token_pairs(sublayer, stream.x[number], cotangent)
             largest = max(largest, float(shares.abs().max()))
-    return _of_largest(name, value, largest)
-
-
-def _of_largest(name: str, value: int | float, largest: float) -> Choice:
-    """So many, or all that are at least a share of the largest."""
-    if value >= 1:
-        return Choice(name, graph_nodes.MOST_NODES, int(value))
-    return Choice(name, graph_nodes.MOST_NODES, sys.maxsize, value * largest)
+    return Choice.of_largest(name, value, largest)
 
 
 def _prediction(readout: StreamTarget, target: TokenLike, minus: TokenLike) -> dict[str, Any]:

@@ -21,6 +21,7 @@ x, and o what a source wrote,
 * the error is what is left: its edges are ⟨g, o⟩ less all of the above, its bias is minus the others' constants.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,6 +61,13 @@ class Choice:
     room: int
     most: int
     least: float = 0.0
+
+    @classmethod
+    def of_largest(cls, name: str, value: float, largest: float) -> "Choice":
+        """So many, or all that are at least a share of the largest."""
+        if value >= 1:
+            return cls(name, MOST_NODES, int(value))
+        return cls(name, MOST_NODES, sys.maxsize, value * largest)
 
     def of(self, shares: Float[Tensor, "pos part"]) -> Int[Tensor, "slot pos"]:
         """The numbers of the chosen parts, largest first; −1 where a slot is empty at a position.
@@ -148,15 +156,16 @@ class Node:
     biases: Float[Tensor, "row pos"]
     outputs: Float[Tensor, "row pos d_model"]
 
-    @property
-    def rows(self) -> list[tuple[str, str, Int[Tensor, "pos"] | None]]:
-        """Name, kind and part numbers of each row; a slot's name lacks the part's number, which differs by position."""
-        if not len(self.chosen):
-            return [(self.name, self.kind, None)]
-        name, kind = (f"{self.name}←", "head")
-        if self.kind == "mlp":
-            name, kind = (f"{self.name}.N", "neuron")
-        return [*((name, kind, numbers) for numbers in self.chosen), (f"{self.name}.rest", self.kind, None)]
+    def rows(self, layer: int, side: tuple[int, int] | None) -> list[Row]:
+        """Its slots, and the rest of it or all of it, at the positions of a side."""
+        of = [(self.name, self.kind, None)]
+        if len(self.chosen):
+            name, kind = (f"{self.name}.N", "neuron") if self.kind == "mlp" else (f"{self.name}←", "head")
+            of = [*((name, kind, numbers) for numbers in self.chosen), (f"{self.name}.rest", self.kind, None)]
+        return [
+            Row(name, kind, layer, weights, biases, numbers, side)
+            for (name, kind, numbers), weights, biases in zip(of, self.weights, self.biases, strict=True)
+        ]
 
 
 def whole(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from tensorlens_tl._arguments import checked_names
@@ -134,20 +134,15 @@ def _of_pass(frozen: FrozenPass, places: Places, target: str) -> HeadScores:
         raise UnsupportedModelError(f"attention {target}: no layer of {view.description} has attention.")
     chosen = places(frozen)
     counts = chosen.any(-1).sum(-1)
-    patterns = {layer: _mean_attention(frozen.pattern(layer), chosen, counts) for layer in layers}
-    heads = max(pattern.shape[1] for pattern in patterns.values())
-    scores = next(iter(patterns.values())).new_full((len(chosen), frozen.n_layers, heads), torch.nan)
-    for layer, pattern in patterns.items():
-        scores[:, layer, : pattern.shape[1]] = pattern
+    means: dict[int, Tensor] = {}  # of each head, NaN of a prompt without such a token
+    for layer in layers:
+        pattern = upcast(frozen.pattern(layer))
+        means[layer] = torch.einsum("bhqk,bqk->bh", pattern, chosen.to(pattern)) / counts[:, None]
+    heads = max(mean.shape[1] for mean in means.values())
+    scores = means[layers[0]].new_full((len(chosen), frozen.n_layers, heads), torch.nan)
+    for layer, mean in means.items():
+        scores[:, layer, : mean.shape[1]] = mean
     return HeadScores(scores, counts, target, frozen.provenance())
-
-
-def _mean_attention(
-    pattern: Float[Tensor, "batch head query key"], chosen: Bool[Tensor, "batch query key"], counts: Tensor
-) -> Float[Tensor, "batch head"]:
-    """The mean attention to the chosen keys, over the queries that have one; NaN of a prompt without any."""
-    attention = torch.einsum("bhqk,bqk->bh", upcast(pattern), chosen.to(upcast(pattern[:0]).dtype))
-    return attention / counts[:, None]
 
 
 def _previous(frozen: FrozenPass) -> Bool[Tensor, "batch query key"]:

@@ -331,8 +331,13 @@ def sublayer_nodes(readout: StreamTarget, question: str, by: str, advice: str) -
                     f"changed by a hook (a gate or a norm inside, a mixer in place of attention, one output of self- "
                     f"and cross-attention). {advice}"
                 )
-            names = _node_names(frozen, sublayer, by)
-            for part, name in enumerate(names):
+            names: Sequence[str] = sublayer.nodes
+            mlp = frozen.view.blocks[sublayer.layer].dense_mlp if by == "neuron" and sublayer.is_mlp else None
+            if by == "component":
+                names = (sublayer.name,)
+            elif mlp is not None:
+                names = [f"{sublayer.name}.N{neuron}" for neuron in range(mlp.W_out.shape[0])]
+            for part, name in enumerate(names):  # equal parts of the hidden vector
                 yield NodeChange(name, (point,), part, len(names), layer=sublayer.layer)
 
 
@@ -348,17 +353,6 @@ def _hidden_point(frozen: FrozenPass, sublayer: Sublayer) -> str | None:
     if sublayer.is_attention and points.attention is None:
         return points.z
     return None
-
-
-def _node_names(frozen: FrozenPass, sublayer: Sublayer, by: str) -> Sequence[str]:
-    """The names of a sublayer's nodes, which are equal parts of its hidden vector."""
-    if by == "component":
-        return (sublayer.name,)
-    if by == "neuron" and sublayer.is_mlp:
-        mlp = frozen.view.blocks[sublayer.layer].dense_mlp
-        assert mlp is not None
-        return [f"{sublayer.name}.N{neuron}" for neuron in range(mlp.W_out.shape[0])]
-    return sublayer.nodes
 
 
 def _expert_nodes(frozen: FrozenPass, question: str, sublayer: Sublayer, by: str) -> Iterator[NodeChange]:

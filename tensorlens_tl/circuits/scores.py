@@ -18,7 +18,7 @@ those that the model shows, where it does.
 In cross-attention the query's sources are those of the decoder's stream, the key's those of the encoder's output.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -191,27 +191,16 @@ class HeadRead:
         d_head = self.rotation.shape[-1]
         return slice(self.number * d_head, (self.number + 1) * d_head)
 
-    @property
-    def width(self) -> int:
-        """How many channels all heads have."""
-        return self.heads * self.rotation.shape[-1]
-
     def push(self, x: Float[Tensor, "source batch pos d_model"]) -> Float[Tensor, "source batch d_head"]:
         """What parts of the stream give the rotated vector."""
-        return self._of_head(self._here.push(self._picked(x)))
+        return self._rotated(self.map.at(RowPositions(self.at[None])).push, x)
 
     def __call__(self, x: Float[Tensor, "source batch pos d_model"]) -> Float[Tensor, "source batch d_head"]:
         """The rotated vector, biases included."""
-        return self._of_head(self._here(self._picked(x)))
+        return self._rotated(self.map.at(RowPositions(self.at[None])), x)
 
-    @property
-    def _here(self) -> AffineMap:
-        return self.map.at(RowPositions(self.at[None]))
-
-    def _picked(self, x: Float[Tensor, "source batch pos d_model"]) -> Float[Tensor, "source batch 1 d_model"]:
-        return torch.take_along_dim(x, self.at[None, :, None, None], dim=2)
-
-    def _of_head(self, vectors: Float[Tensor, "source batch 1 width"]) -> Float[Tensor, "source batch d_head"]:
+    def _rotated(self, read: Callable[[Tensor], Tensor], x: Tensor) -> Float[Tensor, "source batch d_head"]:
+        vectors = read(torch.take_along_dim(x, self.at[None, :, None, None], dim=2))
         return torch.einsum("sbd,bde->sbe", vectors[:, :, 0, self.channels], self.rotation)
 
 
@@ -527,21 +516,23 @@ def _pairs(frozen: FrozenPass, place: ScorePlace, by: str, activation: str) -> S
     if by == "token":
         names = [list(row) for row in frozen.str_tokens]
         before = maps_before(frozen, place, activation)
-        q, k = (_by_token(frozen, before, read) for read in score.reads)
+        (q, q_bias), (k, k_bias) = (_by_token(frozen, before, read) for read in score.reads)
     else:
         sources = components_before(frozen, place, by, activation)
         names = [list(sources)] * len(frozen.tokens)
-        q, k = (_by_component(read, torch.stack(list(sources.values()))) for read in score.reads)
+        stacked = torch.stack(list(sources.values()))
+        q, k = (read.push(stacked).permute(2, 1, 0) for read in score.reads)
+        q_bias, k_bias = (read(torch.zeros_like(stacked[:1]))[0].T for read in score.reads)
     scale = reading.scale
     alibi = None
     if reading.alibi is not None:
         alibi = reading.alibi[place.head][place.query, place.key]
     attribution = ScoreAttribution(
         names=names,
-        pairs=scale * torch.einsum("cbi,cbj->bij", q.shares, k.shares),
-        query_sources=scale * torch.einsum("cbi,cb->bi", q.shares, k.bias),
-        key_sources=scale * torch.einsum("cb,cbj->bj", q.bias, k.shares),
-        bias=scale * (q.bias * k.bias).sum(0),
+        pairs=scale * torch.einsum("cbi,cbj->bij", q, k),
+        query_sources=scale * torch.einsum("cbi,cb->bi", q, k_bias),
+        key_sources=scale * torch.einsum("cb,cbj->bj", q_bias, k),
+        bias=scale * (q_bias * k_bias).sum(0),
         total=score.value(),
         by=by,
         alibi=alibi,
@@ -555,27 +546,16 @@ def _pairs(frozen: FrozenPass, place: ScorePlace, by: str, activation: str) -> S
     return frozen.checked(attribution)
 
 
-@dataclass(frozen=True, eq=False)
-class _Side:
-    """A head's query, or key, at one position per prompt.
-
-    Attributes:
-        shares: by channel and source, `[channel, batch, source]`.
-        bias: what no source gives, `[channel, batch]`.
-    """
-
-    shares: Float[Tensor, "channel batch source"]
-    bias: Float[Tensor, "channel batch"]
-
-
-def _by_token(frozen: FrozenPass, before: Chain, read: HeadRead) -> _Side:
-    """Each channel pulled back through everything before."""
+def _by_token(
+    frozen: FrozenPass, before: Chain, read: HeadRead
+) -> tuple[Float[Tensor, "channel batch source"], Float[Tensor, "channel batch"]]:
+    """A head's query, or key, by channel: what each token gives of it through everything before, and what none does."""
     x0 = frozen.resid_pre(0)
     whole = Chain((*before.stages, *stages_of(read.map)))
     shares: list[Tensor] = []
     constants: list[Tensor] = []
     for rows in chunks(read.rotation.shape[-1], frozen.row_bytes, None, "score"):
-        basis = x0.new_zeros(len(rows), len(read.at), read.width)
+        basis = x0.new_zeros(len(rows), len(read.at), read.heads * read.rotation.shape[-1])
         # row c, pulled back, gives channel c of the rotated vector
         basis[:, :, read.channels] = read.rotation[..., rows.start : rows.stop].permute(2, 0, 1)
         biases = BiasTerms()
@@ -585,10 +565,4 @@ def _by_token(frozen: FrozenPass, before: Chain, read: HeadRead) -> _Side:
         share[:, :, : reached.shape[2]] = (reached * x0[:, : reached.shape[2]]).sum(-1)
         shares.append(share)
         constants.append(in_total(biases, x0.new_zeros(len(rows), len(read.at))))
-    return _Side(torch.cat(shares), torch.cat(constants))
-
-
-def _by_component(read: HeadRead, sources: Float[Tensor, "source batch pos d_model"]) -> _Side:
-    """Each source's part of the stream at the position, read by the head."""
-    bias = read(torch.zeros_like(sources[:1]))[0]
-    return _Side(read.push(sources).permute(2, 1, 0), bias.T)
+    return torch.cat(shares), torch.cat(constants)

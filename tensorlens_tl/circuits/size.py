@@ -90,7 +90,13 @@ def spectral_norm(op: Any, *, tol: Any = 1e-6, seed: int = 0) -> float:
     """
     if not isinstance(tol, (int, float)) or not tol > 0:
         raise InvalidInputError(f"tol={tol!r}: pass a positive number.")
-    _, values, _ = _svds(as_scipy(op), op.x[0].numel(), 1, tol, seed)
+    import numpy as np
+    from scipy.sparse import linalg
+
+    matrix = as_scipy(op)
+    start = np.random.default_rng(seed).standard_normal(matrix.shape[0]).astype(matrix.dtype)
+    svds: Any = linalg.svds  # its stubs do not know a start
+    _, values, _ = svds(matrix, k=1, tol=tol, v0=start)
     return float(values[0])
 
 
@@ -130,15 +136,6 @@ def singular_directions(op: Any, query: Query = -1, key: Query = 0, *, k: Whole 
     block = op.slice(query, keys=position[0])[0, :, 0]
     left, values, right = torch.linalg.svd(upcast(block))
     return Directions(values[:k], left.T[:k], right[:k])
-
-
-def _svds(matrix: Any, size: int, k: int, tol: float = 0.0, seed: int = 0) -> Any:
-    """scipy's Lanczos, from a start that depends on the seed alone (scipy has renamed its argument for it)."""
-    import numpy as np
-    from scipy.sparse import linalg
-
-    svds: Any = linalg.svds
-    return svds(matrix, k=k, tol=tol, v0=np.random.default_rng(seed).standard_normal(size).astype(matrix.dtype))
 
 
 def one_prompt(op: Any) -> None:

@@ -72,9 +72,7 @@ def _half(
 
 def _outer(frozen: PassOrDifference, layer: int, at: Place) -> AffineMap:
     """The norm around a sum, or the identity."""
-    if at.outer is None:
-        return Identity()
-    return frozen.maps.norm(layer, at.outer)
+    return Identity() if at.outer is None else frozen.maps.norm(layer, at.outer)
 
 
 def _crossing(frozen: PassOrDifference, layer: int, at: Place, within: Within) -> Step:
@@ -87,18 +85,15 @@ def _crossing(frozen: PassOrDifference, layer: int, at: Place, within: Within) -
     heads = frozen.view.blocks[layer].require_cross_attention().heads
     names = tuple(f"L{layer}.cross.H{head}" for head in range(heads))
     sublayers = _of_heads(frozen, layer, Place(after=at.after), within.read, within.out, names, "cross.b_O")
-    placed = [
-        replace(sublayer, read=_squared(sublayer.read), write=among_all(sublayer.write, within), is_cross=True)
-        for sublayer in sublayers
-    ]
+    placed: list[Sublayer] = []
+    for sublayer in sublayers:
+        *before, mixing = sublayer.read.stages
+        if isinstance(mixing, CrossAttention):  # so that its pattern is one of all positions
+            mixing = mixing.square
+        read, write = Chain((*before, mixing)), among_all(sublayer.write, within)
+        placed.append(replace(sublayer, read=read, write=write, is_cross=True))
     outer = within(_outer(frozen, layer, at))
     return Step(layer, tuple(placed), outer, f"L{layer}.{at.outer}.b", (within.start, within.stop))
-
-
-def _squared(read: Chain) -> Chain:
-    """What heads of cross-attention read, their pattern one of all positions."""
-    *before, mixing = read.stages
-    return Chain((*before, mixing.square)) if isinstance(mixing, CrossAttention) else read
 
 
 def _end_steps(frozen: PassOrDifference, layer: int, rule: str) -> list[Step]:
@@ -130,27 +125,15 @@ def _mixing_nodes(frozen: PassOrDifference, layer: int, at: Place, mixing: Chain
     if block.mixer is not None:
         return [_mixer(frozen, layer, at, mixing)]
     *inside, output = mixing.stages
-    return _heads(frozen, layer, at, tuple(inside), output)
+    names = tuple(f"L{layer}H{head}" for head in range(block.attention.heads))
+    read = inside[0] if len(inside) == 1 else Chain(tuple(inside))
+    return _of_heads(frozen, layer, at, read, output, names, "b_O")
 
 
 def _mixer(frozen: PassOrDifference, layer: int, at: Place, mixing: Chain) -> Sublayer:
     """A mixer in place of attention, or beside it, as one node."""
     *inside, output = mixing.stages
     return _sublayer(frozen, layer, at, tuple(inside), output, (f"L{layer}.mixer",), "mixer.b_out", "mixer")
-
-
-def _heads(
-    frozen: PassOrDifference, layer: int, at: Place, inside: tuple[AffineMap, ...], output: AffineMap
-) -> list[Sublayer]:
-    """Attention as sublayers: one of a pass, whose patterns are held; of a difference by queries, keys and values.
-
-    A gate after the heads is held in these, and one more. What the output adds by itself is the bias of the last.
-    """
-    names = tuple(f"L{layer}H{head}" for head in range(frozen.view.blocks[layer].attention.heads))
-    read = inside[0]
-    if len(inside) > 1:
-        read = Chain(inside)
-    return _of_heads(frozen, layer, at, read, output, names, "b_O")
 
 
 def _of_heads(
@@ -162,7 +145,10 @@ def _of_heads(
     names: tuple[str, ...],
     bias_name: str,
 ) -> list[Sublayer]:
-    """Heads as sublayers, by the routes that what they read is the sum of."""
+    """Attention as sublayers: one of a pass, whose patterns are held; of a difference by queries, keys and values.
+
+    A gate after the heads is held in these, and one more. What the output adds by itself is the bias of the last.
+    """
     routes = read.summands
     if len(routes) == 1:
         return [_sublayer(frozen, layer, at, routes, output, names, bias_name, "head")]
@@ -212,13 +198,6 @@ def _per_layer_node(frozen: PassOrDifference, layer: int, per_layer: Chain) -> S
     return Sublayer(layer, Chain(tuple(inside)), write, (name,), f"{name}.b_out", "per_layer")
 
 
-def _norms(frozen: PassOrDifference, layer: int, name: str | None) -> tuple[AffineMap, ...]:
-    """The norm of this name, or none."""
-    if name is None:
-        return ()
-    return (frozen.maps.norm(layer, name),)
-
-
 def _sublayer(
     frozen: PassOrDifference,
     layer: int,
@@ -229,7 +208,7 @@ def _sublayer(
     bias_name: str,
     kind: Kind,
 ) -> Sublayer:
-    before, after = (_norms(frozen, layer, name) for name in (at.before, at.after))
+    before, after = ([frozen.maps.norm(layer, name)] if name else [] for name in (at.before, at.after))
     bias = f"L{layer}.{bias_name}"
     inside = [stage for part in read for stage in stages_of(part)]
     return Sublayer(layer, Chain((*before, *inside)), Chain((*stages_of(output), *after)), nodes, bias, kind)

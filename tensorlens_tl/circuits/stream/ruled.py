@@ -172,19 +172,18 @@ class _RuledRun:
         self.hidden: list[tuple[Tensor, ...]] = []
         self.streams: list[Tensor] = []
         self.known = hook_points(self.frozen.model)
-        self._refuse_other_blocks()
-        self.cuts = [self._cuts(step) for step in self._blocks]
+        self.blocks = [step for step in self.plain.steps if step.layer >= 0]
+        self.ends = [step for step in self.plain.steps if step.layer < 0]  # what follows the last
+        self.entries = [self.frozen.points.blocks[layer].resid_pre for layer in self.plain.layers]
+        self.last = self.frozen.capture.output_name(self.plain.layers.stop - 1)
         self.read_at = readout.points[-1]
+        self._refuse_other_blocks()
+        self.cuts = [self._cuts(step) for step in self.blocks]
         seen = self._run(rule, start)
         self.arrived, self.leaves = seen.arrived, seen.leaves
         self._prove(rule, start)
 
     # ------------------------------------------------------------------ what is cut
-
-    @property
-    def _blocks(self) -> list[Step]:
-        """The steps of blocks; the others are what follows the last."""
-        return [step for step in self.plain.steps if step.layer >= 0]
 
     def _refuse(self, what: str) -> UnsupportedModelError:
         return UnsupportedModelError(
@@ -197,8 +196,8 @@ class _RuledRun:
         """Refuse what is more than sublayers that read the stream and add to it, before anything runs."""
         if self.frozen.sides is not None:
             raise self._refuse("the pair of stacks")
-        layers = [step.layer for step in self._blocks]
-        for step in self._blocks:
+        layers = [step.layer for step in self.blocks]
+        for step in self.blocks:
             if not step.sublayers:
                 raise self._refuse(step.outer_name or f"L{step.layer}")
             if layers.count(step.layer) > 2:
@@ -253,14 +252,13 @@ class _RuledRun:
     def _run(self, rule: Rule | None, start: Start) -> _Seen:
         """Run the model, cut at every node and before every block."""
         frozen, seen = self.frozen, _Seen()
-        entries = [frozen.points.blocks[layer].resid_pre for layer in self.plain.layers]
-        hooks = [seen.cut(name, start.get(name)) for name in entries]
-        hooks.append(seen.cut(self._last) if self._has_end else seen.watch(self._last))
+        hooks = [seen.cut(name, start.get(name)) for name in self.entries]
+        hooks.append(seen.cut(self.last) if self.ends else seen.watch(self.last))
         hooks += [seen.cut(point) for cuts in self.cuts for cut in cuts for point in (*cut.ways, cut.point)]
-        if self.read_at != self._last:
+        if self.read_at != self.last:
             hooks.append(seen.watch(self.read_at))
         with torch.enable_grad(), Placing() as placing:
-            for before, step in pairwise([None, *self._blocks]):
+            for before, step in pairwise([None, *self.blocks]):
                 assert step is not None
                 block, place = frozen.view.blocks[step.layer], self._place(step)
                 between = f"L{step.layer}.mlp"
@@ -283,19 +281,10 @@ class _RuledRun:
             refuse_other_functions(list(seen.arrived.values()))
         return seen
 
-    @property
-    def _last(self) -> str:
-        """The hook point of what the last block gives."""
-        return self.frozen.capture.output_name(self.plain.layers.stop - 1)
-
-    @property
-    def _has_end(self) -> bool:
-        return len(self._blocks) < len(self.plain.steps)
-
     def _prove(self, rule: Rule | None, start: Start) -> None:
         """Pull the target through the uncut run too, and compare; so do values with those of the pass."""
         frozen = self.frozen
-        first = frozen.points.blocks[self.plain.layers.start].resid_pre
+        first = self.entries[0]
         whole = _Seen()
         hooks = [whole.cut(first, start.get(first)), whole.watch(self.read_at)]
         with torch.enable_grad(), ruled(frozen.model, rule):
@@ -338,33 +327,26 @@ class _RuledRun:
 
     def steps(self, biases: bool) -> Iterator[Step]:
         """The steps, which fill `streams` and `hidden`."""
-        blocks = self._blocks
-        after = self.arrived[self.read_at]
-        for number, (step, cuts) in enumerate(zip(blocks, self.cuts, strict=True)):
-            second = number > 0 and blocks[number - 1].layer == step.layer
-            last = number + 1 == len(blocks)
-            entry = self._entry(step, second)
-            if last:
-                after = self.arrived[self._last]
-            elif blocks[number + 1].layer == step.layer:
-                after = self.arrived[f"L{step.layer}.mlp"]
+        arrived, leaves = self.arrived, self.leaves
+        entry = leaves[self.entries[0]]
+        for step, later, cuts in zip(self.blocks, [*self.blocks[1:], None], self.cuts, strict=True):
+            if later is None:
+                yield self._step(step, cuts, entry, arrived[self.last], biases)
+            elif later.layer == step.layer:  # the MLP's half of the same block
+                between = arrived[f"L{step.layer}.mlp"]
+                yield self._step(step, cuts, entry, between, biases)
+                entry = between
             else:
-                after = self.arrived[self.frozen.points.blocks[step.layer + 1].resid_pre]
-            yield self._step(step, cuts, entry, after, biases)
-        if self._has_end:
-            entry, after = self.leaves[self._last], self.arrived[self.read_at]
-            self.streams.append(entry)
+                name = self.frozen.points.blocks[later.layer].resid_pre
+                yield self._step(step, cuts, entry, arrived[name], biases)
+                entry = leaves[name]
+        if self.ends:
+            self.streams.append(leaves[self.last])
             self.hidden.append(())
-            ends = [step for step in self.plain.steps if step.layer < 0]
-            mixes = any(step.outer.mixes for step in ends)
-            yield Step(-1, (), self._outer(entry, after, biases, mixes), ends[0].outer_name)
-        self.streams.append(after)
-
-    def _entry(self, step: Step, second: bool) -> Tensor:
-        """The stream before a step."""
-        if second:
-            return self.arrived[f"L{step.layer}.mlp"]
-        return self.leaves[self.frozen.points.blocks[step.layer].resid_pre]
+            mixes = any(step.outer.mixes for step in self.ends)
+            outer = self._outer(leaves[self.last], arrived[self.read_at], biases, mixes)
+            yield Step(-1, (), outer, self.ends[0].outer_name)
+        self.streams.append(arrived[self.read_at if self.ends else self.last])
 
     def _step(self, step: Step, cuts: list[_Cut], entry: Tensor, after: Tensor, biases: bool) -> Step:
         place = self._place(step)

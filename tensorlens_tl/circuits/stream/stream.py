@@ -199,6 +199,23 @@ class Stream:
             stream.append(g)
         return Pulled(stream[::-1], sums[::-1])
 
+    def terms(self, number: int, pulled: Pulled, by: str) -> Iterator[tuple[Sublayer, list[str], Tensor]]:
+        """What a step's sublayers give to a pulled target: each with the names of its terms, and these by position.
+
+        Args:
+            number: the step's.
+            pulled: the target, pulled back along the steps.
+            by: as in `Sublayer.terms`.
+
+        Raises:
+            UnsupportedModelError: neurons of a mixture of experts.
+        """
+        for sublayer, hidden in zip(self.steps[number].sublayers, self.hidden[number], strict=True):
+            if by == "neuron" and sublayer.has_neurons:
+                self.frozen.view.blocks[sublayer.layer].require_dense_mlp()
+            cotangent = sublayer.write.pull(pulled.sums[number])
+            yield sublayer, *sublayer.terms(upcast(cotangent) * hidden, by)
+
     @cached_property
     def direct(self) -> list[Tensor]:
         """What passes every sublayer, the input and the biases on the way: before each step, and after the last."""
@@ -245,6 +262,7 @@ class StreamTarget:
         constant_name: what the constant is called among the terms.
         soft_cap: the cap that the model applies after it, or None.
         name: the target, wherever it is read, and of a difference the number whose change it is.
+        of_tokens: whether it is a number of logits.
     """
 
     stream: Stream
@@ -257,6 +275,7 @@ class StreamTarget:
     constant_name: str = "b_U"
     soft_cap: float | None = None
     name: str = ""
+    of_tokens: bool = False
 
     @cached_property
     def seed(self) -> Float[Tensor, "query batch pos d_model"]:
@@ -267,11 +286,6 @@ class StreamTarget:
         """The same of some queries."""
         vectors, positions = self.vectors[:, queries].transpose(0, 1), self.positions[:, queries].T
         return place(vectors, positions, self.stream.frozen.resid_pre(0))
-
-    @property
-    def of_tokens(self) -> bool:
-        """Whether it reads what is unembedded."""
-        return self.read_at == self.stream.frozen.points.unembed_in
 
     @property
     def points(self) -> tuple[str, ...]:
@@ -382,8 +396,9 @@ def stream_target(
     constant = resolved.constant.to(activations) * real
     total = (activations * vectors).sum(-1) + constant
     return StreamTarget(
-        stream, read_at, vectors, constant, total, positions, label, soft_cap=soft_cap, name=resolved.label
-    )
+        stream, read_at, vectors, constant, total, positions, label,
+        soft_cap=soft_cap, name=resolved.label, of_tokens=resolved.of_tokens,
+    )  # fmt: skip
 
 
 def points_read(frozen: PassOrDifference, read_at: str, stop: int) -> tuple[str, ...]:

@@ -115,10 +115,6 @@ class Sublayer:
         values = rearrange(Chain(self.read.stages[:-1])(x), "b k (kv d) -> b kv k d", kv=mixing.kv_heads)
         return values.repeat_interleave(len(self.nodes) // mixing.kv_heads, dim=1)
 
-    def neurons(self, hidden: Float[Tensor, "*rows width"]) -> list[str]:
-        """The names of the channels of a hidden vector: ``"MLP0.N7"``."""
-        return [f"{self.name}.N{neuron}" for neuron in range(hidden.shape[-1])]
-
     def split(self, hidden: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows node channel"]:
         """A hidden vector by node."""
         return rearrange(hidden, "... (node channel) -> ... node channel", node=len(self.nodes))
@@ -128,6 +124,19 @@ class Sublayer:
     ) -> Float[Tensor, "*rows batch node"]:
         """Each node's part of ⟨cotangent, hidden⟩, over all positions."""
         return self.split(upcast(cotangent) * hidden).sum((-3, -1))
+
+    def terms(
+        self, products: Float[Tensor, "*rows batch pos width"], by: str
+    ) -> tuple[list[str], Float[Tensor, "*rows batch term pos"]]:
+        """Names, and what each gives at every position, of products with a hidden vector.
+
+        By ``"component"`` for all nodes together, by ``"neuron"`` for each channel of an MLP, otherwise for each node.
+        """
+        if by == "component":
+            return [self.name], products.sum(-1)[..., None, :]
+        if by == "neuron" and self.has_neurons:
+            return [f"{self.name}.N{neuron}" for neuron in range(products.shape[-1])], products.mT
+        return list(self.nodes), self.split(products).sum(-1).mT
 
     def outputs(self, hidden: Float[Tensor, "batch pos width"]) -> Float[Tensor, "node batch pos d_model"]:
         """What each node writes by itself, biases apart."""
