@@ -1,4 +1,7 @@
-"""Heat maps, bars and curves as matplotlib figures, for papers (extra ``plot``)."""
+"""Heat maps, bars and curves as matplotlib figures, for papers (extra ``plot``).
+
+Every picture is drawn on axes `ax`, or where these are None on those of a new figure of fitting size, below a `title`.
+"""
 
 import math
 import re
@@ -61,8 +64,6 @@ def heat_map(
     Args:
         plane: the scores.
         queries, keys: labels of rows and columns.
-        title: above it.
-        ax: draw here; None makes a figure of fitting size.
         values: write numbers into cells, to the third digit of the largest; None does so where they fit.
         names: what rows and columns are.
     """
@@ -99,8 +100,6 @@ def head_map(cells: Mapping[tuple[int, str], float], title: str, ax: Axes | None
 
     Args:
         cells: the numbers.
-        title: above it.
-        ax: draw here; None makes a figure of fitting size.
     """
     layers, columns, values = head_cells(cells)
     missing = np.array([[(layer, column) not in cells for column in columns] for layer in layers])
@@ -165,7 +164,6 @@ def curves(
         steps: `[step]`.
         lines: by name, in the order in which they get their colours.
         labels: matplotlib's ``xlabel``, ``ylabel``, ``title``.
-        ax: draw here; None makes a figure of fitting size.
         legend: name the coloured lines beside the axes, or leave it to the caller (`legend_beside`).
         baseline: a line that is named even where it is not among the first few: dotted and grey then.
     """
@@ -223,8 +221,6 @@ def signed_bars(
 
     Args:
         lines: names and values.
-        title: above it.
-        ax: draw here; None makes a figure of fitting size.
         sums: what the values sum to, below them in grey.
         intervals: low and high end for each of the lines and sums, NaN where unknown; none without.
     """
@@ -261,9 +257,7 @@ def histogram(edges: Sequence[float], counts: Sequence[int], title: str, name: s
     Args:
         edges: of the bins, one more than there are bins.
         counts: of values in each.
-        title: above it.
         name: of what is counted.
-        ax: draw here; None makes a figure of fitting size.
     """
     ax = axes(ax, (5.5, 2.6))
     ax.stairs(counts, edges, fill=True, color=of_sign(1.0))
@@ -358,8 +352,6 @@ def text(
     Args:
         tokens: of the prompt.
         values: their scores, `[token]`.
-        title: above it.
-        ax: draw here; None makes a figure of fitting size.
         marked: tokens to underline, by number.
         first: the token that begins a line after a rule, as the first generated one does.
     """
@@ -441,8 +433,6 @@ def graph(picture: GraphPicture, title: str, ax: Axes | None = None) -> Axes:
 
     Args:
         picture: nodes and edges.
-        title: above it.
-        ax: draw here; None makes a figure of fitting size.
     """
     x, y, width, height = layout(picture)
     ax = axes(ax, (max(3.0, width / ACROSS), max(2.0, height / DOWN)))

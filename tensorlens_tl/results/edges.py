@@ -75,15 +75,12 @@ class EdgeScores(Scored):
         Raises:
             InvalidInputError: no such edge.
         """
-        if not isinstance(edge, str):
-            some = ARROW.join((self.sources[0], self.destinations[0]))
-            raise InvalidInputError(f"no edge {edge!r}; edges are called by name, as {some!r}.")
-        source, _, destination = edge.partition(ARROW)
+        source, _, destination = str(edge).partition(ARROW)
         if source not in self.sources or destination not in self.destinations:
             some = ARROW.join((self.sources[0], self.destinations[0]))
             names = [self._name(number) for number in self.exists.flatten().nonzero()[:, 0].tolist()]
-            near = nearest(edge.replace(" ", "").replace("->", ARROW), names)
-            raise InvalidInputError(f"no edge {edge!r}; edges are called as {some!r}.{near}")
+            near = nearest(str(edge).replace(" ", "").replace("->", ARROW), names)
+            raise InvalidInputError(f"no edge {edge!r}; edges are called by name, as {some!r}.{near}")
         pair = self.sources.index(source), self.destinations.index(destination)
         if not self.exists[pair]:
             raise InvalidInputError(f"no edge {edge!r}: {destination} does not read what {source} writes.")

@@ -206,16 +206,11 @@ class Evaluation(Result):
         """
         import pandas as pd
 
-        if self.curves is None or self.axis is None:
-            index = pd.MultiIndex.from_product(
-                [list(self.metrics), self.methods, self.units], names=["metric", "method", "unit"]
-            )
-            return pd.DataFrame({"value": self.values.flatten().tolist()}, index=index).reset_index()
-        index = pd.MultiIndex.from_product(
-            [list(self.metrics), self.methods, self.units, self.axis.tolist()],
-            names=["metric", "method", "unit", self.axis_name],
-        )
-        return pd.DataFrame({"value": self.curves.flatten().tolist()}, index=index).reset_index()
+        values, places = self.values, {"metric": list(self.metrics), "method": self.methods, "unit": self.units}
+        if self.curves is not None and self.axis is not None:
+            values, places = self.curves, {**places, self.axis_name: self.axis.tolist()}
+        index = pd.MultiIndex.from_product(places.values(), names=places)
+        return pd.DataFrame({"value": values.flatten().tolist()}, index=index).reset_index()
 
     def to_markdown(self, metric: str | None = None, digits: int = 3) -> str:
         """The table as Markdown: ``mean [low, high]``, the best method of each metric in bold.

@@ -201,7 +201,8 @@ class QueryScores(Scored):
         >>> torch.allclose((value - name).total, both.total, atol=1e-4)
         True
         """
-        if not isinstance(other, self._subtracted()):
+        kind = next(kind for kind in type(self).__mro__ if "_aligned" in vars(kind))  # it says how two are aligned
+        if not isinstance(other, kind):
             return NotImplemented
         first, second = self._aligned(other)
         names = [name for name in (*first.NUMBERS, "keys") if hasattr(first, name)]
@@ -224,11 +225,6 @@ class QueryScores(Scored):
     def _difference(self, other: Any) -> str:
         """What is explained less what another result explains."""
         return f"{self.target} − {other.target}"
-
-    @classmethod
-    def _subtracted(cls) -> type:
-        """Which results can be taken from one of this class."""
-        return cls
 
 
 class PartScores(QueryScores):

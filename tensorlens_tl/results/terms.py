@@ -152,10 +152,6 @@ class Terms(PartScores):
             first, second = (result._changed(keys=None).with_names(names) for result in (first, second))
         return replace(first, labels={**other.labels, **self.labels}), second
 
-    @classmethod
-    def _subtracted(cls) -> type:
-        return Terms
-
     def with_names(self: Kind, names: Sequence[str]) -> Kind:
         """With these parts in this order, of which those that it lacks are zero.
 
@@ -532,7 +528,3 @@ class ModelChange(Terms):
 
     def _difference(self, other: Any) -> str:
         return self.target if other.target == self.target else super()._difference(other)
-
-    @classmethod
-    def _subtracted(cls) -> type:
-        return ModelChange
