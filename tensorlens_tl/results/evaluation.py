@@ -209,7 +209,7 @@ class Evaluation(Result):
         values, places = self.values, {"metric": list(self.metrics), "method": self.methods, "unit": self.units}
         if self.curves is not None and self.axis is not None:
             values, places = self.curves, {**places, self.axis_name: self.axis.tolist()}
-        index = pd.MultiIndex.from_product(places.values(), names=places)
+        index = pd.MultiIndex.from_product([*places.values()], names=[*places])
         return pd.DataFrame({"value": values.flatten().tolist()}, index=index).reset_index()
 
     def to_markdown(self, metric: str | None = None, digits: int = 3) -> str:

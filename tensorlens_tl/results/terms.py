@@ -507,6 +507,8 @@ class ModelChange(Terms):
         columns = [column for column, name in enumerate(self.names) if fnmatchcase(name, names)]
         if not columns:
             raise InvalidInputError(f"names={names!r}: there are {', '.join(self.names[:8])}, …")
+        for prompt in range(len(self.tokens)):
+            self.query_row(query, prompt)
         one = self._of_query(query)
         values = torch.cat([one.scores[:, 0, columns], one.total], dim=1).detach().double().cpu().mT
         low, high = bootstrap_interval(values, level, seed=seed)
