@@ -33,9 +33,8 @@ from tensorlens_tl.results.entry import (
     shown_target,
     with_others,
 )
-from tensorlens_tl.results.means import refuse_ranked
 from tensorlens_tl.results.result import array
-from tensorlens_tl.results.scores import Parts, QueryScores
+from tensorlens_tl.results.scores import Parts, QueryScores, refuse_ranked
 from tensorlens_tl.results.targets import (
     OF_GENERATED,
     TOKENS_OF_QUERIES,

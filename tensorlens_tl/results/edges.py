@@ -14,8 +14,7 @@ from tensorlens_tl._arguments import check_choice, nearest, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.circuit import Circuit
 from tensorlens_tl.results.edge_names import ARROW, TARGET, node_read_at
-from tensorlens_tl.results.entry import check_batch, mean_title, shown_target
-from tensorlens_tl.results.means import prompts_in_words
+from tensorlens_tl.results.entry import check_batch, mean_title, prompts_in_words, shown_target
 from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table
 from tensorlens_tl.results.statistics import bootstrap_interval
 from tensorlens_tl.results.targets import targets_of_queries

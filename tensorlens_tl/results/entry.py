@@ -107,6 +107,13 @@ def check_batch(batch: int, prompts: Sequence[Any]) -> None:
         raise InvalidInputError(f"batch={batch}, but this result holds {len(prompts)} prompts.")
 
 
+def prompts_in_words(count: int) -> str:
+    """``"1 prompt"``, ``"2 prompts"`` and so on."""
+    if count == 1:
+        return "1 prompt"
+    return f"{count} prompts"
+
+
 def shown_prompt(batch: int, prompts: int) -> str:
     """Which prompt is shown, where a result holds several; nothing where it holds one."""
     if prompts == 1:

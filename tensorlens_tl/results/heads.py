@@ -7,8 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.drawing import figure, matrix
-from tensorlens_tl.results.entry import check_batch
-from tensorlens_tl.results.means import prompts_in_words
+from tensorlens_tl.results.entry import check_batch, prompts_in_words
 from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table
 
 if TYPE_CHECKING:

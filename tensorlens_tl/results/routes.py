@@ -14,8 +14,7 @@ from tensorlens_tl.drawing import figure, matrix, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import some_numbers
-from tensorlens_tl.results.means import refuse_ranked
-from tensorlens_tl.results.scores import Parts, PartScores, long_table
+from tensorlens_tl.results.scores import Parts, PartScores, long_table, refuse_ranked
 from tensorlens_tl.results.terms import Terms
 
 if TYPE_CHECKING:
@@ -64,12 +63,8 @@ class ChangeRoutes(PartScores):
         heads: each head's share of the routes of attention (`HEAD_ROUTES`), `[batch, query, layer, head, route]`;
             under the routes of cross-attention the heads are its own.
         total: the change of the number, `[batch, query]`.
-        queries: the positions that the query axis stands for, `[batch, query]`.
-        mask: True at real tokens, `[batch, pos]`.
-        tokens: readable tokens of each prompt.
-        target: what the change is of, in words.
+        queries, mask, tokens, target, provenance: as of `Attribution`.
         soft_cap: the cap that the model applies to its logits after `total`, or None.
-        provenance: what they depend on besides the prompts, as of `Attribution`.
     """
 
     NUMBERS: ClassVar = ("scores", "heads", "total")

@@ -17,8 +17,8 @@ from tensorlens_tl.drawing import figure, graphs, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.inputs import find_real
-from tensorlens_tl.results.entry import Entry, check_batch, largest, shown_prompt
-from tensorlens_tl.results.means import both_provenances, mean_of, mean_queries, mean_words
+from tensorlens_tl.passes.operator import RANKED
+from tensorlens_tl.results.entry import Entry, check_batch, largest, prompts_in_words, shown_prompt
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.statistics import bootstrap_interval
 
@@ -236,8 +236,8 @@ class PartScores(QueryScores):
         """The mean over prompts, as of one prompt, query by query; sums still hold.
 
         Args:
-            level: the confidence of the intervals, percentile bootstraps over prompts (`evaluate.bootstrap_interval`);
-                NaN of one prompt.
+            level: the confidence of the intervals that terms have, percentile bootstraps over prompts
+                (`evaluate.bootstrap_interval`); NaN of one prompt.
 
         Returns:
             The same kind of result, or `Terms` of what is about single prompts, such as `Paths`. Terms have an interval
@@ -245,7 +245,7 @@ class PartScores(QueryScores):
             each, which shorter prompts lack. `to_dataframe` has them as columns.
 
         Raises:
-            InvalidInputError: a level outside (0, 1).
+            InvalidInputError: of terms, a level outside (0, 1).
 
         >>> several = tlens.freeze(model, [text, "Set the name", "Raise an error"])
         >>> tlens.circuits.logit_attribution(several, " the", by="head").mean().scores.shape[:2]
@@ -270,6 +270,64 @@ class PartScores(QueryScores):
     def _short_target(self) -> str:
         """The target as the title of a mean has it."""
         return self.target
+
+
+def both_provenances(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str]:
+    """What a result less another depends on: the facts of the first, and those of the second that are others.
+
+    These are called ``"second …"``; where a result is itself of two models, ``"subtracted …"``.
+    """
+    which = "second"
+    if any(name.startswith("second ") for name in (*first, *second)):
+        which = "subtracted"
+    differing = {f"{which} {name}": value for name, value in second.items() if first.get(name) != value}
+    return {**first, **differing}
+
+
+def refuse_ranked(first: str, second: str, *tokens: Any) -> None:
+    """Refuse to subtract results of tokens that are named by their rank, which each prompt and model has its own of.
+
+    Args:
+        first, second: what either explains, in words.
+        tokens: targets and foils of either, as they were named, where words may say less.
+
+    Raises:
+        InvalidInputError: one of them is of such a token.
+    """
+    named = f"{first} {second} {tokens}"
+    for token, words in RANKED.items():
+        if words in named or repr(token) in named:
+            raise InvalidInputError(
+                f"a − b: each side of {first!r} and {second!r} may have another {words.removeprefix('the ')}, so that "
+                "the two numbers are not of the same tokens. Name the token, such as ' Rome', on both sides; or ask "
+                "about tlens.difference(a, b)."
+            )
+
+
+def mean_queries(real: Bool[Tensor, "batch query"]) -> dict[str, Any]:
+    """The queries of a mean over prompts: each is called by how many prompts have it."""
+    counts: list[int] = real.sum(0).tolist()
+    return {
+        "queries": torch.arange(len(counts), device=real.device)[None],
+        "mask": real.any(0)[None],
+        "tokens": [[f"mean of {prompts_in_words(count)}" for count in counts]],
+    }
+
+
+def mean_words(real: Bool[Tensor, "batch query"]) -> str:
+    """Over how many prompts a mean is, where some prompts lack a query: ``"mean of 2 to 8 prompts"``."""
+    counts: list[int] = real.sum(0).tolist()
+    counts = [count for count in counts if count] or [0]
+    if min(counts) == max(counts):
+        return f"mean of {prompts_in_words(counts[0])}"
+    return f"mean of {min(counts)} to {prompts_in_words(max(counts))}"
+
+
+def mean_of(values: Float[Tensor, "batch query *term"], real: Bool[Tensor, "batch query"]) -> Tensor:
+    """The mean over prompts, padding left out, as of one prompt."""
+    further = (1,) * (values.ndim - 2)
+    counts = real.sum(0).clamp_min(1).reshape(-1, *further)
+    return ((values * real.reshape(*real.shape, *further)).sum(0) / counts)[None]
 
 
 COLUMNS: Mapping[str, str] = {

@@ -32,8 +32,7 @@ class FieldNames:
         self.is_chosen = is_chosen
 
     def __get__(self, result: Any, kind: Any) -> tuple[str, ...]:
-        every = fields(kind) if is_dataclass(kind) else ()
-        return tuple(field.name for field in every if self.is_chosen(field))
+        return tuple(field.name for field in fields(kind) if self.is_chosen(field)) if is_dataclass(kind) else ()
 
 
 def _shaped(field: Field[Any]) -> Any:

@@ -24,8 +24,7 @@ from tensorlens_tl.results.entry import (
     shown_target,
     some_numbers,
 )
-from tensorlens_tl.results.means import refuse_ranked
-from tensorlens_tl.results.scores import Bars, Parts, PartScores, long_table
+from tensorlens_tl.results.scores import Bars, Parts, PartScores, long_table, refuse_ranked
 from tensorlens_tl.results.statistics import bootstrap_interval
 from tensorlens_tl.results.targets import targets_of_queries
 
@@ -59,10 +58,7 @@ class Terms(PartScores):
         scores: `[batch, query, term]`.
         total: the model's own number, `[batch, query]`.
         remainder: what the named parts leave out, `[batch, query]`; None where they are not additive.
-        queries: the positions the query axis stands for, `[batch, query]`.
-        mask: True at real tokens, `[batch, pos]`.
-        tokens: readable tokens of each prompt.
-        target: what the scores explain, in words.
+        queries, mask, tokens, target, provenance: as of `Attribution`.
         low, high: of a `mean` over prompts, the ends of each part's interval, `[batch, query, term]`; else None.
         counts: of a `mean` over prompts, how many of them have each query, `[batch, query]`; else None.
         keys: for parts that read other tokens, each token's share, `[batch, query, term, key]`; NaN for parts that
@@ -70,7 +66,6 @@ class Terms(PartScores):
         soft_cap: the cap that the model applies to its logits after `total`, or None.
         labels: what some of the parts are called besides, by name, such as features of a dictionary; pictures and
             tables in a terminal show it.
-        provenance: what they depend on besides the prompts, as of `Attribution`.
     """
 
     NUMBERS: ClassVar = ("scores", "total", "remainder")
