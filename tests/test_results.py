@@ -688,6 +688,15 @@ def test_k_and_names_are_checked_in_one_way(name):
             call(1, 2, 3, 4, 5)
 
 
+def test_what_a_notebook_shows_has_the_k_of_show(monkeypatch):
+    """A graph's k is of the nodes that a table lists: its picture has the edges that it has by itself."""
+    displayed = []
+    monkeypatch.setattr(page, "display_in_notebook", lambda html: displayed.append(html()) or True)
+    result("Terms").show(3, batch=0)
+    result("ContributionGraph").show(3)
+    assert displayed == [result("Terms").to_html(3, batch=0), result("ContributionGraph").to_html()]
+
+
 def test_a_graph_of_one_edge_is_kept(tmp_path):
     small = result("ContributionGraph").prune(1e-9)
     assert len(small.edges) == 1

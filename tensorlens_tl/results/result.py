@@ -46,6 +46,8 @@ class Result(Stored, ABC):
     """How many parts `show` prints where it is not said."""
     DRAWN: ClassVar = 15
     """How many parts a picture has where it is not said."""
+    DRAWN_ARE_LISTED: ClassVar = True
+    """Whether `show` lists what a picture draws, so that its k is the picture's too: a graph draws edges, lists nodes."""
     BY_PLACE: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """What functions took by its place in earlier versions, where that was not ``k, query, batch``."""
     RENAMED: ClassVar[Mapping[str, str]] = {}
@@ -112,7 +114,8 @@ class Result(Stored, ABC):
             InvalidInputError: what `to_html` refuses.
         """
         chosen = self._chosen("show", self._print, k, choice)
-        of_picture = {name: value for name, value in chosen.items() if name in self._choices(self._html)}
+        drawn = [name for name in self._choices(self._html) if name != "k" or self.DRAWN_ARE_LISTED]
+        of_picture = {name: value for name, value in chosen.items() if name in drawn}
         if not page.display_in_notebook(lambda: self.to_html(**of_picture)):
             self._print(**{"k": self.PRINTED} | chosen)
 
