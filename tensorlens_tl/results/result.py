@@ -47,7 +47,7 @@ class Result(Stored, ABC):
     DRAWN: ClassVar = 15
     """How many parts a picture has where it is not said."""
     DRAWN_ARE_LISTED: ClassVar = True
-    """Whether `show` lists what a picture draws, so that its k is the picture's too: a graph draws edges, lists nodes."""
+    """Whether `show` lists what a picture draws, so that its k is that of both: a graph draws edges and lists nodes."""
     BY_PLACE: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """What functions took by its place in earlier versions, where that was not ``k, query, batch``."""
     RENAMED: ClassVar[Mapping[str, str]] = {}
