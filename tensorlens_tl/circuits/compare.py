@@ -362,11 +362,8 @@ def edge_scores(
     layout = comparison.layout
     if comparison.method == "patching":
         scores = comparison.replay().patched(memory)
-    elif comparison.method in ("gradient", "integrated") and clean.sides is None:
-        layout, scores = _live_scores(comparison, positions)
     elif comparison.method in ("gradient", "integrated"):
-        replay = comparison.replay()
-        scores = replay.products(replay.gradients(comparison.shares, comparison.rule), positions)
+        layout, scores = _live_scores(comparison, positions)
     elif comparison.method == "frozen+qk":
         replay = comparison.replay()
         responses = replay.gradients(comparison.shares)
@@ -546,21 +543,28 @@ def _live_scores(
     for share, start in zip(comparison.shares, comparison.starts(), strict=True):
         one, pulled = ruled_target(readout, comparison.rule, start if share != 1 else None, biases=False)
         layout = edge_layout(one.stream, one.positions)
-        if not differences:
-            points = [*start, *(part.point for step in one.stream.steps for part in step.sublayers)]
-            names = list(dict.fromkeys(points))
-            seen, other = (
-                capture(run.model, run.inputs, names, last=clean.points.last_output)[0] for run in (clean, corrupted)
-            )
-            shape = clean.tokens.shape
-            differences = {point: (seen[point] - other[point]).reshape(*shape, -1) for point in names}
+        differences = differences or _live_differences(one.stream, corrupted)
         hidden = [  # what heads give changes as a whole, by their values
             tuple(differences[part.point] * (part.kind not in ("query", "key")) for part in step.sublayers)
             for step in one.stream.steps
         ]
-        changes = replace(one.stream, values=([differences[name] for name in start], hidden))
+        changes = replace(one.stream, values=([clean.resid_pre(0) - corrupted.resid_pre(0)], hidden))
         of_shares.append(_products(changes, layout, pulled, positions) / len(comparison.shares))
     return layout, torch.stack(of_shares).sum(0)
+
+
+def _live_differences(stream: Stream, corrupted: FrozenPass) -> dict[str, Float[Tensor, "batch pos _width"]]:
+    """What differs between two live runs, by the points of a ruled stream."""
+    clean, (batch, length) = stream.run, stream.run.tokens.shape
+    points = list(dict.fromkeys(part.point for step in stream.steps for part in step.sublayers))
+    seen, other = (
+        capture(run.model, run.inputs, points, last=clean.points.last_output)[0] for run in (clean, corrupted)
+    )
+    differences = dict[str, Tensor]()
+    for point in points:
+        start, stop, _ = clean.capture.span(point).indices(length)
+        differences[point] = widened((seen[point] - other[point]).reshape(batch, stop - start, -1), start, length)
+    return differences
 
 
 def pull_with_patterns(readout: StreamTarget, responses: Float[Tensor, "destination batch pos d"]) -> Pulled:

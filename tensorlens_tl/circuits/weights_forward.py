@@ -27,10 +27,9 @@ from tensorlens_tl.algebra import Linear, Norm
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.algebra.positions import widened
-from tensorlens_tl.circuits.live import refuse_other_values
 from tensorlens_tl.circuits.scores import score_reading
 from tensorlens_tl.circuits.stream import StreamTarget
-from tensorlens_tl.core import Rule, activation, ruled
+from tensorlens_tl.core import activation
 from tensorlens_tl.errors import FrozenModelError, UnsupportedModelError
 from tensorlens_tl.hooks import capture, hook_numbers, other_hooks, refuse_attached
 from tensorlens_tl.models import ModelView
@@ -508,26 +507,21 @@ class Replay:
             exists = exists[..., None]
         return scores * exists
 
-    def gradients(self, shares: Sequence[float], rule: Rule | None = None) -> Float[Tensor, "destination batch pos d"]:
-        """Gradients of the target by what every destination reads, averaged over shares of the way.
+    def gradients(self, shares: Sequence[float]) -> Float[Tensor, "destination batch pos d"]:
+        """The model's gradients of the target by what every destination reads, averaged over shares of the way.
 
-        The way is from the corrupted to the clean embeddings; a rule says what gradients follow, None is the model's
-        own.
+        The way is from the corrupted to the clean embeddings.
         """
-        mean = self._gradients(shares[0], rule) / len(shares)
+        mean = self._gradients(shares[0]) / len(shares)
         for share in shares[1:]:
-            mean += self._gradients(share, rule) / len(shares)
+            mean += self._gradients(share) / len(shares)
         return mean
 
-    def _gradients(self, share: float, rule: Rule | None) -> Float[Tensor, "destination batch pos d"]:
+    def _gradients(self, share: float) -> Float[Tensor, "destination batch pos d"]:
         recorded = _WholeStream()
         with saved_by_name(self.frozen.model), torch.enable_grad():
             x = torch.lerp(self.corrupted.resid_pre(0), self.frozen.resid_pre(0), share).clone().requires_grad_(True)
-            with ruled(self.frozen.model, rule):
-                number = self._run(x[None], recorded)
-            if rule is not None:
-                with torch.no_grad():
-                    refuse_other_values(self.frozen, number, self._run(x[None], _WholeStream()))
+            number = self._run(x[None], recorded)
             gradients = torch.autograd.grad(number.sum(), list(recorded.streams.values()), materialize_grads=True)
         return torch.cat([gradient[:, 0] for gradient in gradients])
 

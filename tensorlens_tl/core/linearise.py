@@ -21,7 +21,7 @@ from tensorlens_tl.core.pairing import (
     is_weight,
     same_indices,
 )
-from tensorlens_tl.core.rules import ONES, Ones, Operation, Rule, calling_module, stands
+from tensorlens_tl.core.rules import ONES, Ones, Operation, Rule, calling_module, stands, unchanged
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import Placing, lock_of
 from tensorlens_tl.models import HookedModel
@@ -258,7 +258,7 @@ class Linearised(TorchFunctionMode):
             return self._power(of_first, x, 2 if name == "square" else kwargs.get("exponent", args[-1]))
         if name in ("maximum", "minimum") and self.pairing is not None:
             return self._larger(func, name, x, args[1])
-        if name == "linalg_solve_triangular" and self.pairing is not None:
+        if name == "linalg_solve_triangular" and (self.pairing is not None or rule.matmul is unchanged):
             return self._solved(func, *args, **kwargs)
         if name in MOMENTS and self.pairing is not None:
             return self._moment(name, x, *args[1:], **kwargs)

@@ -21,6 +21,10 @@ INSIDE = 16
 """How many times the size of its ends a graph is taken to be inside."""
 
 
+Side = tuple[int, int]
+"""The first position of a stack, and the one after its last."""
+
+
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Recorded(MixingMap):
@@ -35,6 +39,7 @@ class Recorded(MixingMap):
         across: whether an output position may depend on another input position.
         offset: what the map adds besides, ``output − push(given)`` unless it is counted elsewhere.
         cut: the positions that it is cut to, where the others do not matter.
+        sides: where its two ends lie among the positions, in a pair of stacks; None where they have all of them.
 
     >>> from tensorlens_tl.core import Linearised, RELP
     >>> z = torch.tensor([[[2.0]]], requires_grad=True)
@@ -50,6 +55,7 @@ class Recorded(MixingMap):
     across: bool = True
     offset: Float[Tensor, "batch pos d_out"] | None = None
     cut: slice = field(default_factory=lambda: slice(None))
+    sides: tuple[Side, Side] | None = None
 
     def __repr__(self) -> str:
         return f"Recorded({list(self.given.shape)} → {list(self.output.shape)})"
@@ -77,25 +83,22 @@ class Recorded(MixingMap):
 
     def norm_bound(self) -> float:
         """The Frobenius norm, by as many pulls as the output has numbers."""
-        vectors = torch.eye(self.output.numel(), dtype=self.output.dtype, device=self.output.device)
-        return float(self.pull(vectors.unflatten(-1, (*self.shape, -1))).norm())
+        rows = torch.eye(self.output.numel(), dtype=self.output.dtype, device=self.output.device)
+        return float(gradients(self.output, self.given, rows.reshape(-1, *self.output.shape)).norm())
 
     def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
         note_bias(g, self.bias, biases)
-        pulled = self.pulled_to(self.given, g).reshape(*g.shape[:-2], self.shape[1], -1)
-        return pulled[..., self.cut, :].to(g)
+        return self._vectors(self.pulled_to(self.given, g), 0, g)
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
         batch, length = self.shape
         x = x.expand(*x.shape[:-3], batch, len(range(*self.cut.indices(length))), -1)
-        rows = self._among_all(x).reshape(-1, *self.given.shape)
-        pushed = self.pushed_from(self.given, rows).reshape(*x.shape[:-2], self.shape[1], -1)
-        pushed = pushed[..., self.cut, :].to(x)
+        pushed = self._vectors(self.pushed_from(self.given, self._at_end(x, 0)), 1, x)
         return pushed if self.offset is None or not affine else pushed + self.bias
 
     def pulled_to(self, place: Tensor, g: Float[Tensor, "*rows batch pos d_out"]) -> Float[Tensor, "row ..."]:
         """Vectors at the end pulled to any value of the graph, in its own shape."""
-        rows = self._among_all(g).reshape(-1, *self.output.shape).to(self.output)
+        rows = self._at_end(g, 1).to(self.output)
         return joined(gradients(self.output, place, part) for part in rows.split(self._at_once))
 
     def pushed_from(self, place: Tensor, rows: Float[Tensor, "row ..."]) -> Float[Tensor, "row ..."]:
@@ -113,8 +116,18 @@ class Recorded(MixingMap):
         with torch.enable_grad():
             return cotangent, gradients(self.output, place, cotangent[None], create_graph=True)[0]
 
-    def _among_all(self, vectors: Float[Tensor, "*rows some d"]) -> Float[Tensor, "*rows pos d"]:
-        return widened(vectors, self.cut.start or 0, self.shape[1])
+    def _at_end(self, vectors: Float[Tensor, "*rows some d"], end: int) -> Float[Tensor, "row ..."]:
+        """Vectors of positions as what the run has at one end: given (0) or output (1)."""
+        rows = widened(vectors, self.cut.start or 0, self.shape[1])
+        if self.sides is not None:
+            rows = rows[..., slice(*self.sides[end]), :]
+        return rows.reshape(-1, *(self.given, self.output)[end].shape)
+
+    def _vectors(self, rows: Float[Tensor, "row ..."], end: int, like: Tensor) -> Float[Tensor, "*rows some d"]:
+        """What the run has at one end, as vectors of positions."""
+        start, stop = (0, self.shape[1]) if self.sides is None else self.sides[end]
+        vectors = rows.reshape(*like.shape[:-2], stop - start, -1)
+        return widened(vectors, start, self.shape[1])[..., self.cut, :].to(like)
 
     @property
     def _at_once(self) -> int:

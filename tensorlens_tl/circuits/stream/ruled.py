@@ -10,17 +10,17 @@ gradient that the rule gives without any cut, by the first block's input.
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tensorlens_tl.algebra import Chain, Identity
+from tensorlens_tl.algebra import ZERO, AffineMap, Chain, Diagonal, Identity, Segment
 from tensorlens_tl.algebra.numerics import refuse_nan, relative_error
+from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.arguments import RuleLike
 from tensorlens_tl.circuits.stream.stream import Pulled, StreamTarget
 from tensorlens_tl.circuits.stream.sublayers import Kind, Step, Sublayer
@@ -28,9 +28,13 @@ from tensorlens_tl.core import Recorded, Rule, gradients, refuse_other_functions
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, Placing, hook_points, in_this_thread, run_until
 from tensorlens_tl.models import Place
+from tensorlens_tl.models.names import ENCODER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.requirements import check_rule
+
+Side = tuple[int, int]
+"""The first position of a stack, and the one after its last."""
 
 Start = Mapping[str, Float[Tensor, "batch pos d_model"]]
 """What enters the first block, by hook point, where it is not what the prompts of the pass give."""
@@ -95,8 +99,7 @@ def ruled_target(
     readout.stream.run.live("a run under a rule")  # refuses an attached pass, changed weights, train mode
     run = _RuledRun(readout, rule, start or {})
     steps = tuple(run.steps(biases))
-    x = [run.vectors(value) for value in run.streams]
-    stream = replace(readout.stream, steps=steps, values=(x, run.hidden))
+    stream = replace(readout.stream, steps=steps, values=(run.streams, run.hidden))
     pulled = stream.pull(readout.seed)
     run.check(pulled.stream[0])
     return replace(readout, stream=stream), pulled
@@ -161,26 +164,30 @@ class _RuledRun:
     """One run under a rule, cut at the nodes of a stream.
 
     Attributes:
-        streams: the stream before each step and at the end, parts of the run's graph.
+        streams: the stream before each step and after the last.
         hidden: each sublayer's hidden vector, by step.
     """
 
     def __init__(self, readout: StreamTarget, rule: Rule | None, start: Start) -> None:
         self.frozen = readout.stream.run
+        self.capture = self.frozen.capture
         self.readout = readout
         self.plain = readout.stream
         self.hidden: list[tuple[Tensor, ...]] = []
-        self.streams: list[Tensor] = []
         self.known = hook_points(self.frozen.model)
         self.blocks = [step for step in self.plain.steps if step.layer >= 0]
         self.ends = [step for step in self.plain.steps if step.layer < 0]  # what follows the last
-        self.entries = [self.frozen.points.blocks[layer].resid_pre for layer in self.plain.layers]
-        self.last = self.frozen.capture.output_name(self.plain.layers.stop - 1)
-        self.read_at = readout.points[-1]
+        self.entries = self.capture.stream_names(self.plain.layers.start)
+        self.last = self.capture.output_name(self.plain.layers.stop - 1)
         self._refuse_other_blocks()
         self.cuts = [self._cuts(step) for step in self.blocks]
+        self.read_at = readout.points[-1]
         seen = self._run(rule, start)
         self.arrived, self.leaves = seen.arrived, seen.leaves
+        for number, step in enumerate(self.blocks):
+            if not step.sublayers and isinstance(step.outer, Diagonal):  # a factor, which no hook point shows
+                self.arrived[_border(number)] = self._after(number) / step.outer.factor.to(self._after(number))
+        self.streams = [self._beside([self.leaves[name] for name in self.entries])]
         self._prove(rule, start)
 
     # ------------------------------------------------------------------ what is cut
@@ -194,14 +201,12 @@ class _RuledRun:
 
     def _refuse_other_blocks(self) -> None:
         """Refuse what is more than sublayers that read the stream and add to it, before anything runs."""
-        if self.frozen.sides is not None:
-            raise self._refuse("the pair of stacks")
-        layers = [step.layer for step in self.blocks]
         for step in self.blocks:
-            if not step.sublayers:
+            points = self.frozen.points.blocks[step.layer]
+            shown = step.outer_name == f"L{step.layer}.whitening" and points.whitened is not None
+            shown = shown or step.outer_name == f"{ENCODER_NORM}.b" or _is_factor(step.outer)
+            if not step.sublayers and not shown:
                 raise self._refuse(step.outer_name or f"L{step.layer}")
-            if layers.count(step.layer) > 2:
-                raise self._refuse(f"L{step.layer}, more than attention and an MLP,")
             if self.frozen.view.blocks[step.layer].offloaded:
                 raise self._refuse(f"L{step.layer}, whose weights are offloaded,")
 
@@ -212,18 +217,21 @@ class _RuledRun:
         cuts: list[_Cut] = []
         for sublayer in step.sublayers:
             experts = isinstance(self.frozen.view.blocks[layer].mlp, ExpertsWeights) and sublayer.is_mlp
-            if sublayer.is_attention and points.attention is None and points.heads is not None and not points.merged:
-                stem = points.heads.z.removesuffix("hook_z")
+            heads = points.cross if sublayer.is_cross else points.heads
+            if sublayer.is_attention and points.attention is None and heads is not None and not points.merged:
+                stem = heads.z.removesuffix("hook_z")
                 ways = tuple(f"{stem}hook_{letter}" for letter in "qkv")
                 if not all(name in self.known for name in ways):
                     raise self._refuse(f"what queries, keys and values of {sublayer.name} read")
-                cuts.append(_Cut(sublayer, points.heads.z, sublayer.nodes, "head", ways))
+                cuts.append(_Cut(sublayer, heads.z, sublayer.nodes, "head", ways))
             elif sublayer.is_attention and points.attention is not None:
                 cuts.append(_Cut(sublayer, points.attention.out, (sublayer.name,), "mixer"))
             elif sublayer.kind == "mixer":
                 whole = points.beside or points.attention
                 assert whole is not None
                 cuts.append(_Cut(sublayer, whole.out, sublayer.nodes, "mixer"))
+            elif sublayer.kind == "per_layer" and points.per_layer is not None:
+                cuts.append(_Cut(sublayer, points.per_layer.out, sublayer.nodes, "per_layer"))
             elif sublayer.is_mlp and points.post is not None and not experts:
                 cuts.append(_Cut(sublayer, points.post, sublayer.nodes, "mlp"))
             elif sublayer.is_mlp and points.mlp is not None:
@@ -237,67 +245,87 @@ class _RuledRun:
     def _place(self, step: Step) -> Place:
         """The norms around a step's sublayers."""
         layout = self.frozen.layouts[step.layer]
+        if step.sublayers and step.sublayers[0].is_cross and layout.cross is not None:
+            return layout.cross
         if layout.parallel or not any(sublayer.is_mlp for sublayer in step.sublayers):
             return layout.attn
         return layout.mlp
-
-    def _middle(self, step: Step) -> str:
-        """A HookedTransformer's hook point between attention and the MLP, whose inputs may be copies; "" elsewhere."""
-        view = self.frozen.view
-        point = f"{view.blocks[step.layer].name}.hook_resid_mid"
-        return "" if view.is_bridge or view.is_hooked_encoder or point not in self.known else point
 
     # ------------------------------------------------------------------ the run
 
     def _run(self, rule: Rule | None, start: Start) -> _Seen:
         """Run the model, cut at every node and before every block."""
         frozen, seen = self.frozen, _Seen()
-        hooks = [seen.cut(name, start.get(name)) for name in self.entries]
+        entries = dict.fromkeys(frozen.points.blocks[layer].resid_pre for layer in self.plain.layers)
+        entries |= dict.fromkeys(self.entries)
+        if frozen.sides is not None:
+            entries |= dict.fromkeys(self.capture.stream_names(self.plain.layers.stop)[:1])
+        hooks = [seen.cut(name, start.get(name)) for name in entries]
         hooks.append(seen.cut(self.last) if self.ends else seen.watch(self.last))
         hooks += [seen.cut(point) for cuts in self.cuts for cut in cuts for point in (*cut.ways, cut.point)]
         if self.read_at != self.last:
             hooks.append(seen.watch(self.read_at))
         with torch.enable_grad(), Placing() as placing:
-            for before, step in pairwise([None, *self.blocks]):
-                assert step is not None
-                block, place = frozen.view.blocks[step.layer], self._place(step)
-                between = f"L{step.layer}.mlp"
-                if place.outer is not None:
-                    seen.watch_call(placing, getattr(block.module, place.outer), f"L{step.layer}.{place.outer}")
-                if before is None or before.layer != step.layer:
-                    continue
-                norm = self._place(before).outer
-                middle = self._middle(step)
-                if middle:
-                    hooks.append(seen.watch(middle, between))
-                elif norm is not None:
-                    seen.watch_call(placing, getattr(block.module, norm), between, output=True)
-                else:
-                    module = block.parts.mlp if place.before is None else getattr(block.module, place.before)
-                    seen.watch_call(placing, module, between)
+            for number, step in enumerate(self.blocks):
+                outer = self._place(step).outer
+                if step.sublayers and outer is not None:
+                    module = getattr(frozen.view.blocks[step.layer].module, outer)
+                    seen.watch_call(placing, module, f"{_border(number)}.{outer}")
+                if self._is_second(number):
+                    hooks += self._at_border(seen, placing, number)
             with ruled(frozen.model, rule):
                 run_until(frozen.model, frozen.inputs, hooks, self.read_at)
         if rule is not None:
             refuse_other_functions(list(seen.arrived.values()))
         return seen
 
+    def _is_second(self, number: int) -> bool:
+        """Whether another step of its block comes before a step."""
+        return number > 0 and self.blocks[number - 1].layer == self.blocks[number].layer
+
+    def _at_border(self, seen: _Seen, placing: Placing, number: int) -> list[FwdHook]:
+        """Look at the stream between two steps of a block: hooks for it, or modules that show it."""
+        before, step = self.blocks[number - 1 : number + 1]
+        view, name = self.frozen.view, _border(number)
+        block, points = view.blocks[step.layer], self.frozen.points.blocks[step.layer]
+        if not before.sublayers:
+            assert points.whitened is not None
+            return [seen.watch(points.whitened, name)]
+        if not step.sublayers:
+            if not isinstance(step.outer, Diagonal):
+                seen.watch_call(placing, getattr(self.frozen.model, view.encoder_norm_name), name)
+            return []
+        if step.sublayers[0].kind == "per_layer":
+            assert points.per_layer is not None
+            return [seen.watch(points.per_layer.into, name)]
+        crossed = "_cross" if before.sublayers[0].is_cross else ""
+        middle = f"{block.name}.hook_resid_mid{crossed}"
+        if not view.is_bridge and not view.is_hooked_encoder and middle in self.known:
+            return [seen.watch(middle, name)]  # what reads it in a HookedTransformer may be copies
+        outer, place = self._place(before).outer, self._place(step)
+        if outer is not None:
+            seen.watch_call(placing, getattr(block.module, outer), name, output=True)
+        else:
+            part = block.module.cross_attn if step.sublayers[0].is_cross else block.parts.mlp
+            seen.watch_call(placing, part if place.before is None else getattr(block.module, place.before), name)
+        return []
+
     def _prove(self, rule: Rule | None, start: Start) -> None:
         """Pull the target through the uncut run too, and compare; so do values with those of the pass."""
         frozen = self.frozen
-        first = self.entries[0]
         whole = _Seen()
-        hooks = [whole.cut(first, start.get(first)), whole.watch(self.read_at)]
+        hooks = [*(whole.cut(name, start.get(name)) for name in self.entries), whole.watch(self.read_at)]
         with torch.enable_grad(), ruled(frozen.model, rule):
             run_until(frozen.model, frozen.inputs, hooks, self.read_at)
         read = whole.arrived[self.read_at]
-        seed = self.readout.seed.reshape(-1, *read.shape).to(read)
-        self.uncut = self.vectors(gradients(read, whole.leaves[first], seed), len(seed))
-        live = self.vectors(read)
+        seed = self.readout.seed[..., slice(*self._side(-1)), :].reshape(-1, *read.shape).to(read)
+        pulled = [gradients(read, whole.leaves[name], seed) for name in self.entries]
+        tokens = frozen.tokens
+        self.uncut = torch.cat([part.flatten(3).to(tokens.device) for part in pulled], dim=2)
         if not start:
-            self._refuse_error(
-                relative_error(live, frozen.activation(self.read_at)), "under the rule it computes something else"
-            )
-        error = relative_error(self.vectors(self.arrived[self.read_at]), live)
+            live = frozen.activation(self.read_at)
+            self._refuse_error(relative_error(read.to(live), live), "under the rule it computes something else")
+        error = relative_error(self.arrived[self.read_at], read.detach())
         self._refuse_error(error, "where it is cut, it computes something else")
 
     def check(self, pulled: Float[Tensor, "query batch pos d_model"]) -> None:
@@ -316,87 +344,119 @@ class _RuledRun:
 
     # ------------------------------------------------------------------ its parts
 
-    def vectors(self, value: Tensor, *rows: int) -> Float[Tensor, "*rows batch pos width"]:
-        """What the model has somewhere, as vectors where the input is: heads side by side."""
-        tokens = self.frozen.tokens
-        return value.detach().reshape(*rows, *tokens.shape, -1).to(tokens.device)
+    def _side(self, layer: int) -> Side:
+        """The positions that a block acts on; -1 stands for what follows the last."""
+        return self.capture.side(layer if layer >= 0 else self.plain.layers.stop - 1)
 
-    def _recorded(self, given: Tensor, output: Tensor, mixes: bool = False) -> Recorded:
+    def vectors(self, value: Tensor, side: Side) -> Float[Tensor, "batch pos width"]:
+        """What the model has at the positions of a side, as vectors among all, heads side by side; elsewhere zero."""
+        tokens = self.frozen.tokens
+        vectors = value.detach().reshape(len(tokens), side[1] - side[0], -1).to(tokens.device)
+        return widened(vectors, side[0], tokens.shape[1])
+
+    def _beside(self, parts: Sequence[Tensor]) -> Float[Tensor, "batch pos d_model"]:
+        """The streams of both stacks, or the one stream."""
         batch, length = self.frozen.tokens.shape
-        return Recorded(given, output, (batch, length), mixes)
+        return (
+            torch.cat([part.detach() for part in parts], dim=1).reshape(batch, length, -1).to(self.frozen.tokens.device)
+        )
+
+    def _recorded(self, given: Tensor, output: Tensor, sides: tuple[Side, Side], mixes: bool = False) -> Recorded:
+        batch, length = self.frozen.tokens.shape
+        whole = sides == ((0, length), (0, length))
+        return Recorded(given, output, (batch, length), mixes, sides=None if whole else sides)
 
     def steps(self, biases: bool) -> Iterator[Step]:
         """The steps, which fill `streams` and `hidden`."""
-        arrived, leaves = self.arrived, self.leaves
-        entry = leaves[self.entries[0]]
-        for step, later, cuts in zip(self.blocks, [*self.blocks[1:], None], self.cuts, strict=True):
-            if later is None:
-                yield self._step(step, cuts, entry, arrived[self.last], biases)
-            elif later.layer == step.layer:  # the MLP's half of the same block
-                between = arrived[f"L{step.layer}.mlp"]
-                yield self._step(step, cuts, entry, between, biases)
-                entry = between
-            else:
-                name = self.frozen.points.blocks[later.layer].resid_pre
-                yield self._step(step, cuts, entry, arrived[name], biases)
-                entry = leaves[name]
+        for number, (step, cuts) in enumerate(zip(self.blocks, self.cuts, strict=True)):
+            entry = self.leaves[self.frozen.points.blocks[step.layer].resid_pre]
+            if self._is_second(number):
+                entry = self.arrived[_border(number)]
+            after = self._after(number)
+            yield self._step(number, step, cuts, entry, after, biases)
+            self._pass_on(after, step.layer)
         if self.ends:
-            self.streams.append(leaves[self.last])
+            entry, after = self.leaves[self.last], self.arrived[self.read_at]
             self.hidden.append(())
             mixes = any(step.outer.mixes for step in self.ends)
-            outer = self._outer(leaves[self.last], arrived[self.read_at], biases, mixes)
-            yield Step(-1, (), outer, self.ends[0].outer_name)
-        self.streams.append(arrived[self.read_at if self.ends else self.last])
+            outer = self._outer(entry, after, -1, biases, mixes)
+            yield Step(-1, (), outer, self.ends[0].outer_name, self.ends[0].side)
+            self._pass_on(after, -1)
 
-    def _step(self, step: Step, cuts: list[_Cut], entry: Tensor, after: Tensor, biases: bool) -> Step:
-        place = self._place(step)
-        total = after if place.outer is None else self.arrived[f"L{step.layer}.{place.outer}"]
+    def _pass_on(self, after: Tensor, layer: int) -> None:
+        """Note the stream after a step, which changes the positions of its side."""
+        start, stop = self._side(layer)
+        before = self.streams[-1]
+        changed = self.vectors(after, (start, stop))[:, start:stop]
+        self.streams.append(torch.cat([before[:, :start], changed, before[:, stop:]], dim=1))
+
+    def _after(self, number: int) -> Tensor:
+        """The stream after a step."""
+        if number + 1 == len(self.blocks):
+            return self.arrived[self.last]
+        layer, following = self.blocks[number].layer, self.blocks[number + 1].layer
+        return self.arrived[_border(number + 1) if following == layer else self.capture.output_name(layer)]
+
+    def _step(self, number: int, step: Step, cuts: list[_Cut], entry: Tensor, after: Tensor, biases: bool) -> Step:
+        side = self._side(step.layer)
+        outer = self._place(step).outer
+        if not step.sublayers:
+            self.hidden.append(())
+            mixes = step.outer.mixes
+            passed = step.outer if _is_factor(step.outer) else self._outer(entry, after, step.layer, biases, mixes)
+            return replace(step, outer=passed)
+        total = after if outer is None else self.arrived[f"{_border(number)}.{outer}"]
         sublayers: list[Sublayer] = []
         hidden: list[Tensor] = []
         for cut in cuts:
-            write = Chain((self._recorded(self.leaves[cut.point], total),))
-            reads = self._reads(cut, entry)
-            for kind, (read, value) in self._with_values(reads, cut, entry, biases).items():
+            write = Chain((self._recorded(self.leaves[cut.point], total, (side, side)),))
+            reads = self._reads(cut, entry, side)
+            for kind, (read, value) in self._with_values(reads, cut, biases).items():
                 hidden.append(value)
                 changed = {"nodes": cut.nodes, "kind": kind, "in_parts": len(reads) > 1, "point": cut.point}
                 sublayers.append(replace(cut.sublayer, read=read, write=write, **changed))
-        self.streams.append(entry)
         self.hidden.append(tuple(hidden))
         if biases:  # of all sublayers together: what each adds by itself is not seen
             written = sum(part.write.push(value) for part, value in zip(sublayers, hidden, strict=True))
-            rest = self.vectors(total) - self.vectors(entry) - written
+            rest = self.vectors(total, side) - self.vectors(entry, side) - written
             sublayers[-1] = replace(sublayers[-1], write=self._plus(sublayers[-1].write, rest, total))
-        if total is after:
-            return Step(step.layer, tuple(sublayers), Identity(), step.outer_name)
-        return Step(step.layer, tuple(sublayers), self._outer(total, after, biases), step.outer_name)
+        passed = Identity() if total is after else self._outer(total, after, step.layer, biases)
+        return replace(step, sublayers=tuple(sublayers), outer=passed)
 
-    def _outer(self, total: Tensor, after: Tensor, biases: bool, mixes: bool = False) -> Chain:
-        """What the whole stream goes through."""
-        outer = Chain((self._recorded(total, after, mixes),))
-        if not biases:
-            return outer
-        return self._plus(outer, self.vectors(after) - outer.push(self.vectors(total)), after)
+    def _outer(self, total: Tensor, after: Tensor, layer: int, biases: bool, mixes: bool = False) -> AffineMap:
+        """What the whole stream goes through; that of the other stack stays as it is."""
+        batch, length = self.frozen.tokens.shape
+        start, stop = self._side(layer)
+        outer = Chain((Recorded(total, after, (batch, stop - start), mixes),))
+        if biases:
+            x, y = (self.vectors(value, (start, stop))[:, start:stop] for value in (total, after))
+            outer = self._plus(outer, y - outer.push(x), after)
+        return outer if stop - start == length else Segment(outer, start, stop, length)
 
-    def _reads(self, cut: _Cut, entry: Tensor) -> dict[Kind, Chain]:
+    def _reads(self, cut: _Cut, entry: Tensor, side: Side) -> dict[Kind, Chain]:
         """What a cut's nodes read the stream by: heads by queries, keys and values, where patterns respond."""
         arrived = self.arrived[cut.point]
         if not cut.ways:
-            return {cut.kind: Chain((self._recorded(entry, arrived, cut.sublayer.read.mixes),))}
+            return {cut.kind: Chain((self._recorded(entry, arrived, (side, side), cut.sublayer.read.mixes),))}
         if _depends(arrived, entry):
             raise self._refuse(f"what queries, keys and values of {cut.sublayer.name} read")
+        encoder, beside = entry, side
+        if cut.sublayer.is_cross:
+            encoder, beside = self.leaves[str(self.frozen.points.encoder_output)], (0, side[0])
         kinds: tuple[Kind, ...] = ("query", "key", "head")
-        return {
-            kind: Chain((self._recorded(entry, self.arrived[way]), self._recorded(self.leaves[way], arrived, True)))
-            for kind, way in zip(kinds, cut.ways, strict=True)
-            if kind == "head" or _depends(arrived, self.leaves[way])
-        }
+        reads: dict[Kind, Chain] = {}
+        for kind, way in zip(kinds, cut.ways, strict=True):
+            if kind != "head" and not _depends(arrived, self.leaves[way]):
+                continue
+            given, at = (entry, side) if kind == "query" else (encoder, beside)
+            read = self._recorded(given, self.arrived[way], (at, at))
+            reads[kind] = Chain((read, self._recorded(self.leaves[way], arrived, (at, side), True)))
+        return reads
 
-    def _with_values(
-        self, reads: Mapping[Kind, Chain], cut: _Cut, entry: Tensor, biases: bool
-    ) -> dict[Kind, tuple[Chain, Tensor]]:
+    def _with_values(self, reads: Mapping[Kind, Chain], cut: _Cut, biases: bool) -> dict[Kind, tuple[Chain, Tensor]]:
         """Each with its share of the hidden vector: what is no linear share of the others is the last one's bias."""
         *others, last = reads
-        x, rest = self.vectors(entry), self.vectors(self.arrived[cut.point])
+        x, rest = self.streams[-1], self.vectors(self.arrived[cut.point], self._side(cut.sublayer.layer))
         shares: dict[Kind, tuple[Chain, Tensor]] = {}
         for kind in others:
             share = reads[kind].push(x) if biases else torch.zeros_like(rest)
@@ -415,6 +475,16 @@ class _RuledRun:
         if float(offset.norm()) <= self.frozen.tolerance / 10 * float(value.detach().norm()):
             return read
         return Chain((*before, replace(last, offset=offset)))
+
+
+def _border(number: int) -> str:
+    """What the stream before a step is called, where no hook point has it."""
+    return f"step {number}"
+
+
+def _is_factor(outer: AffineMap) -> bool:
+    """Whether a step only multiplies the stream by a number."""
+    return isinstance(outer, Diagonal) and outer.bias is ZERO
 
 
 def _depends(output: Tensor, given: Tensor) -> bool:
