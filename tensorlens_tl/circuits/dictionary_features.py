@@ -31,7 +31,7 @@ from tensorlens_tl.algebra import ZERO, AffineMap, Chain, Diagonal, Identity, No
 from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.algebra.numerics import relative_error, widest
 from tensorlens_tl.circuits.arguments import FeatureLike, HookName, LabelsLike
-from tensorlens_tl.circuits.stream import Step, Stream, Sublayer
+from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.drawing import figure, matrix, terminal
 from tensorlens_tl.drawing.marks import number, visible
 from tensorlens_tl.errors import FileFormatError, InvalidInputError, NumericalError, warn_caller
@@ -109,18 +109,15 @@ def read_at(frozen: FrozenPass, hook: str, *, mlp: bool) -> ReadAt:
         InvalidInputError: no such hook point, or it holds neither.
     """
     layer, x = _held(frozen, hook, mlp)
-    stream = _block(frozen, layer)
-    candidates = [
-        (_normal(Place(layer, step), len(stream.steps)), Identity(), before) for step, before in enumerate(stream.x)
+    stream = Stream.of(frozen, layers=slice(layer, layer + 1), final_norm=False, to_tokens=False)
+    candidates: list[tuple[Place, AffineMap, Tensor]] = [
+        (_place(stream, step), Identity(), before) for step, before in enumerate(stream.x)
     ]
-    if mlp:
-        for at, step in enumerate(stream.steps):
-            norm = next((s.read.stages[0] for s in _mlps(step)), None)
-            if isinstance(norm, Norm):
-                plain = replace(norm, gain=None, shift=None)
-                place = Place(layer, at)
-                before = stream.x[at]
-                candidates += [(place, norm, norm(before)), (place, plain, plain(before))]
+    for at, step in enumerate(stream.steps):
+        norm = next((sublayer.read.stages[0] for sublayer in step.sublayers if sublayer.is_mlp), None)
+        if mlp and isinstance(norm, Norm):
+            for through in (norm, replace(norm, gain=None, shift=None)):
+                candidates.append((Place(layer, at), through, through(stream.x[at])))
     for place, through, read in candidates:
         if _same(frozen, read, x):
             return ReadAt(place, through, x)
@@ -137,48 +134,32 @@ def write_at(frozen: FrozenPass, hook: str) -> WriteAt:
         InvalidInputError: no such hook point, or it holds something else.
     """
     layer, x = _held(frozen, hook, True)
-    stream = _block(frozen, layer)
+    stream = Stream.of(frozen, layers=slice(layer, layer + 1), final_norm=False, to_tokens=False)
     for at, step in enumerate(stream.steps):
-        for sublayer in _mlps(step):
-            hidden = dict(zip(step.sublayers, stream.hidden[at], strict=True))
+        hidden = dict(zip(step.sublayers, stream.hidden[at], strict=True))
+        for sublayer in [sublayer for sublayer in step.sublayers if sublayer.is_mlp]:
             *inside, last = sublayer.write.stages
             ends: list[tuple[Chain, AffineMap]] = [(sublayer.write, Identity())]
             if isinstance(last, Norm):
                 ends.append((Chain(tuple(inside)), last))
             for output, after in ends:
-                candidate = output(hidden[sublayer])
-                if _same(frozen, candidate, x):
+                if _same(frozen, output(hidden[sublayer]), x):
                     others = (s.write(h) for s, h in hidden.items() if s is not sublayer)
                     beside = sum(others, start=stream.x[at])
                     if after.bias is not ZERO:
                         beside = beside + after.bias
-                    place = _normal(Place(layer, at + 1), len(stream.steps))
-                    return WriteAt(place, step.outer, after, x, beside, f"beside {sublayer.name}")
+                    return WriteAt(_place(stream, at + 1), step.outer, after, x, beside, f"beside {sublayer.name}")
     raise _other(frozen, layer, hook, "what the MLP gives", True)
-
-
-def mlp_output(hook: str) -> str:
-    """The hook point of what the MLP of the same block gives."""
-    return f"{'.'.join(hook.split('.')[:2])}.{MLP_OUT[0]}"
-
-
-def _block(frozen: FrozenPass, layer: int) -> Stream:
-    return Stream.of(frozen, layers=slice(layer, layer + 1), final_norm=False, to_tokens=False)
 
 
 def _same(frozen: FrozenPass, candidate: Tensor, expected: Tensor) -> bool:
     return candidate.shape == expected.shape and relative_error(candidate, expected, frozen.mask) <= frozen.tolerance
 
 
-def _normal(place: Place, steps: int) -> Place:
-    """The end of a block is the beginning of the next."""
-    if place.step == steps:
-        return Place(place.layer + 1, 0)
-    return place
-
-
-def _mlps(step: Step) -> list[Sublayer]:
-    return [sublayer for sublayer in step.sublayers if sublayer.is_mlp]
+def _place(stream: Stream, step: int) -> Place:
+    """The stream before a step of one block, whose end is the beginning of the next."""
+    (layer,) = stream.layers
+    return Place(layer + 1, 0) if step == len(stream.steps) else Place(layer, step)
 
 
 def _held(frozen: FrozenPass, hook: str, mlp: bool) -> tuple[int, Tensor]:
@@ -640,7 +621,7 @@ def features(
             f"{frozen.capture.output_name(0)!r}."
         )
     if read.transcodes:
-        hook_out = hook_out or read.hook_out or mlp_output(hook)
+        hook_out = hook_out or read.hook_out or f"{'.'.join(hook.split('.')[:2])}.{MLP_OUT[0]}"
     _check_fit(frozen, read, hook, any_model)
     reads = read_at(frozen, hook, mlp=read.transcodes)
     if not any_model:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice, checked_names
 from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Linear, Norm, Segment
-from tensorlens_tl.algebra.memory import Memory, check_size, chunks
+from tensorlens_tl.algebra.memory import Memory, check_size
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
 from tensorlens_tl.circuits.live import LiveTarget, NodeGradients, sublayer_nodes
@@ -116,14 +116,11 @@ def direct_effects(readout: StreamTarget, by: str, memory: Memory = None) -> Ter
     stream = readout.stream
     x = stream.x[0]
     per_row = ((2 * len(stream.steps) + 2) * x.shape[-1] + 2 * stream.widest) * x[..., 0].numel() * x.element_size()
-    queries = len(readout.seed)
-    if queries == 1:
-        memory = None
     names: list[str] = []
     scores: list[Tensor] = []
     keys: list[Tensor] = []
-    for rows in chunks(queries, per_row, memory, "queries"):
-        names, effects, by_key = _effects(readout, slice(rows.start, rows.stop), by)
+    for rows in readout.some_queries(per_row, memory):
+        names, effects, by_key = _effects(readout, rows, by)
         scores.append(effects)
         keys += by_key
     shares = None
@@ -143,7 +140,7 @@ def _effects(readout: StreamTarget, rows: slice, by: str) -> tuple[list[str], Te
     """Some queries' names, effects `[query, batch, term]` and, by head and token, keys `[query, batch, term, key]`."""
     stream = readout.stream
     positions = readout.positions[:, rows]
-    pulled = stream.pull(readout.seed[rows], sublayers=False)
+    pulled = stream.pull(readout.seed_of(rows), sublayers=False)
     names: list[str] = []
     scores: list[Tensor] = []
     keys: list[Tensor] = []

@@ -38,7 +38,7 @@ says that the first tells the second where to look.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -508,19 +508,15 @@ class GraphBuilder:
         self, split: FeatureSplit, outputs: Float[Tensor, "source pos d_model"]
     ) -> Float[Tensor, "row pos d_model"]:
         """A dictionary's nodes: all that was written before ends there."""
-        choice = self.choices.get("features")
-        first = len(self.rows)
-        chosen = split.chosen(choice)
-        rest = choice is not None
-        self.rows += split.rows(chosen, rest)
+        first = row = len(self.rows)
+        self.rows += split.rows()
         self._check_count(outputs.shape[1], split.layer)
-        row = first
         carried = self._carried(outputs)
-        for reads in split.reads(chosen, rest):
+        for reads in split.reads():
             self.edges.into_rows(row, reads, carried)
             row += len(reads)
         self.carried = list(range(first, len(self.rows)))
-        return split.outputs(chosen, rest)
+        return split.outputs()
 
     def _through(self, number: int, outputs: Float[Tensor, "source pos d_model"]) -> Float[Tensor, "1 pos d_model"]:
         """A step that mixes positions (whitening) as a node at every position: all that was written before ends there.
@@ -627,7 +623,8 @@ def contribution_graph(
     splits = feature_splits(dictionaries, readout.stream, pulled)
     if features is not None:
         sizes = [float(split.weights.abs().max()) for split in splits.values() if len(split.weights)]
-        choices["features"] = Choice.of_largest("features", features, max(sizes, default=0.0))
+        choice = Choice.of_largest("features", features, max(sizes, default=0.0))
+        splits = {number: replace(split, choice=choice) for number, split in splits.items()}
     edges = Edges(float(threshold), MOST_EDGES)
     builder = GraphBuilder(readout, pulled, edges, choices, splits)
     if strongest is not None:

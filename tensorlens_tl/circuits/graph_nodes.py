@@ -270,12 +270,14 @@ class FeatureSplit:
         layer: the block after which, or inside which, it stands.
         prefix: what its nodes' names begin with, where there are several dictionaries.
         cotangent: the target, pulled back to the place.
+        choice: which features become nodes, the others together one; None for all.
     """
 
     features: Features
     layer: int
     prefix: str
     cotangent: Float[Tensor, "pos d_model"]
+    choice: Choice | None = None
 
     @cached_property
     def gains(self) -> Float[Tensor, "active"]:
@@ -287,7 +289,8 @@ class FeatureSplit:
         """What each active feature contributes to the target."""
         return self.gains * self.features.values
 
-    def chosen(self, choice: Choice | None) -> Int[Tensor, "slot pos"]:
+    @cached_property
+    def chosen(self) -> Int[Tensor, "slot pos"]:
         """Which active feature each slot holds, by its row of ``features.index``; −1 where it holds none."""
         position = self.features.index[:, 1]
         counts = position.bincount(minlength=len(self.cotangent))
@@ -295,20 +298,20 @@ class FeatureSplit:
         # as wide as the position with most active features
         table = position.new_full((len(self.cotangent), int(counts.max())), -1)
         table[position, active - (counts.cumsum(0) - counts)[position]] = active
-        if choice is None:
+        if self.choice is None:
             return table.T
         shares = torch.zeros_like(table, dtype=self.weights.dtype)
         shares[table >= 0] = self.weights
-        slots = choice.of(shares)
+        slots = self.choice.of(shares)
         return table.T.gather(0, slots.clamp(min=0)).masked_fill(slots < 0, -1)
 
-    def rows(self, chosen: Int[Tensor, "slot pos"], rest: bool) -> list[Row]:
-        """All nodes: features by slot, with `rest` the others together, the mean, the error, and b_dec."""
+    def rows(self) -> list[Row]:
+        """All nodes: features by slot, the others together, the mean, the error, and b_dec."""
         features = self.features
         name = f"{self.prefix}{{}}".format
         layer = self.layer
-        filled = chosen >= 0
-        at = chosen.clamp(min=0)
+        filled = self.chosen >= 0
+        at = self.chosen.clamp(min=0)
         position, feature = features.index[:, 1:].T
         encoder_biases = self.gains * features.dictionary.b_enc[feature]
         zero = self.weights.new_zeros(len(self.cotangent))
@@ -323,8 +326,8 @@ class FeatureSplit:
             )
             for row, held in zip(at, filled, strict=True)
         ]
-        if rest:
-            others = self._others(chosen)
+        if self.choice is not None:
+            others = self._others
             weights, biases = (
                 zero.index_add(0, position[others], part[others]) for part in (self.weights, encoder_biases)
             )
@@ -339,32 +342,28 @@ class FeatureSplit:
             Row(name("b_dec"), "bias", layer, constant, zero),
         ]
 
-    def outputs(self, chosen: Int[Tensor, "slot pos"], rest: bool) -> Float[Tensor, "row pos d_model"]:
+    def outputs(self) -> Float[Tensor, "row pos d_model"]:
         """What each node stands for in the stream."""
         features = self.features
         W_dec = features.dictionary.W_dec
-        position, feature = features.index[:, 1:].T
-        outputs = [self._spread(W_dec, features.values, part) for part in self._slots(chosen)]
-        if rest:
-            others = self._others(chosen)
-            outputs.append(self._summed(W_dec, features.values, others, position, feature)[None])
+        outputs = [self._spread(W_dec, features.values, part) for part in self._slots()]
+        if self.choice is not None:
+            outputs.append(self._summed(W_dec, features.values)[None])
         scaled = [features.writer.push(part[:, None])[:, 0] for part in outputs]
         b_dec, *means = features.others.values()
         return torch.cat([*scaled, *means, features.error, b_dec])
 
-    def reads(self, chosen: Int[Tensor, "slot pos"], rest: bool) -> Iterator[Float[Tensor, "row pos d_model"]]:
+    def reads(self) -> Iterator[Float[Tensor, "row pos d_model"]]:
         """The vectors by which each node takes what was written before, some rows at a time; b_dec takes nothing."""
         features = self.features
         W_enc = features.dictionary.W_enc.T
-        position, feature = features.index[:, 1:].T
         left = self.cotangent
-        for part in self._slots(chosen):
+        for part in self._slots():
             pulled = features.reader.pull(self._spread(W_enc, self.gains, part)[:, None])[:, 0]
             left = left - pulled.sum(0)
             yield pulled
-        if rest:
-            read = self._summed(W_enc, self.gains, self._others(chosen), position, feature)
-            pulled = features.reader.pull(read[None])
+        if self.choice is not None:
+            pulled = features.reader.pull(self._summed(W_enc, self.gains)[None])
             left = left - pulled[0]
             yield pulled
         for _ in self._means:
@@ -380,14 +379,15 @@ class FeatureSplit:
         """The names of what a dictionary that centres adds again."""
         return list(self.features.others)[1:]
 
-    def _slots(self, chosen: Int[Tensor, "slot pos"]) -> Iterator[Int[Tensor, "some pos"]]:
+    def _slots(self) -> Iterator[Int[Tensor, "some pos"]]:
         size = max(1, ROW_BYTES // (self.cotangent.numel() * self.cotangent.element_size()))
-        return (chosen[start : start + size] for start in range(0, len(chosen), size))
+        return (self.chosen[start : start + size] for start in range(0, len(self.chosen), size))
 
-    def _others(self, chosen: Int[Tensor, "slot pos"]) -> Int[Tensor, "other"]:
+    @cached_property
+    def _others(self) -> Int[Tensor, "other"]:
         """The active features that are in no slot."""
         alone = torch.ones_like(self.features.values, dtype=torch.bool)
-        alone[chosen[chosen >= 0]] = False
+        alone[self.chosen[self.chosen >= 0]] = False
         return alone.nonzero()[:, 0]
 
     def _spread(
@@ -397,18 +397,12 @@ class FeatureSplit:
         at = part.clamp(min=0)
         return vectors[self.features.index[:, 2][at]] * (factors[at] * (part >= 0)).to(vectors)[..., None]
 
-    def _summed(
-        self,
-        vectors: Float[Tensor, "feature d"],
-        factors: Float[Tensor, "active"],
-        some: Int[Tensor, "some"],
-        position: Int[Tensor, "active"],
-        feature: Int[Tensor, "active"],
-    ) -> Float[Tensor, "pos d"]:
-        """The vectors of some active features, times a factor, summed at each position."""
+    def _summed(self, vectors: Float[Tensor, "feature d"], factors: Float[Tensor, "active"]) -> Float[Tensor, "pos d"]:
+        """The vectors of the features that are in no slot, times their factors, summed at each position."""
+        position, feature = self.features.index[:, 1:].T
         sums = upcast(vectors.new_zeros(len(self.cotangent), vectors.shape[1]))
-        for rows in chunks(len(some), 3 * vectors.shape[1] * sums.element_size(), None, "features"):
-            at = some[rows.start : rows.stop]
+        for rows in chunks(len(self._others), 3 * vectors.shape[1] * sums.element_size(), None, "features"):
+            at = self._others[rows.start : rows.stop]
             sums.index_add_(0, position[at], upcast(vectors[feature[at]]) * factors[at, None])
         return sums.to(vectors)
 

@@ -95,7 +95,11 @@ def paths(
     readout = target_under(readout, rule, "paths", activation)
     stream = readout.stream
     max_order = min(max_order, len(readout.stream.steps))
-    count = _count(stream, max_order)
+    ways = [1] + [0] * max_order  # how many there are of each order: symmetric polynomials of the steps' node counts
+    for step in stream.steps:
+        nodes = len(step.part_names)
+        ways = [ways[0], *(ways[order] + nodes * ways[order - 1] for order in range(1, max_order + 1))]
+    count = sum(ways)
     if count > MOST_PATHS:
         raise SizeError(
             f"paths: there are {count:,} paths of at most {max_order} nodes, more than {MOST_PATHS:,}. Lower "
@@ -118,12 +122,11 @@ def paths(
 
     if max_order:
         visit(_Partial(readout.seed, torch.tensor([len(stream.steps)]), [()]), 1)
-    if bool(readout.constant.any()):
-        scores.append([readout.constant.T])
     listed = [path for paths_of_order in names for path in paths_of_order]
     labels = [_label(path) for path in listed]
     if bool(readout.constant.any()):
-        labels.append("b_U")
+        labels.append(readout.constant_name)
+        scores.append([readout.constant.T])
     paths = Paths(
         names=labels,
         scores=torch.cat([part for parts in scores for part in parts]).T[:, None],
@@ -224,15 +227,6 @@ def _rows_at_once(stream: Stream) -> int:
     x = stream.x[0]
     per_row = x[..., 0].numel() * (4 * x.shape[-1] + 2 * stream.widest) * x.element_size()
     return max(1, min(MOST_ROWS, WORKING_BYTES // per_row))
-
-
-def _count(stream: Stream, max_order: int) -> int:
-    """The number of paths of at most so many nodes: elementary symmetric polynomials of the steps' node counts."""
-    ways = [1] + [0] * max_order
-    for step in stream.steps:
-        nodes = len(step.part_names)
-        ways = [ways[0], *(ways[order] + nodes * ways[order - 1] for order in range(1, max_order + 1))]
-    return sum(ways)
 
 
 def _by_order(stream: Stream, seed: Tensor, max_order: int) -> Float[Tensor, "batch order"]:

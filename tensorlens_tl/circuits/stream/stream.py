@@ -16,7 +16,7 @@ part of the pulled-back vector. What `write` and `outer` add besides are *biases
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra import AffineMap
+from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
 from tensorlens_tl.circuits.arguments import Direction
@@ -287,10 +288,22 @@ class StreamTarget:
         vectors, positions = self.vectors[:, queries].transpose(0, 1), self.positions[:, queries].T
         return place(vectors, positions, self.stream.frozen.resid_pre(0))
 
+    def some_queries(self, row_bytes: int, memory: Memory) -> Iterator[slice]:
+        """Slices of the queries, each as many as fit into memory together; a single query is not bounded."""
+        count = self.positions.shape[1]
+        for rows in chunks(count, row_bytes, memory if count > 1 else None, "queries"):
+            yield slice(rows.start, rows.stop)
+
     @property
     def points(self) -> tuple[str, ...]:
-        """The hook points that together hold what the target reads; see `points_read`."""
-        return points_read(self.stream.frozen, self.read_at, self.stream.layers.stop)
+        """The hook points that together hold what it reads: one, of an encoder–decoder one for each side."""
+        frozen = self.stream.frozen
+        if frozen.sides is None:
+            return (self.read_at,)
+        if self.read_at not in (frozen.points.unembed_in, frozen.points.output):
+            return tuple(frozen.maps.capture.stream_names(self.stream.layers.stop))
+        assert frozen.points.encoder_output is not None
+        return frozen.points.encoder_output, self.read_at
 
     def read_of(
         self, activation: Callable[[str], Float[Tensor, "*rows batch some d_model"]]
@@ -389,32 +402,14 @@ def stream_target(
         soft_cap = None
     if isinstance(frozen, Difference):
         label = f"change of the {label}"
-    read = torch.cat([frozen.activation(name) for name in points_read(frozen, read_at, chosen.stop)], dim=1)
-    activations = upcast(torch.take_along_dim(read, positions[..., None], dim=1))
     real = torch.take_along_dim(frozen.mask, positions, dim=1)  # padding has no target
     vectors = resolved.vectors * real[..., None]
-    constant = resolved.constant.to(activations) * real
-    total = (activations * vectors).sum(-1) + constant
-    return StreamTarget(
-        stream, read_at, vectors, constant, total, positions, label,
+    constant = resolved.constant.to(upcast(frozen.resid_pre(0))) * real
+    readout = StreamTarget(
+        stream, read_at, vectors, constant, constant, positions, label,
         soft_cap=soft_cap, name=resolved.label, of_tokens=resolved.of_tokens,
     )  # fmt: skip
-
-
-def points_read(frozen: PassOrDifference, read_at: str, stop: int) -> tuple[str, ...]:
-    """The hook points that together hold what a target reads: one, of an encoder–decoder one for each side.
-
-    Args:
-        frozen: the pass, or the difference of two.
-        read_at: the hook point where the target reads; of an encoder–decoder in its decoder.
-        stop: the layer before which the stream ends.
-    """
-    if frozen.sides is None:
-        return (read_at,)
-    if read_at not in (frozen.points.unembed_in, frozen.points.output):
-        return tuple(frozen.maps.capture.stream_names(stop))
-    assert frozen.points.encoder_output is not None
-    return frozen.points.encoder_output, read_at
+    return replace(readout, total=readout.number_of(frozen.activation))
 
 
 def token_pairs(

@@ -22,11 +22,11 @@ from torch.nn.functional import pad
 
 from tensorlens_tl._arguments import checked_names
 from tensorlens_tl.algebra import AffineMap, Chain, Segment, Sum
-from tensorlens_tl.algebra.memory import Memory, chunks
+from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.algebra.secants import RankOne
 from tensorlens_tl.circuits.arguments import Direction, RuleLike
-from tensorlens_tl.circuits.stream import Pulled, Step, StreamTarget, Sublayer, stream_target, target_under
+from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, stream_target, target_under
 from tensorlens_tl.circuits.two_runs.target import change_target
 from tensorlens_tl.core import recordable
 from tensorlens_tl.models import Query, TokenLike
@@ -102,26 +102,19 @@ def routes(
         readout = stream_target(difference, target, minus, direction, query, "ratio", one=False)
         readout = target_under(readout, rule, "routes")
     frozen = readout.stream.frozen
-    queries = readout.positions.shape[1]
-    layers = _layers(readout)
+    layers = [*readout.stream.layers]  # and what follows the last block, of one run where there is any
+    if isinstance(frozen, Difference) or any(step.layer < 0 for step in readout.stream.steps):
+        layers.append(-1)
     scores: list[Tensor] = []
     heads: list[Tensor] = []
-    for rows in chunks(queries, frozen.row_bytes, memory if queries > 1 else None, "queries"):
-        cuts = list(_cuts(readout, layers, slice(rows.start, rows.stop)))[::-1]
+    for rows in readout.some_queries(frozen.row_bytes, memory):
+        cuts = list(_cuts(readout, layers, rows))[::-1]
         scores.append(torch.stack([cut.scores() for cut in cuts], dim=2))
         heads.append(_stacked(cuts))
     names = ["end" if layer < 0 else f"L{layer}" for layer in layers]
     whole = torch.cat(scores).transpose(0, 1)
     routes = ChangeRoutes(names, whole, torch.cat(heads).transpose(0, 1), **readout.fields())
     return frozen.checked(routes, readout.noise[..., None] / size_of_sum(whole, torch.zeros_like(whole[..., 0])))
-
-
-def _layers(readout: StreamTarget) -> list[int]:
-    """The depths at which the stream is cut, −1 for what follows the last block: of one run where there is any."""
-    stream = readout.stream
-    if isinstance(stream.frozen, Difference) or any(step.layer < 0 for step in stream.steps):
-        return [*stream.layers, -1]
-    return [*stream.layers]
 
 
 @dataclass
@@ -201,7 +194,11 @@ def _cuts(readout: StreamTarget, layers: Sequence[int], queries: slice) -> Itera
         for number in reversed(numbers):
             before = number
             g = _add_step(cut, readout, number, g)
-            later = later + _constants(stream.steps[number], pulled, number)
+            step, at_sum = stream.steps[number], pulled.sums[number]
+            later = later + _dot(pulled.stream[number + 1], step.outer.bias)
+            for sublayer in step.sublayers:
+                later = later + _dot(at_sum, sublayer.write.bias)
+                later = later + _dot(sublayer.write.pull(at_sum), sublayer.read.bias)
         cut.add("direct", _dot(g, stream.x[before]))
         yield cut
 
@@ -220,15 +217,6 @@ def _add_step(cut: _Cut, readout: StreamTarget, number: int, g: Float[Tensor, "q
     for sublayer, hidden in zip(step.sublayers, stream.hidden[number], strict=True):
         cut.add_sublayer(sublayer, x, hidden, g)
     return g
-
-
-def _constants(step: Step, pulled: Pulled, number: int) -> Float[Tensor, "query batch"]:
-    """What a step adds by itself to what the target reads."""
-    added = _dot(pulled.stream[number + 1], step.outer.bias)
-    for sublayer in step.sublayers:
-        added = added + _dot(pulled.sums[number], sublayer.write.bias)
-        added = added + _dot(sublayer.write.pull(pulled.sums[number]), sublayer.read.bias)
-    return added
 
 
 def _by_scale(m: AffineMap) -> tuple[AffineMap, AffineMap | None]:

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice, checked_names, nearest
-from tensorlens_tl.algebra.memory import Memory, chunks, in_bytes
+from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.circuits.stream import StreamTarget
@@ -170,9 +170,8 @@ class _Comparison:
         numbers = [_Number.of(readout, frozen, target, minus, direction) for frozen in runs]
         parts: list[dict[str, Tensor]] = []
         remainders: list[Tensor] = []
-        queries = readout.positions.shape[1]
-        for rows in chunks(queries, difference.row_bytes, self.memory if queries > 1 else None, "queries"):
-            seed = readout.seed_of(slice(rows.start, rows.stop))
+        for rows in readout.some_queries(difference.row_bytes, self.memory):
+            seed = readout.seed_of(rows)
             terms = _pulled(readout, seed, WeightTerms(self.by, self.directions))
             shown = {name: value if self.positions else value.sum(-1) for name, value in terms.values.items()}
             parts.append(shown)
