@@ -364,14 +364,6 @@ def _as_graphml(graph: SharedGraph, options: Mapping[str, Any]) -> bytes:
     return file.getvalue()
 
 
-def _as_circuit_tracer(graph: SharedGraph, options: Mapping[str, Any]) -> bytes:
-    return _json_bytes(graph.to_circuit_tracer(**options))
-
-
-def _as_csv(graph: SharedGraph, options: Mapping[str, Any]) -> bytes:
-    return graph.to_dataframe(**options).to_csv(index=False).encode()
-
-
 def _json_bytes(value: Mapping[str, Any]) -> bytes:
     """As JSON; numpy's numbers as Python's, and none that JSON lacks."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, default=lambda number: number.item()).encode()
@@ -384,7 +376,7 @@ def _exchanged(format: str, graph: SharedGraph) -> bytes:
 WRITERS: Mapping[str, Callable[[SharedGraph, Mapping[str, Any]], bytes]] = {
     "html": _as_html,
     "json": _as_json,
-    "circuit-tracer": _as_circuit_tracer,
+    "circuit-tracer": lambda graph, options: _json_bytes(graph.to_circuit_tracer(**options)),
     "graphml": _as_graphml,
-    "csv": _as_csv,
+    "csv": lambda graph, options: graph.to_dataframe(**options).to_csv(index=False).encode(),
 }

@@ -194,7 +194,8 @@ class Result(Stored, ABC):
 
         Raises:
             InvalidInputError: no such folder, or a name with another ending; no such prompt, or one chosen for a file
-                that is no figure, or of a result whose `plot` has no `batch`.
+                that is no figure, or of a result whose `plot` has no `batch`; a field of another kind than its class
+                says, which would not load.
             ImportError: a figure, and matplotlib is not installed.
             OSError: it cannot be written, as on a full disk.
 
@@ -216,10 +217,6 @@ class Result(Stored, ABC):
         with replacing(path) as temporary:
             temporary.write_bytes(content)
         return path
-
-    def _keep(self, path: Path) -> Path:
-        """Write the file that `load` reads back."""
-        return super().save(path)
 
     @classmethod
     def _writers(cls) -> Mapping[str, Callable[[Any], bytes]]:

@@ -95,18 +95,12 @@ class Stored:
         every = {field.name: _shaped(field) for field in fields(cls)}  # pyright: ignore[reportArgumentType]
         return {name: shaped for name, shaped in every.items() if shaped is not None}
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write to one safetensors file (facts as JSON metadata, never pickle); replaces an old file in one step.
-
-        Raises:
-            InvalidInputError: no such folder, or a field of another type than its class says, which would not load.
-            OSError: it cannot be written, as on a full disk.
-        """
-        tensors, facts = self._packed()
-        wrong = self._wrong_facts(facts)
+    def _keep(self, path: Path) -> Path:
+        """Write the file that `load` reads back: one of safetensors, facts as JSON metadata, never pickle."""
+        wrong = self._wrong_facts(vars(self))
         if wrong:
             raise InvalidInputError(f"save: {wrong}.")
-        return write(path, type(self).__name__, tensors, facts)
+        return write(path, type(self).__name__, *self._packed())
 
     @classmethod
     def load(cls: type[Result], path: str | os.PathLike[str]) -> Result:
@@ -118,7 +112,7 @@ class Stored:
         """
         tensors, facts = read(path, cls.__name__, cls.TENSORS)
         try:
-            wrong = cls._wrong_facts(facts)
+            wrong = cls._wrong_facts(facts)  # before anything is made of them: a forged range may be of any length
             if wrong:
                 raise ValueError(wrong)
             return cls._unpacked(tensors, facts)
