@@ -408,15 +408,6 @@ def _window(window: Any) -> tuple[int, int]:
     return before, after
 
 
-def _without_position(feature: Any) -> Any:
-    """The feature of a term: ``"F12"`` of ``"F12@7"``."""
-    if isinstance(feature, Entry):
-        feature = feature.name
-    if isinstance(feature, str):
-        return re.sub(r"^(F\d+)@\d+$", r"\1", feature)
-    return feature
-
-
 def _chosen(probe: Features, features: Any) -> list[int]:
     """Numbers of the features, in the order in which they are named."""
     if features is None:
@@ -424,7 +415,10 @@ def _chosen(probe: Features, features: Any) -> list[int]:
     values = plain(features)
     if isinstance(values, str | Entry) or not isinstance(values, Iterable):
         values = [values]
-    numbers = [probe.checked(_without_position(feature)) for feature in values]
+    names = [feature.name if isinstance(feature, Entry) else feature for feature in values]
+    # a term's name may have a position, as "F12@7"
+    plain_names = [re.sub(r"^(F\d+)@\d+$", r"\1", name) if isinstance(name, str) else name for name in names]
+    numbers = [probe.checked(name) for name in plain_names]
     if not numbers:
         raise InvalidInputError("features=[]: name at least one, or leave it out for all of them.")
     if len(set(numbers)) < len(numbers):

@@ -52,13 +52,11 @@ class Choice:
 
     Attributes:
         name: what they are, for messages.
-        room: how many nodes there may be of one head or MLP.
         most: how many at each position.
         least: the smallest contribution that is one.
     """
 
     name: str
-    room: int
     most: int
     least: float = 0.0
 
@@ -66,21 +64,21 @@ class Choice:
     def of_largest(cls, name: str, value: float, largest: float) -> "Choice":
         """So many, or all that are at least a share of the largest."""
         if value >= 1:
-            return cls(name, MOST_NODES, int(value))
-        return cls(name, MOST_NODES, sys.maxsize, value * largest)
+            return cls(name, int(value))
+        return cls(name, sys.maxsize, value * largest)
 
     def of(self, shares: Float[Tensor, "pos part"]) -> Int[Tensor, "slot pos"]:
         """The numbers of the chosen parts, largest first; −1 where a slot is empty at a position.
 
         Raises:
-            SizeError: more than there is room for.
+            SizeError: more than `MOST_NODES`.
         """
         sizes, chosen = shares.abs().topk(min(self.most, shares.shape[1]), dim=1)
         chosen = chosen.masked_fill((sizes < self.least) | (sizes == 0), -1).T
         chosen = chosen[(chosen >= 0).any(1)]
-        if chosen.numel() > self.room:
+        if chosen.numel() > MOST_NODES:
             raise SizeError(
-                f"contribution_graph: more than {self.room:,} nodes. Ask for fewer {self.name}=, shorten the prompt, "
+                f"contribution_graph: more than {MOST_NODES:,} nodes. Ask for fewer {self.name}=, shorten the prompt, "
                 "or raise tensorlens_tl.circuits.graph_nodes.MOST_NODES."
             )
         return chosen

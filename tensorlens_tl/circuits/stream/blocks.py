@@ -100,8 +100,12 @@ def _end_steps(frozen: PassOrDifference, layer: int, rule: str) -> list[Step]:
     """What the stream goes through after a block's sublayers."""
     steps: list[Step] = []
     per_layer = frozen.maps.per_layer(layer, rule)
-    if per_layer is not None:
-        steps.append(Step(layer, (_per_layer_node(frozen, layer, per_layer),), Identity(), ""))
+    if per_layer is not None:  # what a block adds for an input of each token at this layer, as a node
+        *inside, output = per_layer.stages
+        write = Chain((output, frozen.maps.norm(layer, PER_LAYER_NORM)))
+        name = f"L{layer}.per_layer"
+        node = Sublayer(layer, Chain(tuple(inside)), write, (name,), f"{name}.b_out", "per_layer")
+        steps.append(Step(layer, (node,), Identity(), ""))
     for end in frozen.maps.ends(layer):
         if isinstance(end, Offset):
             steps += _offset_steps(layer, [end])
@@ -188,14 +192,6 @@ def _mlp_nodes(frozen: PassOrDifference, layer: int, rule: str) -> tuple[AffineM
     if "shared" in parts:
         terms[f"L{layer}.shared"] = frozen.maps.with_norms(layer, "shared", parts["shared"])
     return Beside(tuple(terms.values())), GroupSum(len(terms)), tuple(terms)
-
-
-def _per_layer_node(frozen: PassOrDifference, layer: int, per_layer: Chain) -> Sublayer:
-    """What a block adds for an input of each token at this layer, as a node."""
-    *inside, output = per_layer.stages
-    write = Chain((output, frozen.maps.norm(layer, PER_LAYER_NORM)))
-    name = f"L{layer}.per_layer"
-    return Sublayer(layer, Chain(tuple(inside)), write, (name,), f"{name}.b_out", "per_layer")
 
 
 def _sublayer(
