@@ -2,15 +2,18 @@
 
 beartype itself looks at one item, drawn at random: a wrong annotation then passes on some days and fails on others.
 
-jaxtyping binds the arguments of every call, so that axes have one size in a signature. That takes most of the time of a
-checked run, and most functions have no array in their signature: of these beartype alone checks the same.
+jaxtyping binds the arguments of a call, so that axes have one size in a signature, and checks them twice, which takes
+most of the time of a checked run. Most functions have no array in their signature: of these beartype alone checks the
+same. Of the others it checks arguments and result once, while jaxtyping holds the sizes of axes of that call. Functions
+inside another are new each time that the outer one runs, and to make a check takes longer than most calls: the first of
+them is checked.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, wraps
-from inspect import Parameter, isfunction, signature
-from types import UnionType
-from typing import Any, ForwardRef, Union, get_args, get_origin
+from inspect import Parameter, isfunction, isgeneratorfunction, signature
+from types import CodeType, UnionType
+from typing import Any, ForwardRef, Literal, Union, get_args, get_origin
 
 import jaxtyping
 from beartype import beartype
@@ -18,6 +21,7 @@ from beartype.door import is_bearable
 from jaxtyping import AbstractArray
 
 jaxtyped = jaxtyping.jaxtyped
+_inner: set[CodeType] = set()
 NAMED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
@@ -41,29 +45,41 @@ def checked(function):
     return check
 
 
-def jaxtyped_for_arrays(function: Any = None, **options: Any) -> Any:
-    """jaxtyping's decorator, but for functions whose signature has no array: these get the checker alone."""
+def jaxtyped_for_arrays(function: Any = None, *, typechecker: Any = None) -> Any:
+    """jaxtyping's decorator; it resolves annotations that are text, which beartype does not."""
     if function is None:
-        return partial(jaxtyped_for_arrays, **options)
-    if isfunction(function) and options.get("typechecker") and not _may_have_arrays(function):
-        return options["typechecker"](function)
-    return jaxtyped(function, **options)
+        return partial(jaxtyped_for_arrays, typechecker=typechecker)
+    if not isfunction(function) or typechecker is None:
+        return jaxtyped(function, typechecker=typechecker)
+    if "<locals>" in function.__qualname__:
+        if function.__code__ in _inner:
+            return function
+        _inner.add(function.__code__)
+    hints = function.__annotations__.values()
+    if not any(map(_is_or_has_array, hints)):
+        return typechecker(function)
+    if any(map(_is_text, hints)) or isgeneratorfunction(function):
+        return jaxtyped(function, typechecker=typechecker)
+    return jaxtyped(typechecker(function), typechecker=None)
 
 
 jaxtyping.jaxtyped = jaxtyped_for_arrays  # what the import hook writes above every function is looked up here
 
 
-def _may_have_arrays(function: Callable) -> bool:
-    return any(_is_or_has_array(hint) for hint in function.__annotations__.values())
-
-
 def _is_or_has_array(hint: Any) -> bool:
-    """Also of annotations that are text: jaxtyping reads them where their names are known, beartype insists."""
-    if isinstance(hint, ForwardRef | str):
-        return True
-    if isinstance(hint, list):  # the arguments of a Callable
-        return any(_is_or_has_array(part) for part in hint)
-    return _is_array(hint) or any(_is_or_has_array(part) for part in get_args(hint))
+    """Also of annotations that are text."""
+    return _is_text(hint) or _is_array(hint) or any(map(_is_or_has_array, _parts(hint)))
+
+
+def _is_text(hint: Any) -> bool:
+    return isinstance(hint, ForwardRef | str) or any(map(_is_text, _parts(hint)))
+
+
+def _parts(hint: Any) -> Sequence:
+    """Also of the arguments of a Callable, which are a list; what a Literal holds is no annotation."""
+    if isinstance(hint, list):
+        return hint
+    return () if get_origin(hint) is Literal else get_args(hint)
 
 
 def _check(name: str, value: Any, hint: Any) -> None:

@@ -7,11 +7,13 @@ import pytest
 import torch
 from beartype.roar import BeartypeCallHintViolation
 from every_item import checked, jaxtyped_for_arrays
-from jaxtyping import Float, TypeCheckError, jaxtyped
+from jaxtyping import Float, jaxtyped
 from torch import Tensor
 
 LONG = torch.zeros(2, 5)
 SHORT = torch.zeros(2, 3)
+REFUSALS = (TypeError, BeartypeCallHintViolation)
+"""jaxtyping's own, or the checker's."""
 
 
 @jaxtyped(typechecker=checked)
@@ -38,7 +40,7 @@ def of_any_length(rows: Sequence[Float[Tensor, "batch _pos"]]) -> None:
     ],
 )
 def test_one_item_that_differs_is_refused(arguments):
-    with pytest.raises(TypeCheckError):
+    with pytest.raises(REFUSALS):
         of_alike(**arguments)
 
 
@@ -82,7 +84,7 @@ def only_returned(x: object, y: object) -> Float[Tensor, "2"]:
     ],
 )
 def test_axes_have_one_size_wherever_arrays_stand(function, x):
-    with pytest.raises(TypeCheckError):
+    with pytest.raises(REFUSALS):
         jaxtyped_for_arrays(function, typechecker=checked)(x, SHORT[0])
 
 
@@ -94,5 +96,17 @@ def test_fields_of_a_dataclass_are_checked():
         y: Float[Tensor, "pos"]
 
     Pair(LONG[0], LONG[1])
-    with pytest.raises(TypeCheckError):
+    with pytest.raises(REFUSALS):
         Pair(LONG[0], SHORT[0])
+
+
+def test_of_functions_inside_another_the_first_is_checked():
+    def outer():
+        @jaxtyped_for_arrays(typechecker=checked)
+        def inner(count: int) -> None: ...
+
+        return inner
+
+    with pytest.raises(BeartypeCallHintViolation):
+        outer()("1")
+    assert "beartype" not in outer().__code__.co_filename
