@@ -34,42 +34,37 @@ def test_demo_escapes_its_text(tmp_path):
     assert "<img src=x" not in page.read_text(encoding="utf-8")
 
 
+NO_MODEL = ["--model", "no_model"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["Return the value", "--target", " a b"], "--target ' a b' is 2 tokens [' a', ' b']"),
         (["graph", "Return the", "--target", " a b"], "--target ' a b' is 2 tokens"),
         (["dataset", "ROWS", "-o", "RUN", "--target", " a"], "Say which one holds the prompts, such as --text 'txt'."),
-        (["dataset", "ROWS", "--text", "tx", "-o", "RUN"], "there is no column 'tx', only 'txt'. Did you mean 'txt'?"),
+        (
+            ["dataset", "ROWS", "--text", "tx", "-o", "RUN", *NO_MODEL],
+            "there is no column 'tx', only 'txt'. Did you mean 'txt'?",
+        ),
         (["dataset", "ROWS", "--text", "txt", "-o", "RUN", "--memory", "1X"], "--memory '1X': pass bytes"),
         (["dataset", "ROWS", "--text", "txt", "-o", "RUN", "--query", "9", "--target", " a"], "--query 9 is out"),
+        (
+            ["dataset", "ROWS", "--text", "txt", "--target-column", "answer", "-o", "RUN", *NO_MODEL],
+            "no column 'answer'",
+        ),
+        (["dataset", "NONE", "-o", "RUN", *NO_MODEL], "there is no file"),
+        (["evaluate", "perturbation", "--prompts", "ROWS", *NO_MODEL], "its columns are 'txt'"),
+        (["compress", "--prompts", "ROWS", *NO_MODEL], "its columns are 'txt'"),
+        (["whiteness", "--prompts", "ROWS", *NO_MODEL], "its columns are 'txt'"),
     ],
 )
 def test_errors_speak_of_options(words, message, tmp_path, capsys):
-    rows = tmp_path / "rows.csv"
-    rows.write_text("txt\nReturn the value\n", encoding="utf-8")
-    places = {"ROWS": str(rows), "RUN": str(tmp_path / "run")}
-    assert main([places.get(word, word) for word in words]) == 1
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["dataset", "ROWS", "--text", "tx", "-o", "RUN"], "there is no column 'tx', only 'txt'"),
-        (["dataset", "ROWS", "--text", "txt", "--target-column", "answer", "-o", "RUN"], "no column 'answer'"),
-        (["dataset", "NONE", "-o", "RUN"], "there is no file"),
-        (["evaluate", "perturbation", "--prompts", "ROWS"], "its columns are 'txt'"),
-        (["compress", "--prompts", "ROWS"], "its columns are 'txt'"),
-        (["whiteness", "--prompts", "ROWS"], "its columns are 'txt'"),
-    ],
-)
-def test_files_are_looked_at_before_a_model_is_loaded(words, message, tmp_path, capsys):
+    """Files are looked at before a model is loaded."""
     rows = tmp_path / "rows.csv"
     rows.write_text("txt\nReturn the value\n", encoding="utf-8")
     places = {"ROWS": str(rows), "RUN": str(tmp_path / "run"), "NONE": str(tmp_path / "none.csv")}
-    nowhere = ["--model", str(tmp_path / "no_model")]
-    assert main([*(places.get(word, word) for word in words), *nowhere]) == 1
+    assert main([places.get(word, word) for word in words]) == 1
     assert message in capsys.readouterr().err
 
 

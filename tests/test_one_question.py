@@ -177,27 +177,6 @@ def test_a_data_set_has_a_target_in_a_column(model, tmp_path):
             evaluate.perturbation_dataset(model, rows, tmp_path / "no", METHODS, **refused, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"target": 5, "minus": 5}, "same token"),
-        ({"target": [5, 6, 7]}, "3 tokens for 2 prompts"),
-        ({"target": 5, "query": "mean", "metrics": ["hs_mse"]}, "single prediction"),
-        ({"minus": "runner-up", "metrics": ["hs_mse"]}, "needs target="),
-        ({"target": 5, "minus": "runner-up", "metrics": ["hs_mse"]}, "measure 'aopc'"),
-        ({"target": 5, "minus": 6, "methods": ["one token"]}, "'one token' explains a token's logit"),
-    ],
-)
-def test_tokens_that_cannot_be_tested_are_refused(options, message, model, clean_registry):
-    @tlens.register_method("one token")
-    def one_token(frozen, *, target=None, query=-1):
-        return tlens.attribute(frozen, target, method="relp", query=query)
-
-    options = {"methods": ["tensorlens in_out"], "fractions": (0, 0.5), "replacement": 3} | options
-    with pytest.raises(InvalidInputError, match=message):
-        evaluate.perturbation(model, some_tokens(batch=2, pos=6), **options)
-
-
 def test_the_first_choice_is_what_is_tested_where_none_is_named(model):
     tokens = some_tokens(batch=3, pos=6)
     options = {"fractions": (0, 0.5), "replacement": 3}
@@ -272,6 +251,12 @@ def test_every_method_is_tested_on_generated_text(model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"target": 5, "minus": 5}, "same token"),
+        ({"target": [5, 6, 7]}, "3 tokens for 2 prompts"),
+        ({"target": 5, "query": "mean", "metrics": ["hs_mse"]}, "single prediction"),
+        ({"minus": "runner-up", "metrics": ["hs_mse"]}, "needs target="),
+        ({"target": 5, "minus": "runner-up", "metrics": ["hs_mse"]}, "measure 'aopc'"),
+        ({"target": 5, "minus": 6, "methods": ["one token"]}, "'one token' explains a token's logit"),
         ({"span": 0}, "max_new_tokens, continuation"),
         ({"max_new_tokens": 2, "span": 5}, "span"),
         ({"max_new_tokens": 2, "target": 5}, "their own targets"),
@@ -282,7 +267,7 @@ def test_every_method_is_tested_on_generated_text(model):
         ({"max_new_tokens": 2, "methods": {"f": lambda frozen: tlens.attribute(frozen)}}, "f: a function is not told"),
     ],
 )
-def test_spans_that_cannot_be_tested_are_refused(options, message, model, clean_registry):
+def test_what_cannot_be_tested_is_refused(options, message, model, clean_registry):
     @tlens.register_method("no query")
     def no_query(frozen):
         return tlens.attribute(frozen)
