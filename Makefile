@@ -1,5 +1,7 @@
 # `make demo` and `make test` need nothing but Python: each sets up what it uses.
 PYTHON ?= python3
+# every process of every run would compile tests and package anew
+unexport PYTHONDONTWRITEBYTECODE
 # what is imported is compiled at its first import: to compile all that is installed takes two thirds of a minute
 PIP_FLAGS = --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
