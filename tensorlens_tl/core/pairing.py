@@ -128,7 +128,9 @@ class Pairing:
     forced: Sequence[Any] | None = None
     values: list[Tensor] = field(default_factory=list[Tensor])
     held: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list[tuple[list[Tensor], list[Tensor]]])
-    indices: list[tuple[list[Tensor], list[Any]]] = field(default_factory=list[tuple[list[Tensor], list[Any]]])
+    indices: list[tuple[list[Tensor], list[tuple[str, Tensor]]]] = field(
+        default_factory=list[tuple[list[Tensor], list[tuple[str, Tensor]]]]
+    )
     choices: list[Any] = field(default_factory=list[Any])
     calls: list[Call] = field(default_factory=list[Call])
     constants: list["Constant"] = field(default_factory=list["Constant"])
@@ -183,13 +185,21 @@ class Pairing:
 
     def index(self, indices: list[Tensor], weights: list[Tensor]) -> None:
         """Refuse to take other rows, other places or other weights than the run that went first."""
-        mine = indices, [(self._name(x), x.storage_offset()) for x in weights]
+        mine = indices, [(self.name_of(x), x.detach()) for x in weights]
         if self.first is None:
             self.indices.append(mine)
             return
         others = self._next("indices")
-        if len(others[0]) != len(indices) or not all(map(torch.equal, indices, others[0])) or mine[1] != others[1]:
+        alike = len(indices) == len(others[0]) and all(map(torch.equal, indices, others[0]))
+        if not alike or len(weights) != len(others[1]) or not all(map(self._is_same, mine[1], others[1])):
             raise OtherWayError
+
+    def _is_same(self, mine: tuple[str, Tensor], other: tuple[str, Tensor]) -> bool:
+        """Whether two named weights are one; of one model, which has no names, they may have been loaded twice."""
+        if self.names:
+            return mine[0] == other[0] and mine[1].shape == other[1].shape
+        same_memory = mine[1].data_ptr() == other[1].data_ptr() and mine[1].shape == other[1].shape
+        return same_memory or torch.equal(mine[1], other[1])
 
     def choose(self, choice: Any) -> Any:
         """What is chosen: the forced choice, or this."""
@@ -234,10 +244,6 @@ class Pairing:
     def may_differ(self, x: Tensor) -> bool:
         """Whether a held value may be another in the other run: of one model, the weights are the same."""
         return bool(self.names) or not is_weight(x)
-
-    def _name(self, x: Tensor) -> Any:
-        """What tells a weight from others of its model."""
-        return self.name_of(x) or x.untyped_storage().data_ptr()
 
     def name_of(self, x: Tensor) -> str:
         """The weight that a tensor is, or is computed from."""
