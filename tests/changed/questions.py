@@ -388,8 +388,8 @@ PARTS = {
     "FrozenGeneration": ("difference", "generated_ranges", "label", "real", "texts"),
     "HeadMap": (),
     "Features": (
-        "pre_activation", "reader", "writer", "gains", "active_per_token", "explained", "top", "value", "checked", "heading",
-        "load", "plot", "save", "show", "to_csv", "to_dataframe", "to_html", "FACTS", "LATER_FACTS", "LOADABLE",
+        "pre_activation", "reader", "writer", "gains", "active_per_token", "explained", "top", "value", "checked",
+        "heading", "load", "plot", "save", "show", "to_csv", "to_dataframe", "to_html", "FACTS", "LATER_FACTS", "LOADABLE",
         "TENSORS",
     ),
     "Plan": ("before", "check_fits", "label", "load", "parameters", "ratio", "save"),
