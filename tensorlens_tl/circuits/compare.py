@@ -365,9 +365,9 @@ def edge_scores(
     elif comparison.method in ("gradient", "integrated"):
         layout, scores = _live_scores(comparison, positions)
     elif comparison.method == "frozen+qk":
-        replay = comparison.replay()
+        changes, replay = comparison.changes, comparison.replay()
         responses = replay.gradients(comparison.shares)
-        scores = _products(comparison.changes, layout, pull_with_patterns(readout, responses), positions)
+        scores = _products(changes, layout, pull_with_patterns(readout, responses), positions)
         matching = [name.endswith((".q", ".k")) for name in layout.destinations]
         scores[:, :, matching] = replay.products(responses, positions)[:, :, matching]
     else:

@@ -389,8 +389,8 @@ PARTS = {
     "HeadMap": (),
     "Features": (
         "pre_activation", "reader", "writer", "gains", "active_per_token", "explained", "top", "value", "checked",
-        "heading", "load", "plot", "save", "show", "to_csv", "to_dataframe", "to_html", "FACTS", "LATER_FACTS", "LOADABLE",
-        "TENSORS",
+        "heading", "load", "plot", "save", "show", "to_csv", "to_dataframe", "to_html", "FACTS", "LATER_FACTS",
+        "LOADABLE", "TENSORS",
     ),
     "Plan": ("before", "check_fits", "label", "load", "parameters", "ratio", "save"),
 }  # fmt: skip
