@@ -253,6 +253,7 @@ def _changed(path, change):
         (lambda content, edge: edge.update(score=True), '"score" is True'),
         (lambda content, edge: edge.update(score=float("inf")), '"score" is inf'),
         (lambda content, edge: edge.update(score=10**400), "OverflowError"),
+        (lambda content, edge: content.update(target=3), "target is a int, not str"),
         (lambda content, edge: content["cfg"].update(parallel_attn_mlp="false"), "\"parallel_attn_mlp\" is 'false'"),
     ],
 )

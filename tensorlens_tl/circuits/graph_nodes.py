@@ -61,7 +61,7 @@ class Choice:
     least: float = 0.0
 
     @classmethod
-    def of_largest(cls, name: str, value: float, largest: float) -> "Choice":
+    def of_largest(cls, name: str, value: int | float, largest: float) -> "Choice":
         """So many, or all that are at least a share of the largest."""
         if value >= 1:
             return cls(name, int(value))
