@@ -267,6 +267,27 @@ class Choosing(torch.nn.Module):
         return out
 
 
+def test_a_module_that_gives_nothing_is_no_stream():
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.calls = torch.nn.Identity(), 0
+
+        def forward(self, x):
+            self.calls += 1
+
+    module = torch.nn.Sequential(Counting())
+    a, b = two_inputs(1, 4, 3)
+
+    def run(x):
+        module[0](x)
+        return x * x
+
+    secant, expected = difference_of(run, run, a, b, (module, module))
+    assert close(secant(a - b), expected)
+    assert module[0].calls == 4  # twice as pairs, twice for what is expected
+
+
 OTHER_CHOICES = {
     "other rows": ([[2.0, 0, 0, 1], [0, 2, 0, -1]], [[0, 2.0, 0, 1], [0, 2, 0, 2]]),
     "the same rows, other experts": ([[2.0, 0, 0, 1], [0, 2, 0, -1]], [[0, 2.0, 0, 1], [0, 0, 2, 2]]),

@@ -90,10 +90,12 @@ def test_every_answer_sums_to_the_logit_under_every_rule(name, rule, model_named
     assert float((entering + nodes["bias"] - nodes["weight"])[inner].abs().max()) < atol
     assert graph.total == pytest.approx(float(circuits.logit_attribution(frozen, **ASKED).total), abs=atol)
     routes = circuits.routes(frozen, **ASKED, rule=rule)
-    size = 1.0  # pulls through the last norm of T5Gemma are float32, as the norm, beside a number of .1
-    if name == "bridge/t5gemma":
-        size = float(frozen.output.norm() / routes.total.abs())
-    assert float(routes.gap.max()) < size * rerun_tolerance(name)
+    allowed = rerun_tolerance(name)
+    if name == "bridge/t5gemma":  # its last norm rounds pulls to float32, and what is rounded nearly cancels
+        pulled = ruled_target(stream_target(frozen, 5, 7, None, -1, "ratio"), RULES[rule])[1]
+        terms = pulled.stream[-2] * frozen.resid_pre(frozen.n_layers)
+        allowed = max(allowed, torch.finfo(torch.float32).eps * float(terms.abs().sum() / routes.total.abs()))
+    assert float(routes.gap.max()) < allowed
     for terms in (
         circuits.top_paths(frozen, **ASKED, k=5, rule=rule),
         circuits.paths(frozen, **ASKED, max_order=1, rule=rule),

@@ -512,18 +512,17 @@ class Replay:
 
         The way is from the corrupted to the clean embeddings.
         """
-        mean = self._gradients(shares[0]) / len(shares)
-        for share in shares[1:]:
-            mean += self._gradients(share) / len(shares)
+        mean: Tensor | None = None
+        for share in shares:
+            recorded = _WholeStream()
+            with saved_by_name(self.frozen.model), torch.enable_grad():
+                x = torch.lerp(self.corrupted.resid_pre(0), self.frozen.resid_pre(0), share).clone().requires_grad_()
+                number = self._run(x[None], recorded)
+                gradients = torch.autograd.grad(number.sum(), list(recorded.streams.values()), materialize_grads=True)
+            share_of_mean = torch.cat([gradient[:, 0] for gradient in gradients]) / len(shares)
+            mean = share_of_mean if mean is None else mean.add_(share_of_mean)
+        assert mean is not None
         return mean
-
-    def _gradients(self, share: float) -> Float[Tensor, "destination batch pos d"]:
-        recorded = _WholeStream()
-        with saved_by_name(self.frozen.model), torch.enable_grad():
-            x = torch.lerp(self.corrupted.resid_pre(0), self.frozen.resid_pre(0), share).clone().requires_grad_(True)
-            number = self._run(x[None], recorded)
-            gradients = torch.autograd.grad(number.sum(), list(recorded.streams.values()), materialize_grads=True)
-        return torch.cat([gradient[:, 0] for gradient in gradients])
 
     def _run(
         self, x: Float[Tensor, "row batch pos d"], inputs: _WholeStream | _MixedStream

@@ -2,7 +2,7 @@
 
 from tensorlens_tl.core.linearise import Linearised, activation, refuse_other_functions, ruled
 from tensorlens_tl.core.pairs import Paired, in_two_runs, paired
-from tensorlens_tl.core.recorded import Recorded, gradients, recordable
+from tensorlens_tl.core.recorded import Recorded, Side, gradients, recordable
 from tensorlens_tl.core.rules import (
     ATTNLRP,
     FROZEN,
@@ -33,6 +33,7 @@ __all__ = [
     "Paired",
     "Recorded",
     "Rule",
+    "Side",
     "activation",
     "by_ratio",
     "constant",

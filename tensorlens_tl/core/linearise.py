@@ -390,7 +390,7 @@ class Linearised(TorchFunctionMode):
         call.start = self.pairing.noted
         self.pairing.calls.append(call)
         out = call()
-        if call.stream is None and call.gives_choices:
+        if call.gives_choices and not call.gives_stream:
             self._routers.add(name)
             self.pairing.drop(call)
             out = self.pairing.choose(_fixed(out))
@@ -403,14 +403,14 @@ class Linearised(TorchFunctionMode):
         assert pairing is not None
         other = pairing.other_call()
         constants = len(pairing.constants)
-        given_alike = other.stream is None or same_indices(call.given, other.given)
+        given_alike = not other.gives_stream or same_indices(call.given, other.given)
         try:
             if not given_alike:
                 raise OtherWayError
             return call()
         except OtherWayError:
             alike = given_alike and other.start.choices == other.end.choices
-            if alike or other.stream is None or pairing.forced is not None:
+            if alike or not other.gives_stream or pairing.forced is not None:
                 raise
         del pairing.constants[constants:]
         out = self._by_choices(call, other)

@@ -75,13 +75,13 @@ class Call:
         return any(_is_index(part) for part in _parts(self.out))
 
     @property
-    def stream(self) -> Tensor | None:
-        """The stream that it is given, if it gives one."""
-        x = next((x for x in _parts(self.given) if isinstance(x, Tensor)), None)
-        y = _parts(self.out)[0]
+    def gives_stream(self) -> bool:
+        """Whether it is given a stream, and gives one; rows may be flattened."""
+        x = next((x for x in self.given if isinstance(x, Tensor)), None)
+        y = next(iter(_parts(self.out)), None)
         if x is None or not x.requires_grad or not isinstance(y, Tensor):
-            return None
-        return x if y.shape[-1] == x.shape[-1] and y.numel() == x.numel() else None  # rows may be flattened
+            return False
+        return y.shape[-1:] == x.shape[-1:] and y.numel() == x.numel()
 
     def with_held_of(self, other: "Call") -> "Call":
         """The call with what another is given beside live values, which is part of its choice."""

@@ -10,9 +10,9 @@ gradient that the rule gives without any cut, by the first block's input.
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from jaxtyping import Float
@@ -24,7 +24,7 @@ from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.arguments import RuleLike
 from tensorlens_tl.circuits.stream.stream import Pulled, StreamTarget
 from tensorlens_tl.circuits.stream.sublayers import Kind, Step, Sublayer
-from tensorlens_tl.core import Recorded, Rule, gradients, refuse_other_functions, rule_of, ruled
+from tensorlens_tl.core import Recorded, Rule, Side, gradients, refuse_other_functions, rule_of, ruled
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, Placing, hook_points, in_this_thread, run_until
 from tensorlens_tl.models import Place
@@ -32,9 +32,6 @@ from tensorlens_tl.models.names import ENCODER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.requirements import check_rule
-
-Side = tuple[int, int]
-"""The first position of a stack, and the one after its last."""
 
 Start = Mapping[str, Float[Tensor, "batch pos d_model"]]
 """What enters the first block, by hook point, where it is not what the prompts of the pass give."""
@@ -185,9 +182,10 @@ class _RuledRun:
         seen = self._run(rule, start)
         self.arrived, self.leaves = seen.arrived, seen.leaves
         for number, step in enumerate(self.blocks):
-            if not step.sublayers and isinstance(step.outer, Diagonal):  # a factor, which no hook point shows
+            if not step.sublayers and _is_factor(step.outer):  # which no hook point shows
                 self.arrived[_border(number)] = self._after(number) / step.outer.factor.to(self._after(number))
-        self.streams = [self._beside([self.leaves[name] for name in self.entries])]
+        entering = torch.cat([self.leaves[name].detach() for name in self.entries], dim=1)
+        self.streams = [self.vectors(entering, (0, self.frozen.tokens.shape[1]))]
         self._prove(rule, start)
 
     # ------------------------------------------------------------------ what is cut
@@ -288,13 +286,13 @@ class _RuledRun:
         before, step = self.blocks[number - 1 : number + 1]
         view, name = self.frozen.view, _border(number)
         block, points = view.blocks[step.layer], self.frozen.points.blocks[step.layer]
+        if not step.sublayers:
+            if not _is_factor(step.outer):
+                seen.watch_call(placing, getattr(self.frozen.model, view.encoder_norm_name), name)
+            return []
         if not before.sublayers:
             assert points.whitened is not None
             return [seen.watch(points.whitened, name)]
-        if not step.sublayers:
-            if not isinstance(step.outer, Diagonal):
-                seen.watch_call(placing, getattr(self.frozen.model, view.encoder_norm_name), name)
-            return []
         if step.sublayers[0].kind == "per_layer":
             assert points.per_layer is not None
             return [seen.watch(points.per_layer.into, name)]
@@ -353,13 +351,6 @@ class _RuledRun:
         tokens = self.frozen.tokens
         vectors = value.detach().reshape(len(tokens), side[1] - side[0], -1).to(tokens.device)
         return widened(vectors, side[0], tokens.shape[1])
-
-    def _beside(self, parts: Sequence[Tensor]) -> Float[Tensor, "batch pos d_model"]:
-        """The streams of both stacks, or the one stream."""
-        batch, length = self.frozen.tokens.shape
-        return (
-            torch.cat([part.detach() for part in parts], dim=1).reshape(batch, length, -1).to(self.frozen.tokens.device)
-        )
 
     def _recorded(self, given: Tensor, output: Tensor, sides: tuple[Side, Side], mixes: bool = False) -> Recorded:
         batch, length = self.frozen.tokens.shape
@@ -440,15 +431,15 @@ class _RuledRun:
             return {cut.kind: Chain((self._recorded(entry, arrived, (side, side), cut.sublayer.read.mixes),))}
         if _depends(arrived, entry):
             raise self._refuse(f"what queries, keys and values of {cut.sublayer.name} read")
-        encoder, beside = entry, side
+        attended = entry, side
         if cut.sublayer.is_cross:
-            encoder, beside = self.leaves[str(self.frozen.points.encoder_output)], (0, side[0])
+            attended = self.leaves[str(self.frozen.points.encoder_output)], (0, side[0])
         kinds: tuple[Kind, ...] = ("query", "key", "head")
         reads: dict[Kind, Chain] = {}
         for kind, way in zip(kinds, cut.ways, strict=True):
             if kind != "head" and not _depends(arrived, self.leaves[way]):
                 continue
-            given, at = (entry, side) if kind == "query" else (encoder, beside)
+            given, at = (entry, side) if kind == "query" else attended
             read = self._recorded(given, self.arrived[way], (at, at))
             reads[kind] = Chain((read, self._recorded(self.leaves[way], arrived, (at, side), True)))
         return reads
@@ -482,7 +473,7 @@ def _border(number: int) -> str:
     return f"step {number}"
 
 
-def _is_factor(outer: AffineMap) -> bool:
+def _is_factor(outer: AffineMap) -> TypeGuard[Diagonal]:
     """Whether a step only multiplies the stream by a number."""
     return isinstance(outer, Diagonal) and outer.bias is ZERO
 

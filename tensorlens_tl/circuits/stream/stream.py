@@ -121,15 +121,26 @@ class Stream:
 
     @cached_property
     def _values(self) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
-        if self.values is not None:
-            return self.values
-        x = [self.frozen.resid_pre(self.layers.start)]
+        return self.values or self._walked(anchored=False)
+
+    def anchored(self) -> "Stream":
+        """The same with the run's own values where a block begins, so that rounding does not add up with depth."""
+        return replace(self, values=self.values or self._walked(anchored=True))
+
+    def _walked(self, *, anchored: bool) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
+        """`x` and `hidden`, step by step, from the input alone or from the input of every block."""
+        x: list[Tensor] = []
         hidden: list[tuple[Tensor, ...]] = []
+        after, layer = self.frozen.resid_pre(self.layers.start), self.layers.start
         for step in self.steps:
-            hidden.append(tuple(sublayer.read(x[-1]) for sublayer in step.sublayers))
-            written = sum((s.write(h) for s, h in zip(step.sublayers, hidden[-1], strict=True)), start=x[-1])
-            x.append(step.outer(written))
-        return x, hidden
+            reached = step.layer if step.layer >= 0 else self.layers.stop
+            if anchored and reached != layer:
+                after, layer = self.frozen.resid_pre(reached), reached
+            x.append(after)
+            hidden.append(tuple(sublayer.read(after) for sublayer in step.sublayers))
+            written = sum((s.write(h) for s, h in zip(step.sublayers, hidden[-1], strict=True)), start=after)
+            after = step.outer(written)
+        return [*x, after], hidden
 
     @property
     def x(self) -> list[Float[Tensor, "batch pos d_model"]]:

@@ -14,7 +14,6 @@ passes layer 0 by a head's keys may pass layer 1 directly, and counts in both.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -27,7 +26,7 @@ from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.algebra.secants import RankOne
 from tensorlens_tl.circuits.arguments import Direction, RuleLike
-from tensorlens_tl.circuits.stream import Stream, StreamTarget, Sublayer, stream_target, target_under
+from tensorlens_tl.circuits.stream import StreamTarget, Sublayer, stream_target, target_under
 from tensorlens_tl.circuits.two_runs.target import change_target
 from tensorlens_tl.core import recordable
 from tensorlens_tl.models import Query, TokenLike
@@ -102,7 +101,7 @@ def routes(
     else:
         readout = stream_target(difference, target, minus, direction, query, "ratio", one=False)
         readout = target_under(readout, rule, "routes")
-    readout = replace(readout, stream=_anchored(readout.stream))
+    readout = replace(readout, stream=readout.stream.anchored())
     frozen = readout.stream.frozen
     layers = [*readout.stream.layers]  # and what follows the last block, of one run where there is any
     if isinstance(frozen, Difference) or any(step.layer < 0 for step in readout.stream.steps):
@@ -177,24 +176,6 @@ class _Cut:
         """Of all routes, zero where there is none."""
         zero = torch.zeros_like(self.by_route["direct"])
         return torch.stack([self.by_route.get(route, zero) for route in ROUTES], dim=-1)
-
-
-def _anchored(stream: Stream) -> Stream:
-    """The stream with the runs' own values where every block begins, so that rounding does not add up with depth."""
-    if stream.values is not None:
-        return stream
-    x = list[Tensor]()
-    hidden = list[tuple[Tensor, ...]]()
-    of_steps = [step.layer if step.layer >= 0 else stream.layers.stop for step in stream.steps]
-    current = stream.x[0]
-    for step, (before, layer) in zip(stream.steps, pairwise([-1, *of_steps]), strict=True):
-        if layer != before:
-            current = stream.frozen.resid_pre(layer)
-        x.append(current)
-        hidden.append(tuple(part.read(current) for part in step.sublayers))
-        written = sum((part.write(h) for part, h in zip(step.sublayers, hidden[-1], strict=True)), start=current)
-        current = step.outer(written)
-    return replace(stream, values=([*x, current], hidden))
 
 
 def _cuts(readout: StreamTarget, layers: Sequence[int], queries: slice) -> Iterator[_Cut]:
