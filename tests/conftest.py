@@ -13,8 +13,8 @@ from rounding import OtherRounding
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 import tensorlens_tl as tlens
+from tensorlens_tl import registry
 from tensorlens_tl.hooks import hooks_on
-from tensorlens_tl.registry import registering as registry
 from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_model
 
 settings.register_profile(

@@ -7,7 +7,7 @@ import torch
 from conftest import some_tokens
 
 import tensorlens_tl as tlens
-from tensorlens_tl.registry import registering as registry
+from tensorlens_tl import registry
 from tensorlens_tl.testing import tiny_model
 
 

@@ -10,8 +10,7 @@ import torch
 
 import tensorlens_tl as tlens
 from tensorlens_tl.algebra import Chain, Diagonal
-from tensorlens_tl.layerwise.aggregate import add_residual, normalize_rows, product
-from tensorlens_tl.layerwise.local import LocalLayer
+from tensorlens_tl.layerwise import LocalLayer, add_residual, normalize_rows, product
 from tensorlens_tl.methods.decompx import source_to_output
 from tensorlens_tl.methods.norm import head_norms, mixing_ratio
 from tensorlens_tl.models.activations import Coefficients

@@ -22,7 +22,7 @@ from tensorlens_tl.circuits.compare import corrupted_stream, edge_layout, pair_t
 from tensorlens_tl.circuits.stream import Stream
 from tensorlens_tl.commands import main
 from tensorlens_tl.models import ModelView
-from tensorlens_tl.results.edges import edge_order, pruned
+from tensorlens_tl.results.circuit import edge_order, pruned
 from tensorlens_tl.testing import model_names, tiny_model
 from tensorlens_tl.testing.models import build_bridge
 

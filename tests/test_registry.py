@@ -9,7 +9,7 @@ import torch
 from conftest import some_tokens
 
 import tensorlens_tl as tlens
-from tensorlens_tl.registry import registering as registry
+from tensorlens_tl import registry
 
 
 def test_names_are_suggested_and_the_namespace_is_tidy():

@@ -190,7 +190,7 @@ def test_chunks_of_head_vectors_change_nothing(model_named, monkeypatch):
     for name in ("bridge/llama", "bridge/bert"):
         frozen = tlens.freeze(model_named(name), some_tokens())
         whole = flow_edges(frozen).heads
-        monkeypatch.setattr("tensorlens_tl.layerwise.local.VECTOR_BUDGET", 3 * frozen.resid_pre(0).nbytes)
+        monkeypatch.setattr("tensorlens_tl.layerwise.VECTOR_BUDGET", 3 * frozen.resid_pre(0).nbytes)
         assert torch.equal(flow_edges(frozen).heads, whole)
 
 

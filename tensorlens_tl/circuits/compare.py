@@ -4,7 +4,7 @@ A prompt is *clean* where the model does what one wants to understand, and *corr
 away. Both are frozen, and have the same length: positions must match, so that an activation of one can stand in for the
 other's. The score of a node is what the target loses when the node's clean value is replaced by its corrupted one,
 ``number(clean) − number(patched)``: what helps the clean answer is positive. An edge leads from what a node writes to
-what a later one reads (names: `tensorlens_tl.results.edge_names`); its score is what the target loses when the later
+what a later one reads (names: `tensorlens_tl.results.circuit`); its score is what the target loses when the later
 node reads the earlier one's corrupted output in place of its clean one, all else as it is for the clean prompt. With
 Δa = a_clean − a_corrupted:
 

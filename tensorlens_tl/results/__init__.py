@@ -1,38 +1,40 @@
 """Results: what every method, circuit and evaluation returns, how it is read, shown and kept."""
 
 from tensorlens_tl.results.attribution import AXES as AXES, Attribution, one_query as one_query
-from tensorlens_tl.results.circuit import Circuit
-from tensorlens_tl.results.edge_names import ARROW as ARROW, TARGET as TARGET
-from tensorlens_tl.results.edges import CHOICES as CHOICES, EdgeScores
+from tensorlens_tl.results.circuit import ARROW as ARROW, CHOICES as CHOICES, TARGET as TARGET, Circuit, EdgeScores
 from tensorlens_tl.results.entry import (
-    Entry,
-    check_batch as check_batch,
-)
-from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
-from tensorlens_tl.results.feature_examples import FeatureExamples
-from tensorlens_tl.results.graph import ContributionGraph
-from tensorlens_tl.results.heads import HeadScores
-from tensorlens_tl.results.joining import joined as joined
-from tensorlens_tl.results.pairs import ScoreAttribution, ScoreChange
-from tensorlens_tl.results.result import (
-    RESULT_ENDINGS as RESULT_ENDINGS,
-    Result,
-    array as array,
-    check_file as check_file,
-)
-from tensorlens_tl.results.routes import HEAD_ROUTES as HEAD_ROUTES, ROUTES as ROUTES, ChangeRoutes
-from tensorlens_tl.results.scores import COLUMNS, Parts as Parts, Scored as Scored
-from tensorlens_tl.results.targets import (
     EACH_GENERATED as EACH_GENERATED,
     EACH_MINUS as EACH_MINUS,
     EACH_SPAN as EACH_SPAN,
     MEAN_QUERY as MEAN_QUERY,
     SEVERAL_TARGETS as SEVERAL_TARGETS,
     TOKENS_OF_QUERIES as TOKENS_OF_QUERIES,
+    Entry,
+    check_batch as check_batch,
     number_of as number_of,
     span_text as span_text,
 )
-from tensorlens_tl.results.terms import FeatureEdges, ModelChange, Paths, Terms
+from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
+from tensorlens_tl.results.feature_examples import FeatureExamples
+from tensorlens_tl.results.graph import ContributionGraph
+from tensorlens_tl.results.heads import HeadScores, ScoreAttribution, ScoreChange
+from tensorlens_tl.results.joining import joined as joined
+from tensorlens_tl.results.result import (
+    RESULT_ENDINGS as RESULT_ENDINGS,
+    Result,
+    array as array,
+    check_file as check_file,
+)
+from tensorlens_tl.results.scores import COLUMNS, Parts as Parts, Scored as Scored
+from tensorlens_tl.results.terms import (
+    HEAD_ROUTES as HEAD_ROUTES,
+    ROUTES as ROUTES,
+    ChangeRoutes,
+    FeatureEdges,
+    ModelChange,
+    Paths,
+    Terms,
+)
 
 __all__ = [
     "COLUMNS",

@@ -27,23 +27,21 @@ from tensorlens_tl.passes.inputs import (
 )
 from tensorlens_tl.results.entry import (
     MINUS,
+    OF_GENERATED,
+    TOKENS_OF_QUERIES,
     Entry,
     check_batch,
+    explained_positions,
+    query_texts,
     shown_prompt,
     shown_target,
+    target_of_prompt,
+    target_texts,
+    with_next_tokens,
     with_others,
 )
 from tensorlens_tl.results.result import array
 from tensorlens_tl.results.scores import Parts, QueryScores, refuse_ranked
-from tensorlens_tl.results.targets import (
-    OF_GENERATED,
-    TOKENS_OF_QUERIES,
-    explained_positions,
-    query_texts,
-    target_of_prompt,
-    target_texts,
-    with_next_tokens,
-)
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,48 +1,326 @@
-"""Circuits, some edges of a model: as pictures, as networkx' graphs, and as circuit-tracer's JSON.
+"""Edges between the parts of a model: their names, their scores, circuits of some of them, and what files hold.
 
-A head is one node, and its queries, keys and values are told apart by its edges: each has ``reads``. Between the same
-two nodes there can be three of them, so that the graph is a multigraph.
+An edge leads from what one node writes to what a later one reads. Nodes that write are *sources*: the first block's
+input (``"embed"``), heads, MLPs. What reads are *destinations*: a head's queries, keys and values (``"L1H0.q"``,
+``"L1H0.k"``, ``"L1H0.v"``) and a gate of what it gives (``"L1H0.g"``), MLPs, and the target. An edge is called
+``"L0H3 → L1H0.k"``, one into cross-attention ``"L0H3 → L2.cross.H0.k"``.
+
+A circuit is shown as a picture, as networkx' graph, and as circuit-tracer's JSON. A head is one node, and its queries,
+keys and values are told apart by its edges: each has ``reads``. Between the same two nodes there can be three of them,
+so that the graph is a multigraph.
 
 circuit-tracer's files and pages have one link between two nodes. What a head reads is a node of its own there, such as
 ``L1H0.k``, and a link leads from it into the head, whose weight is the sum of the edges read that way (``reads`` says
 so too). Circuits are about no position: all nodes stand at the first one.
+
+Files of circuits are the JSON of the Mechanistic Interpretability Benchmark (Mueller et al. 2025): an object with
+`cfg`, `nodes` (name → ``{"in_graph": …}``) and `edges` (name → ``{"score": …, "in_graph": …}``); nodes are called
+``input``, ``a0.h1``, ``m0``, ``logits``, edges ``a0.h1->m0`` or, into a head, ``input->a0.h1<q>``.
 """
 
 import gzip
+import heapq
+import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import check_choice, nearest, whole_number
 from tensorlens_tl.drawing import figure, graphs, matrix
-from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.errors import FileFormatError, InvalidInputError
 from tensorlens_tl.results import exchange
-from tensorlens_tl.results.benchmark import benchmark_json, read_benchmark
-from tensorlens_tl.results.edge_names import ARROW, HEAD, TARGET, kind_of, node_read_at, place
-from tensorlens_tl.results.entry import shown_target
+from tensorlens_tl.results.entry import check_batch, mean_title, prompts_in_words, shown_target, targets_of_queries
 from tensorlens_tl.results.exchange import SharedGraph
 from tensorlens_tl.results.result import array
-from tensorlens_tl.results.scores import Bars, Parts
-from tensorlens_tl.results.storage import replacing
+from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table
+from tensorlens_tl.results.statistics import bootstrap_interval
+from tensorlens_tl.results.storage import GZIP_FILE, JSON_FILE, other_kind, replacing
 
 if TYPE_CHECKING:
     import networkx
     import pandas as pd
 
-LETTERS = {"q": "queries", "k": "keys", "v": "values", "g": "gate"}
+CHOICES = ("top", "greedy")
+
+ARROW = " → "
+TARGET = "target"
+HEAD = r"L\d+(?:\.cross\.)?H\d+"
+"""What heads are called: of self-attention ``"L0H3"``, of cross-attention ``"L2.cross.H3"``."""
+READS = {"q": "queries", "k": "keys", "v": "values", "g": "gate"}
+"""What a head reads, by the letter in the names of its edges, in the order of the forward pass."""
+
+EXPORTED = {
+    frozenset(["graph", "nodes", "links"]): "networkx' node-link form, which export() writes for other tools",
+    frozenset(["metadata", "nodes", "links"]): "circuit-tracer's JSON, which export() writes for other tools",
+}
+"""What a JSON file is that has these names."""
+
+OF_ENDING = {".graphml": "GraphML, which networkx.read_graphml reads"}
+"""What kind of XML it is."""
+
+BENCHMARK_NAMES = {"embed": "input", TARGET: "logits"}
+
 EVERYWHERE = "every position"
 """The one token of a circuit in circuit-tracer's files."""
 
 SHOWN_EDGES = 200
 """Edges of a circuit that a picture shows."""
+
+
+def node_read_at(destination: str) -> str:
+    """The node that a destination belongs to: ``"L0H3"`` of ``"L0H3.q"``."""
+    return re.sub(r"(H\d+)\.[qkvg]$", r"\1", destination)
+
+
+def place(name: str) -> tuple[int, int, str, int]:
+    """Where a name comes in the order of the forward pass: a layer's heads and those of cross-attention, its MLP, what
+    hooks add.
+    """
+    if name == TARGET:
+        return sys.maxsize, 0, "", 0
+    match = re.fullmatch(r"L(\d+)(\.cross\.)?H(\d+)(?:\.([qkvg]))?", name)
+    if match is not None:
+        layer, cross, head, letter = match.groups()
+        order = "" if letter is None else str(list(READS).index(letter))
+        return int(layer), 0, "4" * bool(cross) + order, int(head)  # cross-attention comes after all that
+    number = re.search(r"\d+", name)
+    if number is None:
+        return -1, 0, "", 0
+    return int(number[0]), {"mixer": 0, "mlp": 1}.get(kind_of(name), 2), name, 0  # what hooks add comes last
+
+
+def kind_of(name: str) -> str:
+    """What a node is: embedding, head, mixer, mlp, target, or a bias, which a hook adds."""
+    kinds = {
+        "target": TARGET,
+        "embedding": "embed",
+        "head": HEAD,
+        "mlp": r"MLP\d+|L\d+\.per_layer",
+        "mixer": r"L\d+\.mixer",
+    }
+    return next((kind for kind, pattern in kinds.items() if re.fullmatch(pattern, name)), "bias")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EdgeScores(Scored):
+    """A score for every edge and prompt: what the target loses when the edge carries its corrupted value.
+
+    `top`, `show` and `plot` take `batch`, and are of the mean over prompts without it.
+
+    Attributes:
+        sources, destinations: what the two axes are, in the order of the forward pass.
+        scores: `[batch, source, destination]`, zero where there is no edge.
+        exists: which pairs are edges, `[source, destination]`.
+        clean, corrupted: the target's number for the two prompts, before any final soft cap, `[batch]`.
+        target: what the scores explain, in words.
+        method: how they were made.
+        config: `n_layers`, `n_heads`, `d_model` and `parallel_attn_mlp`, for files.
+        by_position: each edge at each position where its destination reads, `[batch, source, destination, pos]`; None
+            where not asked for.
+        provenance: what they depend on besides the prompts, as of `Attribution`.
+    """
+
+    NAMES: ClassVar = {"source": "sources", "destination": "destinations"}
+    HEADING: ClassVar = "Edges that act on {}"
+    DRAWN: ClassVar = 20
+    BY_PLACE: ClassVar = dict.fromkeys(("to_html", "plot", "show", "top"), ("k", "batch"))
+
+    sources: list[str]
+    destinations: list[str]
+    scores: Float[Tensor, "batch source destination"]
+    exists: Bool[Tensor, "source destination"]
+    clean: Float[Tensor, "batch"]
+    corrupted: Float[Tensor, "batch"]
+    target: str
+    method: str
+    config: dict[str, Any] = field(default_factory=dict)
+    by_position: Float[Tensor, "batch source destination pos"] | None = None
+    provenance: dict[str, str] = field(default_factory=dict[str, str])
+
+    def __len__(self) -> int:
+        return int(self.exists.sum())
+
+    def __repr__(self) -> str:
+        prompts = prompts_in_words(len(self.scores))
+        return f"EdgeScores({len(self)} edges, {prompts}, {self.target!r}, method={self.method!r})"
+
+    def __getitem__(self, edge: Any) -> Float[Tensor, "batch"]:
+        """One edge's score for every prompt.
+
+        Raises:
+            InvalidInputError: no such edge.
+        """
+        source, _, destination = str(edge).partition(ARROW)
+        if source not in self.sources or destination not in self.destinations:
+            some = ARROW.join((self.sources[0], self.destinations[0]))
+            names = [self._name(number) for number in self.exists.flatten().nonzero()[:, 0].tolist()]
+            near = nearest(str(edge).replace(" ", "").replace("->", ARROW), names)
+            raise InvalidInputError(f"no edge {edge!r}; edges are called by name, as {some!r}.{near}")
+        pair = self.sources.index(source), self.destinations.index(destination)
+        if not self.exists[pair]:
+            raise InvalidInputError(f"no edge {edge!r}: {destination} does not read what {source} writes.")
+        return self.scores[(slice(None), *pair)]
+
+    def _parts(self, batch: int | None = None) -> Parts:
+        """The edges of one prompt, or of the mean over prompts; those of largest score first."""
+        scores = self._row(batch)
+        order = edge_order(scores, self.exists, self.sources, self.destinations)
+        return Parts(scores.flatten()[order], [self._name(edge) for edge in order.tolist()])
+
+    def circuit(
+        self,
+        edges: Any,
+        batch: int | None = None,
+        *,
+        absolute: bool = True,
+        choice: str = "top",
+        prune: bool = True,
+    ) -> "Circuit":
+        """The circuit of so many edges, without those that no path from the input to the target goes through.
+
+        Args:
+            edges: how many are chosen. Those on no path from the input to the target are then taken out: of a small
+                circuit of a deep model that may be half of them.
+            batch: by one prompt's scores, or (None) by the mean over prompts.
+            absolute: choose by size; else by score, the most positive first.
+            choice: ``"top"`` takes the best edges wherever they are, ``"greedy"`` the best of those that lead into
+                what is already reached, from the target backwards.
+            prune: False keeps all that are chosen, those on no such path as well; they do not act.
+
+        Raises:
+            InvalidInputError: more edges than there are, or no such choice or prompt.
+
+        >>> corrupted = tlens.freeze(model, "Return the name. Return the")
+        >>> edges = tlens.circuits.edge_scores(frozen, corrupted, " value", " name")
+        >>> edges.circuit(5)
+        Circuit(5 of 479 edges, 4 nodes)
+        >>> edges.circuit(20), edges.circuit(20, prune=False)
+        (Circuit(17 of 479 edges, 10 nodes), Circuit(20 of 479 edges, 11 nodes))
+        """
+        edges = whole_number("edges", edges, 0, len(self), why=f"this model has {len(self)} edges")
+        scores = self._row(batch)
+        order = edge_order(scores, self.exists, self.sources, self.destinations, absolute=absolute, choice=choice)
+        selection = torch.zeros_like(self.exists)
+        selection.view(-1)[order[:edges]] = True
+        if prune:
+            selection = pruned(selection, self.sources, self.destinations)
+        return Circuit(
+            self.sources, self.destinations, scores, self.exists, selection, self.config, self.target, self.provenance,
+            self.method,
+        )  # fmt: skip
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One line per prompt and edge: batch, source, destination, method, target, score."""
+        axes = {"batch": None, "source": self.sources, "destination": self.destinations}
+        targets = targets_of_queries(self.target, torch.zeros(len(self.scores), 1, dtype=torch.long))
+        columns = {"method": self.method, "target": np.array(targets, dtype=object)[:, 0]}
+        return long_table(self, self.scores, axes, real=self.exists.cpu(), **columns)
+
+    def _bars(self, k: int, batch: int | None = None) -> Bars:
+        lines = [(entry.name, entry.score) for entry in self.top(k, batch=batch)]
+        facts = [shown_target(self.target), self.method]
+        several = batch is None and len(self.scores) > 1
+        if batch is not None:
+            facts.append(f"prompt {batch}")
+        elif several:
+            facts.append(f"mean of {len(self.scores)} prompts")
+        bars = Bars(" · ".join(facts), lines, heading=self.heading, notes=facts, columns=("edge", "score"))
+        if not several:
+            return bars
+        low, high = bootstrap_interval(torch.stack([self[name] for name, _ in lines]).double().cpu())
+        title = f"{mean_title(self.target, len(self.scores))} · {self.method}"
+        return replace(bars, figure_title=title, intervals=list(zip(low.tolist(), high.tolist(), strict=True)))
+
+    def _row(self, batch: int | None) -> Float[Tensor, "source destination"]:
+        if batch is None:
+            return self.scores.mean(0)
+        check_batch(batch, list(self.scores))
+        return self.scores[batch]
+
+    def _name(self, edge: int) -> str:
+        source, destination = divmod(edge, len(self.destinations))
+        return self.sources[source] + ARROW + self.destinations[destination]
+
+
+def edge_order(
+    scores: Float[Tensor, "source destination"],
+    exists: Bool[Tensor, "source destination"],
+    sources: Sequence[str],
+    destinations: Sequence[str],
+    *,
+    absolute: bool = True,
+    choice: str = "top",
+) -> Int[Tensor, "edge"]:
+    """All edges in the order in which circuits take them in, by their number in the flattened matrix; see `EdgeScores`.
+
+    Raises:
+        InvalidInputError: no such choice, or scores that are not finite.
+    """
+    check_choice("choice", choice, CHOICES)
+    if not bool(torch.isfinite(scores[exists]).all()):
+        raise InvalidInputError("edges: some of their scores are not finite, so that they have no order.")
+    size = scores
+    if absolute:
+        size = scores.abs()
+    edges = exists.flatten().nonzero()[:, 0]
+    by_size = edges[size.flatten()[edges].argsort(descending=True, stable=True)]
+    if choice == "top":
+        return by_size
+    width = len(destinations)
+    node_of = [node_read_at(name) for name in destinations]
+    into: dict[str, list[int]] = {}
+    for edge in by_size.tolist():
+        into.setdefault(node_of[edge % width], []).append(edge)
+    flat = size.flatten().tolist()
+    waiting = [(-flat[edge], edge) for edge in into[TARGET]]
+    heapq.heapify(waiting)
+    reached = {TARGET}
+    order = list[int]()
+    while waiting:
+        _, edge = heapq.heappop(waiting)
+        order.append(edge)
+        source = sources[edge // width]
+        if source not in reached:
+            reached.add(source)
+            for other in into.get(source, ()):
+                heapq.heappush(waiting, (-flat[other], other))
+    return torch.tensor(order, device=scores.device)
+
+
+def pruned(
+    selection: Bool[Tensor, "*row source destination"], sources: Sequence[str], destinations: Sequence[str]
+) -> Bool[Tensor, "*row source destination"]:
+    """A selection of edges without those that no path from the input, or from what hooks add, to the target uses.
+
+    Many circuits at once: any leading rows.
+    """
+    node_of = [node_read_at(name) for name in destinations]
+    entries = torch.tensor(
+        [[node == name for node in node_of] for name in sources], device=selection.device
+    )  # [source, destination]: what the node reads at
+    fed = torch.zeros(selection.shape[:-1], dtype=torch.bool, device=selection.device)
+    fed[..., ~entries.any(1)] = True  # what reads nothing: the embedding, and what hooks add
+    reading = entries.any(1).nonzero()[:, 0].tolist()
+    for source in reading:  # in the order of the forward pass: what feeds a node is known before it
+        fed[..., source] = (selection[..., entries[source]] & fed[..., None]).flatten(-2).any(-1)
+    used = torch.zeros_like(fed)
+    to_target = torch.tensor([name == TARGET for name in node_of], device=selection.device)
+    for source in reversed(range(len(sources))):
+        is_used = (used[..., None, :] & entries.T).any(-1) | to_target  # destinations whose node is used
+        used[..., source] = (selection[..., source, :] & is_used).any(-1)
+    ends = (used[..., None, :] & fed[..., None, :] & entries.T).any(-1) | to_target
+    return selection & (fed & used)[..., None] & ends[..., None, :]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -100,7 +378,7 @@ class Circuit(SharedGraph):
     def edges(self) -> list[str]:
         """The names of its edges."""
         pairs = self.selection.nonzero().tolist()
-        return [self.sources[source] + ARROW + self.destinations[destination] for source, destination in pairs]
+        return [ARROW.join((self.sources[source], self.destinations[end])) for source, end in pairs]
 
     @property
     def nodes(self) -> list[str]:
@@ -117,19 +395,11 @@ class Circuit(SharedGraph):
 
     def to_dataframe(self) -> "pd.DataFrame":
         """One line per edge of it, largest first: source, destination, method, target, score."""
-        import pandas as pd
-
-        source, destination = self.selection.nonzero(as_tuple=True)
-        scores = self.scores[source, destination].double().cpu()
-        order = scores.abs().argsort(descending=True, stable=True).tolist()
-        return pd.DataFrame(
-            {
-                "source": [self.sources[int(source[edge])] for edge in order],
-                "destination": [self.destinations[int(destination[edge])] for edge in order],
-                "method": self.method,
-                "target": self.target,
-                "score": scores[order].tolist(),
-            }
+        axes = {"source": self.sources, "destination": self.destinations}
+        facts = {"method": self.method, "target": self.target}
+        frame = long_table(self, self.scores, axes, real=self.selection.cpu(), **facts)
+        return frame.sort_values(
+            "score", key=abs, ascending=False, kind="stable", na_position="first", ignore_index=True
         )
 
     def _matrix(self) -> tuple[list[str], list[str], np.ndarray]:
@@ -141,9 +411,7 @@ class Circuit(SharedGraph):
 
     def _parts(self) -> Parts:
         """Its edges."""
-        edges = self._scored
-        scores = torch.tensor([score for *_, score in edges], dtype=torch.float64)
-        return Parts(scores, [source + ARROW + destination for source, destination, _ in edges])
+        return Parts(self.scores[self.selection].double().cpu(), self.edges)
 
     def _bars(self, k: int) -> Bars:
         lines = [(entry.name, entry.score) for entry in self.top(k)]
@@ -200,8 +468,29 @@ class Circuit(SharedGraph):
         return graph
 
     def _keep(self, path: Path) -> Path:
-        """Write the JSON of the Mechanistic Interpretability Benchmark (`tensorlens_tl.results.benchmark`)."""
-        content = benchmark_json(self).encode()
+        """Write the benchmark's JSON; a score that is NaN is null.
+
+        Raises:
+            InvalidInputError: an infinite score, or a node that the benchmark has no name for.
+        """
+        sources = [_benchmark_name(name) for name in self.sources]
+        destinations = [_benchmark_name(name) for name in self.destinations]
+        used = self.selection.any(1).tolist()
+        nodes = {name: {"in_graph": is_used} for name, is_used in zip(sources, used, strict=True)}
+        if bool(self.scores[self.exists].isinf().any()):
+            raise InvalidInputError("save: some scores are infinite, which JSON has no number for.")
+        scores, selection = self.scores.tolist(), self.selection.tolist()
+        edges = {
+            f"{sources[s]}->{destinations[d]}": {
+                "score": exchange.null_for_nan(scores[s][d]),
+                "in_graph": selection[s][d],
+            }
+            for s, d in self.exists.nonzero().tolist()
+        }
+        facts = {"target": self.target, "method": self.method, "provenance": self.provenance}
+        facts = {name: fact for name, fact in facts.items() if fact}  # the benchmark reads past them
+        nodes["logits"] = {"in_graph": True}
+        content = json.dumps({"cfg": self.config, "nodes": nodes, "edges": edges, **facts}, allow_nan=False).encode()
         if path.suffix.lower() == ".gz":
             content = gzip.compress(content, mtime=0)  # without a time, the same circuit gives the same file
         with replacing(path) as temporary:
@@ -221,7 +510,31 @@ class Circuit(SharedGraph):
                 needed as well.
             OSError: there is no such file.
         """
-        return read_benchmark(path, cls)
+        content = _content(Path(path))
+        try:
+            config = dict(content["cfg"])
+            edges = dict(content["edges"])
+            facts = {name: content[name] for name in ("target", "method", "provenance") if name in content}
+            sources = ["embed", *(_library_name(n) for n in content["nodes"] if n not in ("input", "logits"))]
+            pairs = [tuple(map(_library_name, name.split("->"))) for name in edges]
+            destinations = sorted({end for _, end in pairs}, key=place)
+            sources.sort(key=place)
+            exists = torch.zeros(len(sources), len(destinations), dtype=torch.bool)
+            selection = exists.clone()
+            scores = torch.zeros(exists.shape, dtype=torch.float64)
+            for (source, destination), edge in zip(pairs, edges.values(), strict=True):
+                pair = sources.index(source), destinations.index(destination)
+                exists[pair] = True
+                selection[pair] = _truth(edge["in_graph"], "in_graph")
+                scores[pair] = _score(edge["score"])
+            parallel = "parallel_attn_mlp" in config and _truth(config["parallel_attn_mlp"], "parallel_attn_mlp")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise FileFormatError(_unreadable(path, error)) from error
+        _check_all_edges(path, sources, pairs, parallel)
+        try:
+            return cls(sources, destinations, scores, exists, selection, config, **facts)
+        except InvalidInputError as error:
+            raise FileFormatError(_unreadable(path, error)) from error
 
     # ------------------------------------------------------------------ for other tools
 
@@ -295,7 +608,7 @@ def reading(destination: str) -> str:
     match = re.fullmatch(HEAD + r"\.([qkvg])", destination)
     if match is None:
         return ""
-    return LETTERS[match[1]]
+    return READS[match[1]]
 
 
 def layer_of(name: str) -> int:
@@ -317,3 +630,142 @@ def _node(name: str, number: int, n_layers: int) -> dict[str, Any]:
         node |= {"node_id": f"{layer}_0_0", "jsNodeId": "L_0-0", "feature": 0, "is_target_logit": True}
         node["clerp"] = 'Output "target" (p=0.000)'
     return node
+
+
+def _content(path: Path) -> Any:
+    """The JSON in a file that is not plainly of another kind, such as what `export` writes for other tools.
+
+    Raises:
+        FileFormatError: it is of another kind, or no JSON.
+        OSError: there is no such file.
+    """
+    written = path.read_bytes()
+    kind = other_kind(written, path)
+    if kind == GZIP_FILE:
+        try:
+            written = gzip.decompress(written)
+        except (OSError, EOFError, zlib.error) as error:
+            raise FileFormatError(_unreadable(path, error)) from error
+        kind = other_kind(written, path)
+    if kind not in ("", JSON_FILE):
+        raise FileFormatError(_of_another_kind(path, OF_ENDING.get(path.suffix.lower(), kind)))
+    try:
+        content = json.loads(written.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(_unreadable(path, error)) from error
+    for names, exported in EXPORTED.items():
+        if isinstance(content, dict) and names <= set(content):
+            raise FileFormatError(_of_another_kind(path, exported))
+    return content
+
+
+def _of_another_kind(path: Path, kind: str) -> str:
+    return (
+        f"{path}: {kind}, not a circuit in the benchmark's JSON. Load what save() wrote with a name that ends in "
+        ".json or .json.gz, or in nothing."
+    )
+
+
+def _unreadable(path: str | os.PathLike[str], error: Exception) -> str:
+    return (
+        f"{path}: not a circuit in the benchmark's JSON ({type(error).__name__}: {error}). Circuit.load reads what "
+        "Circuit.save wrote, and the benchmark's own files."
+    )
+
+
+def _truth(value: Any, name: str) -> bool:
+    """JSON's true or false.
+
+    Raises:
+        TypeError: anything else; the text "false" would count as true.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f'"{name}" is {value!r}, not true or false')
+    return value
+
+
+def _score(value: Any) -> float:
+    """A finite number, or NaN for null.
+
+    Raises:
+        TypeError: no number.
+        ValueError: one that is not finite, such as 1e999.
+    """
+    if value is None:
+        return float("nan")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f'"score" is {value!r}, not a number or null')
+    if not isfinite(value):
+        raise ValueError(f'"score" is {value!r}, which no JSON holds')
+    return float(value)
+
+
+def _check_all_edges(
+    path: str | os.PathLike[str], sources: Sequence[str], pairs: Sequence[tuple[str, ...]], parallel: bool
+) -> None:
+    """Refuse a file whose edges are not those of its nodes: every node to whatever comes later.
+
+    Raises:
+        FileFormatError: some are missing, or some lead backwards.
+    """
+    ends = [TARGET]
+    for name in sources[1:]:
+        if name.startswith("MLP"):
+            ends.append(name)
+        else:
+            ends += [f"{name}.{letter}" for letter in "qkv"]
+
+    def step(name: str) -> tuple[int, int]:
+        layer, mlp, *_ = place(name)
+        if parallel:
+            return layer, 0
+        return layer, mlp
+
+    expected = {(source, end) for end in ends for source in sources if step(source) < step(end)}
+    if missing := expected - set(pairs):
+        some = ARROW.join(min(missing))
+        raise FileFormatError(
+            f"{path}: {len(missing)} of the {len(expected)} edges between its nodes are missing, such as {some!r}. A "
+            'circuit\'s file lists every edge of the model, those outside the circuit with "in_graph": false.'
+        )
+    if wrong := set(pairs) - expected:
+        raise FileFormatError(
+            f"{path}: {ARROW.join(min(wrong))!r} is no edge: what it leads from does not come before what it leads to."
+        )
+
+
+def _benchmark_name(name: str) -> str:
+    """``"L0H3.q"`` as ``"a0.h3<q>"``, ``"MLP1"`` as ``"m1"``, the first block's input as ``"input"``."""
+    if name in BENCHMARK_NAMES:
+        return BENCHMARK_NAMES[name]
+    head = re.fullmatch(r"L(\d+)H(\d+)(?:\.([qkv]))?", name)
+    mlp = re.fullmatch(r"MLP(\d+)", name)
+    if mlp is not None:
+        return f"m{mlp[1]}"
+    if head is None:
+        raise InvalidInputError(
+            f"save: the benchmark's files have heads and MLPs of one stack only, and no name for {name!r}. Save as "
+            ".html, .graphml or .csv, or keep the EdgeScores."
+        )
+    node = f"a{head[1]}.h{head[2]}"
+    if head[3]:
+        return f"{node}<{head[3]}>"
+    return node
+
+
+def _library_name(name: str) -> str:
+    """The library's name of one of the benchmark's nodes: the inverse of `_benchmark_name`.
+
+    Raises:
+        ValueError: no such name.
+    """
+    for library_name, benchmark_name in BENCHMARK_NAMES.items():
+        if name == benchmark_name:
+            return library_name
+    match = re.fullmatch(r"a(\d+)\.h(\d+)(?:<([qkv])>)?|m(\d+)", name)
+    if match is None:
+        raise ValueError(f"no node {name!r}")
+    layer, head, letter, mlp = match.groups()
+    if mlp is not None:
+        return f"MLP{mlp}"
+    return ".".join(filter(None, [f"L{layer}H{head}", letter]))

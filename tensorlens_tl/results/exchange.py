@@ -36,9 +36,9 @@ from tensorlens_tl.drawing.marks import visible
 from tensorlens_tl.drawing.page import page
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.inputs import joined
+from tensorlens_tl.results.entry import number_of
 from tensorlens_tl.results.result import check_folder
 from tensorlens_tl.results.scores import Scored
-from tensorlens_tl.results.targets import number_of
 
 Graph = Any
 """A `ContributionGraph`, whose module imports this one."""

@@ -14,6 +14,7 @@ from tensorlens_tl.drawing import figure, graphs, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
+from tensorlens_tl.results.circuit import HEAD, READS
 from tensorlens_tl.results.entry import Entry, largest
 from tensorlens_tl.results.exchange import SharedGraph
 from tensorlens_tl.results.scores import Parts
@@ -30,8 +31,6 @@ MOST_SHOWN = 600
 
 NUMBERS = {"nodes": ("layer", "pos", "part", "weight", "bias", "entering"), "edges": ("source", "target", "weight")}
 WORDS = ("name", "kind", "token")
-READS = {"v": "values", "q": "queries", "k": "keys", "g": "gate"}
-"""What a head reads, by the letter in its node's name, as in ``"L1H3.k"``; a head of one run has values alone."""
 KINDS = ("embedding", "whitening", "head", "mixer", "mlp", "neuron", "feature", "error", "bias")
 
 
@@ -331,8 +330,6 @@ class ContributionGraph(SharedGraph):
 
 
 def _read_by(head: str) -> str:
-    """What the node of a head reads: ``"keys"`` of ``"L1H3.k"`` and of ``"L2.cross.H3.k"``."""
-    match = re.match(r"L\d+(?:\.cross\.)?H\d+\.([vqkg])(?!\w)", head)
-    if match is None:
-        return READS["v"]
-    return READS[match[1]]
+    """What the node of a head reads: ``"keys"`` of ``"L1H3.k"`` and of ``"L2.cross.H3.k"``; of one run the values."""
+    match = re.match(HEAD + r"\.([vqkg])(?!\w)", head)
+    return READS[match[1] if match else "v"]

@@ -1,13 +1,20 @@
-"""A number of every attention head: how much it attends where a kind of head would."""
+"""Attention: how much every head attends where a kind of head would; and a score of a head as a sum over pairs of
+sources, one in the query and one in the key, its change as one over sources."""
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl.drawing import figure, matrix
-from tensorlens_tl.results.entry import check_batch, prompts_in_words
+from tensorlens_tl.algebra.numerics import relative_gap
+from tensorlens_tl.drawing import figure, graphs, matrix
+from tensorlens_tl.results.entry import check_batch, prompts_in_words, shown_prompt, some_numbers, with_others
+from tensorlens_tl.results.result import array
 from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table
 
 if TYPE_CHECKING:
@@ -101,3 +108,244 @@ class HeadScores(Scored):
     def _bars(self, k: int, batch: int | None = None) -> Bars:
         lines = [(entry.name, entry.score) for entry in self.top(k, batch=batch)]
         return Bars(self._title(batch), lines, columns=("head", "score"))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SourceScores(Scored):
+    """What sources give to one number of each prompt's attention; see `ScoreAttribution` and `ScoreChange`.
+
+    `top`, `show` and `plot` take `batch`, and are of the first prompt without it.
+    """
+
+    BY_PLACE: ClassVar = dict.fromkeys(("to_html", "plot", "show", "top"), ("k", "batch"))
+
+    names: list[list[str]]
+    total: Float[Tensor, "batch"]
+    by: str
+    reading_error: float
+    places: Sequence[str] = ()
+    provenance: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    @abstractmethod
+    def gap(self) -> Float[Tensor, "batch"]:
+        """abs(Σ − total) / Σ abs: how far the sum is from holding."""
+
+    @property
+    @abstractmethod
+    def _what(self) -> str:
+        """What is explained, in words."""
+
+    def __repr__(self) -> str:
+        of = f"of={self.of!r}, " if isinstance(self, ScoreChange) else ""
+        totals = some_numbers(self.total, len(self.total))
+        sums = f"total={totals}, gap={float(self.gap.max()):.1e}, reading={self.reading_error:.1e}"
+        return f"{type(self).__name__}({of}by={self.by!r}, {sums})"
+
+    @property
+    def heading(self) -> str:
+        """The title of its page."""
+        return self._title(0)
+
+    def _title(self, batch: int) -> str:
+        """What is shown, at which head, query and key, and of which prompt where there are several."""
+        batch %= len(self.names)
+        which = [*self.places[batch : batch + 1], shown_prompt(batch, len(self.names))]
+        return " · ".join(filter(None, [self._what, *which]))
+
+    def _labels(self, batch: int) -> list[str]:
+        """What the sources of a prompt are called: tokens with their positions, or parts of the model."""
+        check_batch(batch, self.names)
+        if self.by != "token":
+            return self.names[batch]
+        return [f"{position} {token}" for position, token in enumerate(self.names[batch])]
+
+    def _exact(self, batch: int, what: str) -> str:
+        """How exactly the parts sum."""
+        return f"sums to the {what} to {float(self.gap[batch]):.1e}"
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class ScoreAttribution(SourceScores):
+    """An attention score as a sum over pairs of sources: tokens, components or heads. See `circuits.qk_attribution`.
+
+    ``pairs + query_sources + key_sources + bias + relative``, all summed, are `total` up to `gap`.
+
+    Attributes:
+        names: what the sources are, one list per prompt: tokens, or components of the model.
+        pairs: `[batch, source_q, source_k]`: source a in the query with source b in the key.
+        query_sources: sources of the query with the key's bias, `[batch, source_q]`.
+        key_sources: sources of the key with the query's bias, `[batch, source_k]`.
+        bias: the two biases' own product, `[batch]`.
+        total: the score before soft cap and mask, ALiBi left out, computed from the captured stream, `[batch]`.
+        by: ``"token"``, ``"component"`` or ``"head"``.
+        alibi: what ALiBi adds to it, or None.
+        relative: what T5's relative positions add, a part of the total, or None.
+        soft_cap: the cap the model puts on the score, or None.
+        rotary: whether queries and keys are rotated (the distance is in the pairs then).
+        reading_error: how far the softmax of all the layer's scores, so read, is from its own pattern.
+        places: head, query and key of each prompt, in words.
+        provenance: what they depend on besides the prompts, as of `Attribution`.
+    """
+
+    BY_PLACE: ClassVar = {**SourceScores.BY_PLACE, "to_html": ("batch",), "plot": ("batch",)}
+
+    pairs: Float[Tensor, "batch source_q source_k"]
+    query_sources: Float[Tensor, "batch source_q"]
+    key_sources: Float[Tensor, "batch source_k"]
+    bias: Float[Tensor, "batch"]
+    rotary: bool
+    alibi: Float[Tensor, "batch"] | None = None
+    relative: Float[Tensor, "batch"] | None = None
+    soft_cap: float | None = None
+
+    @property
+    def _what(self) -> str:
+        return "Attention score by source in the query and in the key"
+
+    @property
+    def gap(self) -> Float[Tensor, "batch"]:
+        """abs(Σ − total) / Σ abs: how far the sum is from holding."""
+        parts = [self.pairs.flatten(1), self.query_sources, self.key_sources]
+        if self.relative is not None:
+            parts.append(self.relative[:, None].to(self.pairs))
+        return relative_gap(torch.cat(parts, dim=1), self.bias, self.total)
+
+    def _parts(self, batch: int | None = None) -> Parts:
+        """The pairs of a prompt, the first by default; positions are those of the two tokens, query first."""
+        labels = self._labels(batch or 0)
+        pairs = self.pairs[batch or 0]
+        sources = [divmod(number, pairs.shape[1]) for number in range(pairs.numel())]
+        names = [f"{labels[i]} × {labels[j]}" for i, j in sources]
+        return Parts(pairs.flatten(), names, sources if self.by == "token" else None)
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One line per pair: batch, query_source, key_source, score."""
+        import pandas as pd
+
+        labels = [self._labels(batch) for batch in range(len(self.names))]
+        places = np.ndindex(*self.pairs.shape)
+        lines = [(batch, labels[batch][query], labels[batch][key]) for batch, query, key in places]
+        frame = pd.DataFrame(lines, columns=["batch", "query_source", "key_source"])
+        return frame.assign(score=array(self.pairs).ravel())
+
+    def _sums(self, batch: int) -> list[tuple[str, float]]:
+        """What the pairs leave out, and the total."""
+        sums = [
+            ("with the key's bias", float(self.query_sources[batch].double().sum())),
+            ("with the query's bias", float(self.key_sources[batch].double().sum())),
+            ("both biases", float(self.bias[batch])),
+        ]
+        if self.relative is not None:
+            sums.append(("relative positions", float(self.relative[batch])))
+        return [*sums, ("total", float(self.total[batch]))]
+
+    def _html(self, k: int, batch: int | None = None) -> str:
+        """A matrix, a row per source of the query and a column per source of the key; what they leave out below."""
+        batch = batch or 0
+        labels, values = self._labels(batch), array(self.pairs[batch])
+        square = matrix.matrix(labels, labels, values, label=self._title(batch), corner="in the query ↓ in the key →")
+        sums = graphs.bars([], [("all pairs", float(values.sum())), *self._sums(batch)])
+        return self._panel(square, sums, title=self._title(batch), notes=[self._exact(batch, "score")])
+
+    def _figure(self, k: int, batch: int | None = None, *, ax: Any) -> Any:
+        """A heat map of the pairs."""
+        batch = batch or 0
+        labels, values = self._labels(batch), array(self.pairs[batch])
+        rows = _last(np.asarray(values.any(1)))  # what stands behind the query, or the key, gives nothing
+        columns = _last(np.asarray(values.any(0)))
+        names = ("source in the query", "source in the key")
+        drawn = values[:rows, :columns]
+        return figure.heat_map(drawn, labels[:rows], labels[:columns], self._title(batch), ax, names=names)
+
+    def _bars(self, k: int, batch: int | None = None) -> Bars:
+        batch = batch or 0
+        pairs = self.pairs[batch].double()
+        lines = with_others(self.top(k, batch=batch), float(pairs.sum()), pairs.numel())
+        columns = ("query source × key source", "score")
+        return Bars(self._title(batch), lines, self._sums(batch), columns=columns, left=False)
+
+
+def _last(used: np.ndarray) -> int:
+    """How many there are up to the last one that is used; all where none is."""
+    return int(max(np.flatnonzero(used), default=len(used) - 1)) + 1
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class ScoreChange(SourceScores):
+    """The change of an attention score, or of one entry of the pattern, between two runs as a sum over sources.
+
+    See `circuits.qk_attribution`. ``query_sources + key_sources + constants``, all summed, are `total` up to `gap`.
+
+    Attributes:
+        names: what the sources are, one list per prompt: tokens, or components of the model.
+        query_sources: what each source gives by the query, `[batch, source]`.
+        key_sources: what each gives by keys, of an entry of the pattern by all keys of its row, `[batch, source]`.
+        constant_names: what is no source's: what changed weights of two models, a changed routing and sinks add.
+        constants: the same, `[batch, constant]`.
+        total: the change of the models' own number, `[batch]`; of a score before a soft cap and ALiBi.
+        by: ``"token"``, ``"component"`` or ``"head"``.
+        of: ``"score"`` or ``"pattern"``.
+        reading_error: how far the softmax of the layer's scores is from its own patterns.
+        places: head, query and key of each prompt, in words.
+        provenance: what they depend on besides the prompts, as of `Attribution`.
+    """
+
+    query_sources: Float[Tensor, "batch source"]
+    key_sources: Float[Tensor, "batch source"]
+    constant_names: list[str]
+    constants: Float[Tensor, "batch constant"]
+    of: str
+
+    @property
+    def gap(self) -> Float[Tensor, "batch"]:
+        """abs(Σ − total) / Σ abs: how far the sum is from holding."""
+        parts = torch.cat([self.query_sources, self.key_sources, self.constants], dim=1)
+        return relative_gap(parts, torch.zeros_like(self.total), self.total)
+
+    @property
+    def scores(self) -> Float[Tensor, "batch source"]:
+        """What each source gives by query and keys together."""
+        return self.query_sources + self.key_sources
+
+    def _sided(self, batch: int) -> tuple[list[str], list[str], list[int | None], Float[Tensor, "part"]]:
+        """Sides, labels, positions and scores of everything that sums to the total."""
+        labels = self._labels(batch)
+        places: list[int | None] = [None] * len(labels)
+        if self.by == "token":
+            places = list(range(len(labels)))
+        sides = ["query"] * len(labels) + ["key"] * len(labels) + [""] * len(self.constant_names)
+        scores = torch.cat([self.query_sources[batch], self.key_sources[batch], self.constants[batch]])
+        none: list[int | None] = [None] * len(self.constant_names)
+        return sides, [*labels, *labels, *self.constant_names], [*places, *places, *none], scores
+
+    def _parts(self, batch: int | None = None) -> Parts:
+        """What sums to the total, of a prompt, the first by default: ``"query: L0H3"``, ``"key: 5 the"``, constants."""
+        sides, labels, places, scores = self._sided(batch or 0)
+        named = [f"{side}: {label}" if side else label for side, label in zip(sides, labels, strict=True)]
+        return Parts(scores, named, places)
+
+    def to_dataframe(self) -> "pd.DataFrame":
+        """One line per part: batch, side (query, key, or empty of a constant), source, score."""
+        import pandas as pd
+
+        frames: list[pd.DataFrame] = []
+        for batch in range(len(self.names)):
+            sides, labels, _, scores = self._sided(batch)
+            values = scores.detach().double().cpu().numpy()
+            frames.append(pd.DataFrame({"batch": batch, "side": sides, "source": labels, "score": values}))
+        return pd.concat(frames, ignore_index=True)
+
+    @property
+    def _what(self) -> str:
+        return {"score": "Change of an attention score", "pattern": "Change of an entry of the pattern"}[self.of]
+
+    def _bars(self, k: int, batch: int | None = None) -> Bars:
+        batch = batch or 0
+        scores = self._sided(batch)[-1].double()
+        # what is the same in both runs is no line
+        entries = [entry for entry in self.top(k, batch=batch) if entry.score]
+        lines = with_others(entries, float(scores.sum()), len(scores))
+        sums = [("total", float(self.total[batch]))]
+        notes = [self._exact(batch, "change")]
+        return Bars(self._title(batch), lines, sums, notes=notes, columns=("source", "score"), left=False)

@@ -8,9 +8,8 @@ import torch
 from torch.nn.functional import pad
 
 from tensorlens_tl.results.attribution import Attribution
-from tensorlens_tl.results.entry import MINUS, shown_target
+from tensorlens_tl.results.entry import MINUS, SEVERAL_TARGETS, TOKENS_OF_QUERIES, number_of, shown_target
 from tensorlens_tl.results.result import Result
-from tensorlens_tl.results.targets import SEVERAL_TARGETS, TOKENS_OF_QUERIES, number_of
 from tensorlens_tl.results.terms import ModelChange
 
 Joined = TypeVar("Joined", bound=Result)

@@ -208,7 +208,15 @@ class Result(Stored, ABC):
         check_file(path, type(self))
         suffix = ending(path)
         if batch is not None:
-            _check_choice(self, path)
+            if suffix not in FIGURES:
+                raise InvalidInputError(
+                    f"save: batch= chooses the prompt of a figure, and {path.name!r} is none. Leave it out, or use one "
+                    f"of {', '.join(FIGURES)}."
+                )
+            if "batch" not in self._choices(self._figure):
+                raise InvalidInputError(
+                    f"save: the figure of {type(self).__name__} has no prompt to choose; leave out batch=."
+                )
             content = _drawn(suffix, self, batch=batch)
         elif suffix in self.LOADABLE:
             return self._keep(path)
@@ -264,41 +272,11 @@ def check_folder(path: Path, name: str) -> None:
         raise InvalidInputError(f"{name}: cannot write {path}, there is no folder {path.parent}.")
 
 
-def _check_choice(result: Result, path: Path) -> None:
-    """Raise `InvalidInputError` unless the file is a figure, and one that shows a chosen prompt."""
-    if path.suffix.lower() not in FIGURES:
-        endings = ", ".join(FIGURES)
-        raise InvalidInputError(
-            f"save: batch= chooses the prompt of a figure, and {path.name!r} is none. Leave it out, or use one of "
-            f"{endings}."
-        )
-    if "batch" not in result._choices(result._figure):
-        raise InvalidInputError(
-            f"save: the figure of {type(result).__name__} has no prompt to choose; leave out batch=."
-        )
-
-
 SAME_BYTES: Any = {"svg.hashsalt": "tensorlens", "pdf.fonttype": 42}
 """Settings of matplotlib: the same figure gives the same file, and text of a PDF stays text."""
 DOTS = 200
 """Of a PNG, to the inch."""
 NO_DATE = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-
-
-def _page(result: Result) -> bytes:
-    return page.page(result.heading, result.to_html(style=False)).encode()
-
-
-def _csv(result: Result) -> bytes:
-    return str(result.to_csv()).encode()
-
-
-def _json(result: Result) -> bytes:
-    return str(result.to_dataframe().to_json(orient="records", double_precision=15, force_ascii=False)).encode()
-
-
-def _parquet(result: Result) -> bytes:
-    return result.to_dataframe().to_parquet(index=False)
 
 
 def _drawn(suffix: str, result: Result, **chosen: Any) -> bytes:
@@ -319,10 +297,12 @@ def _drawn(suffix: str, result: Result, **chosen: Any) -> bytes:
 
 FIGURES = (".pdf", ".svg", ".png")
 WRITERS: Mapping[str, Callable[[Any], bytes]] = {
-    ".html": _page,
-    ".csv": _csv,
-    ".parquet": _parquet,
-    ".json": _json,
+    ".html": lambda result: page.page(result.heading, result.to_html(style=False)).encode(),
+    ".csv": lambda result: result.to_csv().encode(),
+    ".parquet": lambda result: result.to_dataframe().to_parquet(index=False),
+    ".json": lambda result: (
+        result.to_dataframe().to_json(orient="records", double_precision=15, force_ascii=False).encode()
+    ),
     **{suffix: partial(_drawn, suffix) for suffix in FIGURES},
 }
 RESULT_ENDINGS = (*Result.LOADABLE, *WRITERS)

@@ -3,7 +3,6 @@
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -207,11 +206,16 @@ class QueryScores(Scored):
         first, second = self._aligned(other)
         names = [name for name in (*first.NUMBERS, "keys") if hasattr(first, name)]
         pairs = {name: (getattr(first, name), getattr(second, name)) for name in names}
+        facts = self.provenance
+        which = "second"
+        if any(name.startswith("second ") for name in (*facts, *other.provenance)):
+            which = "subtracted"  # one of them is itself of two models
+        differing = {f"{which} {name}": fact for name, fact in other.provenance.items() if facts.get(name) != fact}
         return replace(
             first,
             **{name: None if a is None or b is None else a - b for name, (a, b) in pairs.items()},
             target=self._difference(other),
-            provenance=both_provenances(self.provenance, other.provenance),
+            provenance={**facts, **differing},
         )
 
     @abstractmethod
@@ -251,15 +255,29 @@ class PartScores(QueryScores):
         >>> tlens.circuits.logit_attribution(several, " the", by="head").mean().scores.shape[:2]
         torch.Size([1, 1])
         """
-        real = torch.take_along_dim(self.mask, self.queries, dim=1)
-        fields: dict[str, Any] = {}
+        real = torch.take_along_dim(self.mask, self.queries, dim=1)  # [batch, query]
+
+        def mean_of(values: Tensor) -> Tensor:
+            further = (1,) * (values.ndim - 2)
+            counts = real.sum(0).clamp_min(1).reshape(-1, *further)
+            return ((values * real.reshape(*real.shape, *further)).sum(0) / counts)[None]
+
+        counts: list[int] = real.sum(0).tolist()
+        fields: dict[str, Any] = {
+            "queries": torch.arange(len(counts), device=real.device)[None],
+            "mask": real.any(0)[None],
+            "tokens": [[f"mean of {prompts_in_words(count)}" for count in counts]],
+        }
         if "low" in self.TENSORS:
             known = torch.where(real[..., None], self.scores.detach().double(), torch.nan).cpu()
             low, high = bootstrap_interval(known.movedim(0, -1), level)
-            fields = {"low": low[None], "high": high[None], "counts": real.sum(0)[None], "keys": None}
-        fields |= {name: maybe(partial(mean_of, real=real), getattr(self, name)) for name in self.NUMBERS}
-        target = f"{self._short_target}, {mean_words(real)}"
-        return self._changed(**fields, **mean_queries(real), target=target)
+            fields |= {"low": low[None], "high": high[None], "counts": real.sum(0)[None], "keys": None}
+        fields |= {name: maybe(mean_of, getattr(self, name)) for name in self.NUMBERS}
+        known = [count for count in counts if count] or [0]
+        over = prompts_in_words(max(known))
+        if min(known) < max(known):
+            over = f"{min(known)} to {over}"
+        return self._changed(**fields, target=f"{self._short_target}, mean of {over}")
 
     def _changed(self: Averaged, **fields: Any) -> Averaged:
         """The same with other fields, which are of no single prompt."""
@@ -270,18 +288,6 @@ class PartScores(QueryScores):
     def _short_target(self) -> str:
         """The target as the title of a mean has it."""
         return self.target
-
-
-def both_provenances(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, str]:
-    """What a result less another depends on: the facts of the first, and those of the second that are others.
-
-    These are called ``"second …"``; where a result is itself of two models, ``"subtracted …"``.
-    """
-    which = "second"
-    if any(name.startswith("second ") for name in (*first, *second)):
-        which = "subtracted"
-    differing = {f"{which} {name}": value for name, value in second.items() if first.get(name) != value}
-    return {**first, **differing}
 
 
 def refuse_ranked(first: str, second: str, *tokens: Any) -> None:
@@ -302,32 +308,6 @@ def refuse_ranked(first: str, second: str, *tokens: Any) -> None:
                 "the two numbers are not of the same tokens. Name the token, such as ' Rome', on both sides; or ask "
                 "about tlens.difference(a, b)."
             )
-
-
-def mean_queries(real: Bool[Tensor, "batch query"]) -> dict[str, Any]:
-    """The queries of a mean over prompts: each is called by how many prompts have it."""
-    counts: list[int] = real.sum(0).tolist()
-    return {
-        "queries": torch.arange(len(counts), device=real.device)[None],
-        "mask": real.any(0)[None],
-        "tokens": [[f"mean of {prompts_in_words(count)}" for count in counts]],
-    }
-
-
-def mean_words(real: Bool[Tensor, "batch query"]) -> str:
-    """Over how many prompts a mean is, where some prompts lack a query: ``"mean of 2 to 8 prompts"``."""
-    counts: list[int] = real.sum(0).tolist()
-    counts = [count for count in counts if count] or [0]
-    if min(counts) == max(counts):
-        return f"mean of {prompts_in_words(counts[0])}"
-    return f"mean of {min(counts)} to {prompts_in_words(max(counts))}"
-
-
-def mean_of(values: Float[Tensor, "batch query *term"], real: Bool[Tensor, "batch query"]) -> Tensor:
-    """The mean over prompts, padding left out, as of one prompt."""
-    further = (1,) * (values.ndim - 2)
-    counts = real.sum(0).clamp_min(1).reshape(-1, *further)
-    return ((values * real.reshape(*real.shape, *further)).sum(0) / counts)[None]
 
 
 COLUMNS: Mapping[str, str] = {

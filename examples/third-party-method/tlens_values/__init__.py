@@ -3,7 +3,7 @@
 import torch
 
 from tensorlens_tl import Attribution, FrozenPass, register_method
-from tensorlens_tl.layerwise.aggregate import locals_of, select_query
+from tensorlens_tl.layerwise import locals_of, select_query
 
 
 @register_method("value-times-attention")
