@@ -235,15 +235,35 @@ def test_patching_the_live_model_is_what_hooks_do(name, model_named):
 @pytest.mark.few(5)
 @pytest.mark.parametrize("name", [*LIVE, *LIVE_BOTH])
 def test_gradients_of_nodes_are_those_of_their_edges(name, model_named):
-    """Two computations: autograd through the model's own hook points, and through the run from its weights."""
+    """Two computations: autograd through the model's own hook points, and through its parts, cut there."""
     clean, corrupted = two(model_named(name))
-    for method in ("frozen", "frozen+qk", "gradient", "integrated"):
+    for method in ("frozen", "gradient", "integrated"):
         nodes = circuits.patch_scores(clean, corrupted, **ASKED, method=method, steps=2, positions=True)
         edges = circuits.edge_scores(clean, corrupted, **ASKED, method=method, steps=2)
         assert nodes.names == edges.sources
         error = 1e-6 if name == "bridge/opt" else tolerance(name)  # a Bridge OPT's softmax is float32's
         assert close(nodes.scores[:, 0], edges.scores.sum(-1), error), method
         assert close(nodes.keys.sum(-1), nodes.scores, 1e-9)
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize("name", [*NAMES, *BOTH])
+def test_a_frozen_pull_is_joined_by_the_gradients_of_edges_into_queries_and_keys(name, model_named):
+    """A node scores what its edges do together, whatever norms are on their way; those that join are the live model's
+    own where no norm is."""
+    clean, corrupted = two(model_named(name))
+    options = {**ASKED, "steps": 2}
+    nodes = circuits.patch_scores(clean, corrupted, **options, method="frozen+qk", positions=True)
+    edges = circuits.edge_scores(clean, corrupted, **options, method="frozen+qk")
+    assert nodes.names == edges.sources
+    error = 1e-6 if name == "bridge/opt" else tolerance(name)  # a Bridge OPT's softmax is float32's
+    assert close(nodes.scores[:, 0], edges.scores.sum(-1), error)
+    assert close(nodes.keys.sum(-1), nodes.scores, 1e-9)
+    joining = [end.endswith((".q", ".k")) for end in edges.destinations]
+    assert float(edges.scores[:, :, joining].abs().max()) > 1e-4
+    if name in (*LIVE, *LIVE_BOTH):
+        live = circuits.edge_scores(clean, corrupted, **options, method="integrated").scores
+        assert close(edges.scores[:, :, joining], live[:, :, joining], error)
 
 
 def test_integrated_gradients_of_the_embedding_find_the_whole_difference(model_named):
@@ -980,14 +1000,18 @@ def test_prompts_that_cannot_be_compared_are_refused(model_named, scores):
 def test_encoder_decoders_and_experts_are_refused_by_name(model_named):
     model = model_named("bridge/bart")
     frozen = tlens.freeze(model, some_tokens(), decoder_input_ids=some_tokens(2, 4))
-    with pytest.raises(tlens.UnsupportedModelError, match=r"live edges .*all but 'frozen\+qk'"):
-        circuits.patch_scores(frozen, frozen, **ASKED, method="frozen+qk")
+    with pytest.raises(tlens.UnsupportedModelError, match=r"live edges .*patch_scores work without"):
+        circuits.edge_scores(frozen, frozen, **ASKED, method="patching")
     with pytest.raises(tlens.InvalidInputError, match="6 tokens for the encoder and the corrupted ones 5"):
         circuits.patch_scores(
             frozen, tlens.freeze(model, some_tokens(2, 5), decoder_input_ids=some_tokens(2, 5)), **ASKED
         )
     with pytest.raises(tlens.InvalidInputError, match="4 tokens for the decoder and the corrupted ones 3"):
         circuits.edge_scores(frozen, tlens.freeze(model, some_tokens(), decoder_input_ids=some_tokens(2, 3)), **ASKED)
+    if "bridge/jamba" in HERE:
+        mixer = tlens.freeze(model_named("bridge/jamba"), some_tokens())
+        with pytest.raises(tlens.UnsupportedModelError, match=r"'frozen\+qk': no hook points show .*mixer"):
+            circuits.patch_scores(mixer, mixer, **ASKED, method="frozen+qk")
     frozen = tlens.freeze(model_named("bridge/mixtral"), some_tokens())
     with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0.*mixture of experts"):
         circuits.edge_scores(frozen, frozen, **ASKED)
@@ -1171,14 +1195,19 @@ def test_agreement_finds_what_acts_through_patterns():
     assert edges.mean("pearson", "frozen") > 0.95
 
 
-def test_methods_that_a_model_does_not_allow_are_left_out(model_named):
+def test_methods_that_a_model_does_not_allow_are_left_out(model_named, monkeypatch):
     tokens = some_tokens()
     changed = tokens.clone()
     changed[:, 2] = 40
     pairs = evaluate.PromptPairs("random", tokens, changed, torch.tensor([5, 6]), torch.tensor([7, 8]))
+
+    def refused(*given, **options):
+        raise tlens.UnsupportedModelError("no hook points show queries")
+
+    monkeypatch.setattr("tensorlens_tl.circuits.compare._pattern_responses", refused)
     made = evaluate.patching_agreement(model_named("bridge/gemma2"), pairs, only_correct=False)
     assert made.methods == ["frozen", "gradient", "integrated", "integrated, left", "difference"]
-    assert "sandwich" in made.skipped["frozen+qk"]
+    assert "no hook points" in made.skipped["frozen+qk"]
     with pytest.raises(tlens.InvalidInputError, match="nothing to explain"):
         evaluate.patching_agreement(model_named("bridge/gemma2"), pairs)
 

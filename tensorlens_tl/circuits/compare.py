@@ -27,10 +27,10 @@ that is sure where to look (its softmax is flat there).
 
 `gradient` is attribution patching (Nanda 2023; of edges, Syed et al. 2023), `integrated` the inputs' variant of EAP-IG
 (Hanna et al. 2024), whose published code takes its gradients at the left ends of the steps (``points="left"``);
-midpoints, the default, are nearer to the integral. Both, and any rule, take a run of the live model, for edges cut at
-its nodes (`tensorlens_tl.circuits.stream.ruled`). Of edges, ``"patching"``, ``"frozen+qk"`` and all methods of an
-encoder–decoder run the model from its weights (`tensorlens_tl.circuits.weights_forward`), which blocks with norms on
-their way back to the stream do not allow.
+midpoints, the default, are nearer to the integral. Both, any rule, and what joins `frozen+qk` take a run of the live
+model, for edges and patterns cut at its nodes (`tensorlens_tl.circuits.stream.ruled`). Edges by ``"patching"`` run the
+model from its weights (`tensorlens_tl.circuits.weights_forward`), which blocks with norms on their way back to the
+stream do not allow.
 
 `difference` pulls the target through the exact linear map between the two runs' differences
 (`tensorlens_tl.passes.difference`), in which patterns, ratios and scales respond, each by its secant: it is complete at
@@ -44,7 +44,6 @@ In an encoder–decoder, edges stay within one stack, except those into keys and
 (``"L0H3 → L2.cross.H0.k"``), which read what the encoder's nodes write, through the norm at its end.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -288,6 +287,16 @@ class _Comparison:
         ]
         return replace(stream, values=(x, hidden))
 
+    def live_targets(self) -> Iterator[tuple[StreamTarget, Pulled]]:
+        """The target in the live model, cut at its nodes, where gradients are taken, and it pulled back there.
+
+        Raises:
+            FrozenModelError: a frozen pass is attached, or hooks were put on the model or taken off since a pass.
+        """
+        refuse_hooks(self.clean, self.corrupted)
+        for share, start in zip(self.shares, self.starts(), strict=True):
+            yield ruled_target(self.readout, self.rule, start if share != 1 else None, biases=False)
+
     def starts(self) -> Iterator[dict[str, Tensor]]:
         """What enters the first block where gradients are taken, by hook point."""
         names = self.clean.capture.stream_names(0)
@@ -341,9 +350,9 @@ def edge_scores(
     Raises:
         InvalidInputError: no such method, rule or points, and what `patch_scores` refuses.
         UnsupportedModelError: blocks in a loop, shared keys and values, a mixture of experts; under ``"difference"``
-            what `difference` refuses; along gradients a part that cannot be cut out of a run; under ``"patching"`` and
-            ``"frozen+qk"`` blocks that are not read as a sum of what their parts write (see
-            `tensorlens_tl.circuits.weights_forward`).
+            what `difference` refuses; along gradients a part that cannot be cut out of a run, and under ``"frozen+qk"``
+            attention that no hook points show the queries and keys of; under ``"patching"`` blocks that are not read as
+            a sum of what their parts write (see `tensorlens_tl.circuits.weights_forward`).
         FrozenModelError: weights changed since a pass; and except under ``"frozen"`` and ``"difference"``, which
             describe the passes alone, hooks put on the model or taken off since, or a frozen pass attached to it.
 
@@ -362,14 +371,12 @@ def edge_scores(
     layout = comparison.layout
     if comparison.method == "patching":
         scores = comparison.replay().patched(memory)
-    elif comparison.method in ("gradient", "integrated"):
-        layout, scores = _live_scores(comparison, positions)
     elif comparison.method == "frozen+qk":
-        changes, replay = comparison.changes, comparison.replay()
-        responses = replay.gradients(comparison.shares)
-        scores = _products(changes, layout, pull_with_patterns(readout, responses), positions)
-        matching = [name.endswith((".q", ".k")) for name in layout.destinations]
-        scores[:, :, matching] = replay.products(responses, positions)[:, :, matching]
+        responses = _pattern_responses(comparison, by_node=True)
+        pulled = _pull_with_patterns(readout, responses)
+        scores = _products(comparison.changes, layout, pulled, positions, responses)
+    elif comparison.shares:
+        layout, scores = _live_scores(comparison, positions)
     else:
         scores = _products(comparison.changes, layout, readout.stream.pull(readout.seed), positions)
     by_position = None
@@ -535,20 +542,18 @@ def _live_scores(
     comparison: _Comparison, positions: bool
 ) -> tuple[EdgeLayout, Float[Tensor, "batch source destination *pos"]]:
     """Edges along gradients of the live model, averaged over shares of the way; its parts are those of its own run."""
-    clean, corrupted, readout = comparison.clean, comparison.corrupted, comparison.readout
-    refuse_hooks(clean, corrupted)
+    entering = comparison.clean.resid_pre(0) - comparison.corrupted.resid_pre(0)
     differences = dict[str, Tensor]()
     of_shares = list[Tensor]()
     layout = comparison.layout
-    for share, start in zip(comparison.shares, comparison.starts(), strict=True):
-        one, pulled = ruled_target(readout, comparison.rule, start if share != 1 else None, biases=False)
+    for one, pulled in comparison.live_targets():
         layout = edge_layout(one.stream, one.positions)
-        differences = differences or _live_differences(one.stream, corrupted)
+        differences = differences or _live_differences(one.stream, comparison.corrupted)
         hidden = [  # what heads give changes as a whole, by their values
             tuple(differences[part.point] * (part.kind not in ("query", "key")) for part in step.sublayers)
             for step in one.stream.steps
         ]
-        changes = replace(one.stream, values=([clean.resid_pre(0) - corrupted.resid_pre(0)], hidden))
+        changes = replace(one.stream, values=([entering], hidden))
         of_shares.append(_products(changes, layout, pulled, positions) / len(comparison.shares))
     return layout, torch.stack(of_shares).sum(0)
 
@@ -567,24 +572,46 @@ def _live_differences(stream: Stream, corrupted: FrozenPass) -> dict[str, Float[
     return differences
 
 
-def pull_with_patterns(readout: StreamTarget, responses: Float[Tensor, "destination batch pos d"]) -> Pulled:
+Responses = dict[int, dict[tuple[str, ...], Float[Tensor, "node batch pos d_model"]]]
+"""Gradients of the target by what queries and keys read, by the step before which they read it and their names."""
+
+
+def _pattern_responses(comparison: _Comparison, *, by_node: bool) -> Responses:
+    """What a frozen pull lacks of ``"frozen+qk"``: the mean gradients by what queries and keys read, each or together.
+
+    Raises:
+        UnsupportedModelError: the live model does not show what queries and keys of some attention read.
+    """
+    stream, responses = comparison.readout.stream, Responses()
+    for one, pulled in comparison.live_targets():
+        for number, (step, held) in enumerate(zip(one.stream.steps, stream.steps, strict=False)):
+            shown = {node for part in step.sublayers if part.kind == "query" for node in part.nodes}
+            for part in held.sublayers:
+                if part.kind in ("head", "mixer") and not shown.issuperset(part.nodes):
+                    raise UnsupportedModelError(
+                        f"method='frozen+qk': no hook points show what queries and keys of {part.name} of this "
+                        f"{stream.frozen.view.description} read. Use one of the other methods."
+                    )
+            for part in step.sublayers:
+                if part.kind not in ("query", "key"):
+                    continue
+                at, cotangent = number, part.write.pull(pulled.sums[number]) / len(comparison.shares)
+                reads = part.pull_each(part.split(cotangent))[:, 0] if by_node else part.read.pull(cotangent)
+                if part.is_cross and part.kind == "key":
+                    at = _encoder_end(stream)
+                    if not one.stream.steps[at].sublayers:  # through the norm there, which belongs to what they read
+                        reads = one.stream.steps[at].outer.pull(reads)
+                of_step, names = responses.setdefault(at, {}), tuple(read_names(part))
+                of_step[names] = of_step[names] + reads if names in of_step else reads
+    return responses
+
+
+def _pull_with_patterns(readout: StreamTarget, responses: Responses) -> Pulled:
     """The target pulled through the frozen model, joined by gradients of the live one where queries and keys are read.
 
-    So a frozen pull also follows what acts through patterns, to the order that the gradients do. `responses` are the
-    gradients by what every destination reads; only those of queries and keys join.
+    So a frozen pull also follows what acts through patterns, to the order that the gradients do.
     """
-    by_step = defaultdict[int, list[Tensor]](list)
-    first = 0
-    for number, step in enumerate(readout.stream.steps):
-        for sublayer in step.sublayers:
-            nodes = len(sublayer.nodes)
-            if sublayer.is_attention:
-                keys_at = _encoder_end(readout.stream) if sublayer.is_cross else number
-                by_step[number].append(responses[first : first + nodes].sum(0))
-                by_step[keys_at].append(responses[first + nodes : first + 2 * nodes].sum(0))
-                first += 2 * nodes
-            first += nodes
-    joining = {number: torch.stack(vectors).sum(0) for number, vectors in by_step.items()}
+    joining = {number: torch.cat([*of_step.values()]).sum(0) for number, of_step in responses.items()}
     return readout.stream.pull(readout.seed, joining=joining)
 
 
@@ -599,9 +626,12 @@ def _encoder_end(stream: Stream) -> int:
 
 
 def _products(
-    changes: Stream, layout: EdgeLayout, pulled: Pulled, positions: bool
+    changes: Stream, layout: EdgeLayout, pulled: Pulled, positions: bool, responses: Responses | None = None
 ) -> Float[Tensor, "batch source destination *pos"]:
-    """What differs in each source's output, carried past the sublayers to every destination, dotted with the target."""
+    """What differs in each source's output, carried past the sublayers to every destination, dotted with the target.
+
+    Of destinations that a stream's steps do not have, `responses` are what it is dotted with.
+    """
     steps, entering = changes.steps, changes.x[0]
     batch, pos = entering.shape[:2]
     shape = [batch, *layout.exists.shape]
@@ -616,6 +646,8 @@ def _products(
     last = max((number for number, step_writes in enumerate(writes) if step_writes), default=-1)
     for number, step in enumerate(steps[: last + 1]):
         before = carried[:known]
+        for names, reads in (responses or {}).get(number, {}).items():
+            scores[:, :known, [columns[name] for name in names]] = edge_products(before, reads, positions)
         for sublayer, change in zip(step.sublayers, changes.hidden[number], strict=True):
             parts = sublayer.split(sublayer.write.pull(pulled.sums[number]))
             reads = sublayer.pull_each(parts)[:, 0]
@@ -709,7 +741,7 @@ def patch_scores(
         InvalidInputError: no such `by`, method, rule or points, a rule for a method without gradients, prompts that
             cannot be compared (see `check_pair`), and what `logit_attribution` refuses.
         UnsupportedModelError: blocks in a loop, shared keys and values, a mixture of experts, or, except under
-            ``"frozen"``, a part that no hook reaches; under ``"frozen+qk"`` what live edges refuse (see `edge_scores`).
+            ``"frozen"``, a part that no hook reaches; under ``"frozen+qk"`` what `edge_scores` refuses.
         FrozenModelError: weights changed since a pass; and except under ``"frozen"``, which describes the passes
             alone, hooks put on the model or taken off since that change what it does (under ``"frozen+qk"`` any), or
             a frozen pass attached to it.
@@ -750,7 +782,7 @@ def _along_pull(comparison: _Comparison, by: str) -> tuple[list[str], Float[Tens
     stream = readout.stream
     changes = comparison.changes
     if comparison.shares:
-        pulled = pull_with_patterns(readout, comparison.replay().gradients(comparison.shares))
+        pulled = _pull_with_patterns(readout, _pattern_responses(comparison, by_node=False))
     else:
         pulled = stream.pull(readout.seed)
 

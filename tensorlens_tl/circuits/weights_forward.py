@@ -1,7 +1,7 @@
 """The live model run from its weights, with every edge under control.
 
-Nothing is frozen here: norms, patterns and activations follow from what they read. The run is batched over circuits
-and differentiable, and what a head's queries, keys and values read are apart, for every head. No hook points are
+Nothing is frozen here: norms, patterns and activations follow from what they read. The run is batched over circuits,
+and what a head's queries, keys and values read are apart, for every head. No hook points are
 needed, so both of TransformerLens' classes run alike. The run is proved: it must give every block's own output for both
 prompts.
 
@@ -33,7 +33,6 @@ from tensorlens_tl.core import activation
 from tensorlens_tl.errors import FrozenModelError, UnsupportedModelError
 from tensorlens_tl.hooks import capture, hook_numbers, other_hooks, refuse_attached
 from tensorlens_tl.models import ModelView
-from tensorlens_tl.models.offload import saved_by_name
 from tensorlens_tl.models.parameters import (
     AttentionWeights,
     MLPWeights,
@@ -374,9 +373,9 @@ def _allowed(
 def refusal(view: ModelView, why: str) -> UnsupportedModelError:
     """What is raised where a live run from the weights is not defined, or not read."""
     return UnsupportedModelError(
-        f"live edges of this {view.description}: {why}. They, and method='frozen+qk' of patch_scores, need pre-LN "
-        "blocks, sequential or parallel, with readable attention scores; edge_scores with method='frozen' or "
-        "'difference' (where a model has one), and patch_scores with all but 'frozen+qk', work without."
+        f"live edges of this {view.description}: {why}. They need pre-LN blocks, sequential or parallel, with readable "
+        "attention scores; edge_scores with method='frozen' or 'difference' (where a model has one), and patch_scores "
+        "work without."
     )
 
 
@@ -492,37 +491,6 @@ class Replay:
         scores = losses.new_zeros(losses.shape[1], *self.exists.shape)
         scores[:, self.exists] = losses.T
         return scores
-
-    def products(
-        self, cotangents: Float[Tensor, "destination batch pos d"], positions: bool
-    ) -> Float[Tensor, "batch source destination *pos"]:
-        """The difference of each source's output, dotted with a vector at each destination that reads it.
-
-        The products are summed over positions unless `positions` is set.
-        """
-        difference = self.clean_run.written - self.corrupted_run.written
-        scores = edge_products(difference[:, 0], cotangents, positions)
-        exists = self.exists
-        if positions:
-            exists = exists[..., None]
-        return scores * exists
-
-    def gradients(self, shares: Sequence[float]) -> Float[Tensor, "destination batch pos d"]:
-        """The model's gradients of the target by what every destination reads, averaged over shares of the way.
-
-        The way is from the corrupted to the clean embeddings.
-        """
-        mean: Tensor | None = None
-        for share in shares:
-            recorded = _WholeStream()
-            with saved_by_name(self.frozen.model), torch.enable_grad():
-                x = torch.lerp(self.corrupted.resid_pre(0), self.frozen.resid_pre(0), share).clone().requires_grad_()
-                number = self._run(x[None], recorded)
-                gradients = torch.autograd.grad(number.sum(), list(recorded.streams.values()), materialize_grads=True)
-            share_of_mean = torch.cat([gradient[:, 0] for gradient in gradients]) / len(shares)
-            mean = share_of_mean if mean is None else mean.add_(share_of_mean)
-        assert mean is not None
-        return mean
 
     def _run(
         self, x: Float[Tensor, "row batch pos d"], inputs: _WholeStream | _MixedStream
