@@ -107,13 +107,11 @@ def compare(results: Results, *, batch: int = 0, query: int | str = -1) -> Pictu
     positions = {name: int(result.queries[batch, rows[name]]) for name, result in named.items()}
     if len(set(positions.values())) > 1:
         raise InvalidInputError(f"compare: results of different queries (positions {positions}); compare one query.")
-    real = [position for position in range(len(tokens)) if first.mask[batch, position]]
-    columns = {name: array(result.plane(batch)[rows[name]])[real] for name, result in named.items()}
+    columns, facts = _columns(named, batch, rows)
     hints = {name: result.target or result.method for name, result in named.items()}
-    facts = {what: {name: _fact(result, what, batch, rows[name]) for name, result in named.items()} for what in FACTS}
     caption = "Blue adds, orange takes away; each column from its own largest value."
     caption = " ".join([caption, *_footnotes(named, batch, rows)])
-    chart = side_by_side({position: tokens[position] for position in real}, columns, hints, facts, caption=caption)
+    chart = side_by_side(_real_tokens(first, batch), columns, hints, facts, caption=caption)
     title = f"{len(named)} attributions of one prompt"
     return Picture(title, panel(title, chart))
 
@@ -138,6 +136,19 @@ def _named(results: Results) -> dict[str, Attribution]:
     if not named or not all(isinstance(result, Attribution) for result in named.values()):
         raise InvalidInputError("compare: pass Attributions, [a, b, …] or {'heading': a, …}, of one prompt.")
     return named
+
+
+def _real_tokens(result: Attribution, batch: int = 0) -> dict[int, str]:
+    """The real tokens of a prompt, by position."""
+    return {at: token for at, token in enumerate(result.tokens[batch]) if result.mask[batch, at]}
+
+
+def _columns(
+    results: Mapping[str, Attribution], batch: int, rows: Mapping[str, int]
+) -> tuple[dict[str, np.ndarray], dict[str, dict[str, float | None]]]:
+    """Each result's scores of the real tokens for its query, and the numbers that stand below them."""
+    columns = {name: array(of.plane(batch)[rows[name]])[[*_real_tokens(of, batch)]] for name, of in results.items()}
+    return columns, {what: {name: _fact(of, what, batch, rows[name]) for name, of in results.items()} for what in FACTS}
 
 
 def _fact(result: Attribution, what: str, batch: int, row: int) -> float | None:
@@ -274,22 +285,6 @@ def predict(
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a report leaves out.
-
-    Attributes:
-        every: nothing is left out, and everything is exact.
-        named: the methods were named, and run whatever they cost.
-    """
-
-    every: bool = False
-    named: bool = False
-
-
-NONE_SLOW = Limits()
-
-
-@dataclass(frozen=True)
 class Answer:
     """One method's scores for a prediction.
 
@@ -319,14 +314,17 @@ class Answers:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def answers(frozen: FrozenPass, prediction: Prediction, methods: Sequence[str], limits: Limits = NONE_SLOW) -> Answers:
+def answers(
+    frozen: FrozenPass, prediction: Prediction, methods: Sequence[str], *, slow: bool = False, named: bool = False
+) -> Answers:
     """Every method's answer for one query, and why some have none. A method that fails also warns.
 
     Args:
         frozen: a pass of one prompt.
         prediction: the query, and what is explained.
         methods: names of methods.
-        limits: what is left out because it costs more than `LIMIT`.
+        slow: nothing is left out because it costs more than `LIMIT`, and everything is exact.
+        named: the methods were named, and run whatever they cost.
     """
     variants = [
         (method, variant, options)
@@ -341,43 +339,32 @@ def answers(frozen: FrozenPass, prediction: Prediction, methods: Sequence[str], 
         name = method
         if variant:
             name = f"{method} ({variant})"
-        is_slow = not limits.every and operations(frozen, registered, options) > LIMIT
-        if is_slow and name in ESTIMATES:
+        count = operations(frozen, registered, options)
+        if not slow and count > LIMIT and name in ESTIMATES:
             options = options | ESTIMATES[name]
-        elif is_slow and not limits.named:
+        elif not slow and count > LIMIT and not named:
             said.refused[name] = (
-                f"It runs the model {registered.cost(frozen, options)} times, some "
-                f"{operations(frozen, registered, options):.0e} operations; a report leaves out what costs more than "
-                f"{LIMIT:.0e}. Name it in methods= (--methods), or pass slow=True (--slow)."
+                f"It runs the model {registered.cost(frozen, options)} times, some {count:.0e} operations; a report "
+                f"leaves out what costs more than {LIMIT:.0e}. Name it in methods= (--methods), or pass slow=True "
+                "(--slow)."
             )
             continue
+        about_target = registered.explains_prediction(options)
+        question = {"query": prediction.query, **(prediction.options if about_target else {})}
+        question = {option: value for option, value in question.items() if registered.takes(option)}
         try:
-            answer = _answer(frozen, prediction, registered, options)
+            result = attribute(frozen, method=registered.name, **options, **question)
+        except TensorLensError as error:
+            said.refused[name] = str(error)
         except Exception as error:  # of a method that somebody registered: the others still have answers
             said.failed[name] = f"Method {name!r} failed: {type(error).__name__}: {error}"
             warn_caller(said.failed[name])
-            continue
-        if isinstance(answer, str):
-            said.refused[name] = answer
         else:
-            said.shown[name] = answer
+            if prediction.position in result.queries[0].tolist():
+                said.shown[name] = Answer(registered, result, about_target)
+            else:
+                said.refused[name] = f"It says nothing about position {prediction.position}."
     return said
-
-
-def _answer(frozen: FrozenPass, prediction: Prediction, method: Method, options: dict[str, Any]) -> Answer | str:
-    """One method's answer, or why it has none."""
-    about_target = method.explains_prediction(options)
-    question: dict[str, Any] = {"query": prediction.query}
-    if about_target:
-        question |= prediction.options
-    question = {option: value for option, value in question.items() if method.takes(option)}
-    try:
-        result = attribute(frozen, method=method.name, **options, **question)
-    except TensorLensError as error:
-        return str(error)
-    if prediction.position not in result.queries[0].tolist():
-        return f"It says nothing about position {prediction.position}."
-    return Answer(method, result, about_target)
 
 
 def operations(frozen: FrozenPass, method: Method, options: dict[str, Any]) -> float:
@@ -437,13 +424,11 @@ def _prompt(tokens: Attribution) -> str:
     """The prompt as coloured text, or as an image under coloured patches."""
     if tokens.image is not None:
         return tokens.to_html(style=False)
-    real = [at for at, is_real in enumerate(tokens.mask[0].tolist()) if is_real]
-    values = array(tokens.plane()[-1])[real]
-    sides: list[str] = []
-    if tokens.sides is not None:
-        sides = [tokens.sides[0][at] for at in real]
-    names = [tokens.tokens[0][at] for at in real]
-    marks = token_marks(names, values.tolist(), largest_of(values), int(tokens.queries[0, -1]), real, sides)
+    real = _real_tokens(tokens)
+    values = array(tokens.plane()[-1])[[*real]]
+    sides = [] if tokens.sides is None else [tokens.sides[0][at] for at in real]
+    names = list(real.values())
+    marks = token_marks(names, values.tolist(), largest_of(values), int(tokens.queries[0, -1]), [*real], sides)
     return f'<div class="tlens"><div class="rove"><div class="line tall">{marks}</div></div>{colour_bar(values)}</div>'
 
 
@@ -586,24 +571,17 @@ def grouped_html(shown: Mapping[str, Answer], position: int) -> str:
 
 
 def _group_html(group: Group, members: Mapping[str, Attribution], position: int) -> str:
-    first = next(iter(members.values()))
+    tokens = _real_tokens(next(iter(members.values())))
     rows = {name: result.queries[0].tolist().index(position) for name, result in members.items()}
-    real = [at for at, is_real in enumerate(first.mask[0].tolist()) if is_real]
-    tokens = {at: first.tokens[0][at] for at in real}
-    columns = {name: array(result.plane()[rows[name]]) for name, result in members.items()}
-    if group.in_shares:
-        columns = {name: scores / (np.abs(scores).sum() or 1.0) for name, scores in columns.items()}
-    columns = {name: scores[real] for name, scores in columns.items()}
+    columns, facts = _columns(members, 0, rows)
     hints = {name: result.target or result.method for name, result in members.items()}
-    facts = {name: {m: _fact(result, name, 0, rows[m]) for m, result in members.items()} for name in FACTS}
-    if group.in_shares:
-        facts = {}
-    count = f"{len(members)} methods"
-    if len(members) == 1:
-        count = "1 method"
     trusted = [name for name in members if not _is_loose(members[name], 0, rows[name])]
     if group.in_shares:
+        sizes = {name: np.abs(array(result.plane()[rows[name]])).sum() or 1.0 for name, result in members.items()}
+        columns = {name: scores / sizes[name] for name, scores in columns.items()}
+        facts = {}
         trusted = list(members)
+    count = "1 method" if len(members) == 1 else f"{len(members)} methods"
     listed = side_by_side(tokens, columns, hints, facts, scaled_by=trusted)
     estimated = (estimate(name, result, rows[name]) for name, result in members.items())
     notes = [*filter(None, estimated)]
@@ -700,7 +678,6 @@ def explain(
         frozen = freeze(model, input)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(f"explain: the pass has {len(frozen.tokens)} prompts; freeze one.")
-    limits = Limits(every=slow, named=methods is not None)
     with one_check(frozen.model):  # not each of some 25 methods compares all weights with those of the pass
         frozen.check_fresh()
         try:
@@ -709,13 +686,12 @@ def explain(
             if not in_place_of_input:
                 raise
             raise InvalidInputError(f"explain: {TARGET_FOLLOWS}explain(frozen, ' Paris'). ", *error.args) from error
-        page = _page(frozen, prediction, chosen, limits)
+        page = _page(frozen, prediction, answers(frozen, prediction, chosen, slow=slow, named=methods is not None))
     frozen.check_fresh()  # a method that somebody registered may have changed them
     return page
 
 
-def _page(frozen: FrozenPass, prediction: Prediction, chosen: Sequence[str], limits: Limits) -> Picture:
-    said = answers(frozen, prediction, chosen, limits)
+def _page(frozen: FrozenPass, prediction: Prediction, said: Answers) -> Picture:
     refused = dict(said.refused)
     ours = said.shown.get("tensorlens (target)")
     if ours is not None and ours.about_target:
@@ -833,7 +809,11 @@ def explain_generation(
         raise InvalidInputError(f"explain_generation: {len(text.positions)} prompts; pass one.")
     tokens = text.attribute(minus=minus)
     whole = text.attribute(span=span, minus=minus)
-    steps = {hop: text.attribute(span=span, minus=minus, hops=hop) for hop in _followed(last, tokens.queries.shape[1])}
+    if last is None:
+        followed: list[Any] = [*range(1, min(4, tokens.queries.shape[1])), "all"]
+    else:  # the first few, and the last of them
+        followed = sorted({*range(1, min(4, last + 1)), last} - {0})
+    steps = {hop: text.attribute(span=span, minus=minus, hops=hop) for hop in followed}
     parts = [
         _opening(text, tokens, whole, minus),
         "<h2>Each token</h2>",
@@ -844,11 +824,20 @@ def explain_generation(
     ]
     if steps:
         ended = list(steps.values())[-1]
+        first = text.generated_ranges()[0][0]
+        rows: list[tuple[str, ...]] = []
+        for hop, result in {0: whole, **steps}.items():
+            assert result.bias is not None
+            scores = result.scores[0, 0]
+            shares = (scores[:first].sum(), scores[first:].sum(), result.bias[0, 0])
+            total = torch.stack(shares).sum()
+            rows.append((str(hop), *(number(float(value)) for value in (*shares, total))))
+        by_hop = table(("hops", "on the prompt", "on generated tokens", "bias", "sum"), rows)
         parts += [
             "<h2>By way of generated tokens</h2>",
             "<p>What generated tokens gave to the stretch is passed on to the tokens that made them, in shares of "
             "each one's own logit, the bias included. The total stays the same at every hop.</p>",
-            _hops({0: whole} | steps, text.generated_ranges()[0][0]),
+            f'<div class="tlens">{by_hop}</div>',
             ended.to_html(style=False),
             _largest(ended),
         ]
@@ -863,26 +852,6 @@ def explain_generation(
     parts.append(f'<h2>The proofs</h2><div class="tlens">{claims}</div>')
     title = f"What made a generated text: {visible(text.texts[0])[:60]}"
     return Picture(title, "".join(parts))
-
-
-def _followed(last: int | None, tokens: int) -> list[Any]:
-    """The hops that the page shows: the first few, and the last of them."""
-    if last is None:
-        return [*range(1, min(4, tokens)), "all"]
-    return sorted({*range(1, min(4, last + 1)), last} - {0})
-
-
-def _hops(steps: dict[Any, Attribution], first: int) -> str:
-    """Where the total is after each hop."""
-    rows = []
-    for hop, result in steps.items():
-        assert result.bias is not None
-        scores = result.scores[0, 0]
-        shares = (scores[:first].sum(), scores[first:].sum(), result.bias[0, 0])
-        total = torch.stack(shares).sum()
-        rows.append((str(hop), *(number(float(value)) for value in (*shares, total))))
-    hop_table = table(("hops", "on the prompt", "on generated tokens", "bias", "sum"), rows)
-    return f'<div class="tlens">{hop_table}</div>'
 
 
 def _opening(text: FrozenGeneration, tokens: Attribution, whole: Attribution, minus: TokenLike) -> str:

@@ -13,7 +13,7 @@ import pytest
 import tensorlens_tl as tlens
 from tensorlens_tl import commands
 from tensorlens_tl.commands import command_first, evaluate, main, with_options
-from tensorlens_tl.commands.options import read_prompts
+from tensorlens_tl.commands.shared import read_prompts
 
 
 def test_demo_writes_a_page_that_needs_no_network(tmp_path, capsys):

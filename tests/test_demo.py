@@ -11,7 +11,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, demo
-from tensorlens_tl.commands.options import load_model
+from tensorlens_tl.commands.shared import load_model
 from tensorlens_tl.testing import model_names
 
 HAS_HOOKED = any(name.startswith("hooked/") for name in model_names())

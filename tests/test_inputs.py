@@ -193,7 +193,7 @@ def test_other_digits_are_no_count(demo_model, tmp_path, keep):
 
 
 def test_a_text_of_other_digits_is_a_text():
-    from tensorlens_tl.commands.options import position
+    from tensorlens_tl.commands.shared import position
 
     assert position("²") == "²"
     assert position("--5") == "--5"

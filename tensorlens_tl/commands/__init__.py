@@ -213,9 +213,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and not nearest(words[0], (*COMMANDS, "-h", "--help", "--version"), cutoff=0.7):
         words.insert(0, "attribute")
     args = whole.parse_args(words)
+    from tensorlens_tl.commands import shared
     from tensorlens_tl.errors import TensorLensError
 
     try:
+        shared.run_imports(args)
+        shared.check_prompts(args)
         args.run(args)
     except TensorLensError as error:
         print(f"{type(error).__name__}: {with_options(str(error), of_command(words, whole))}", file=sys.stderr)

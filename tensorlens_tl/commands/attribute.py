@@ -4,18 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tensorlens_tl.commands.options import (
-    ENDINGS,
-    add_import_argument,
-    add_model_arguments,
-    add_question_arguments,
-    check_result_output,
-    count,
-    given,
-    loaded_model,
-    run_imports,
-    write_result,
-)
+from tensorlens_tl.commands import shared
 
 HELP = "What does the model predict here, and which tokens moved it?"
 EXAMPLE = 'tensorlens-tl attribute "Return the value of the" --target " file" --minus " first" --top 5'
@@ -23,14 +12,14 @@ EXAMPLE = 'tensorlens-tl attribute "Return the value of the" --target " file" --
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    add_model_arguments(parser)
-    add_import_argument(parser)
+    shared.add_model_arguments(parser)
+    shared.add_import_argument(parser)
     parser.add_argument("text")
     parser.add_argument("--method", default="tensorlens", help="one of `tensorlens-tl methods`")
     parser.add_argument("--collapse", help="of the tensorlens method: target (default), in_out or norm")
-    add_question_arguments(parser)
-    parser.add_argument("--top", type=count, default=10, help="how many tokens to print")
-    parser.add_argument("-o", "--output", type=Path, help=f"also save; {ENDINGS}")
+    shared.add_question_arguments(parser)
+    parser.add_argument("--top", type=shared.count, default=10, help="how many tokens to print")
+    parser.add_argument("-o", "--output", type=Path, help=f"also save; {shared.ENDINGS}")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -38,14 +27,13 @@ def run(args: argparse.Namespace) -> None:
     import tensorlens_tl as tlens
     from tensorlens_tl.report import predict
 
-    check_result_output(args.output)
-    run_imports(args)
+    shared.check_result_output(args.output)
     method = tlens.get_method(args.method)
     if args.collapse is not None and "collapse" not in method.options:
         raise tlens.InvalidInputError(f"--collapse: method {args.method!r} has none; it belongs to tensorlens.")
-    options = given(collapse=args.collapse)
+    options = shared.given(collapse=args.collapse)
     explains = method.explains_prediction(options)
-    frozen = tlens.freeze(loaded_model(args, logits=explains), args.text)
+    frozen = tlens.freeze(shared.loaded_model(args, logits=explains), args.text)
     prediction = predict(frozen, args.target, args.minus, args.query)
     explains = explains and bool(prediction.options)
     if not explains and (args.target is not None or args.minus is not None):
@@ -65,4 +53,4 @@ def run(args: argparse.Namespace) -> None:
     options |= {name: value for name, value in question.items() if method.takes(name)}
     result = tlens.attribute(frozen, method=args.method, **options)
     result.show(args.top)
-    write_result(result, args.output)
+    shared.write_result(result, args.output)

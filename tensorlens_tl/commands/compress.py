@@ -5,22 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tensorlens_tl.commands.options import (
-    ENDINGS,
-    PROMPTS,
-    PROMPTS_HELP,
-    TASKS,
-    add_model_arguments,
-    check_output,
-    check_prompts,
-    check_result_output,
-    count,
-    given,
-    loaded_model,
-    prompts_of,
-    task_of,
-    write_result,
-)
+from tensorlens_tl.commands import shared
 from tensorlens_tl.errors import InvalidInputError, TensorLensError
 
 HELP = "Compress a model's attention, and measure what that costs on held-out prompts."
@@ -31,7 +16,7 @@ TUCKER = ("rule", "layout", "gauge", "balance", "sweeps")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    add_model_arguments(parser)
+    shared.add_model_arguments(parser)
     parser.add_argument(
         "--methods",
         nargs="+",
@@ -57,34 +42,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--balance", action="store_true", default=None, help="first scale Q, K, V and O to the same norm"
     )
     tucker.add_argument("--sweeps", type=int, help="HOOI sweeps after the truncation (default: 0)")
-    parser.add_argument("--task", choices=TASKS, help="measure on a task with known answers")
-    parser.add_argument("--prompts", type=Path, help=f"measure on {PROMPTS_HELP} (default: held-out text)")
-    parser.add_argument("-n", type=count, help=f"number of generated prompts (default: {PROMPTS})")
+    parser.add_argument("--task", choices=shared.TASKS, help="measure on a task with known answers")
+    parser.add_argument("--prompts", type=Path, help=f"measure on {shared.PROMPTS_HELP} (default: held-out text)")
+    parser.add_argument("-n", type=shared.count, help=f"number of generated prompts (default: {shared.PROMPTS})")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, metavar="FILE", help="save the plan of one method and one ratio")
-    parser.add_argument("-o", "--output", type=Path, help=f"save; {ENDINGS}")
+    parser.add_argument("-o", "--output", type=Path, help=f"save; {shared.ENDINGS}")
 
 
 def run(args: argparse.Namespace) -> None:
     """Compress, measure, print the tables, and save where asked."""
     from tensorlens_tl import compress, evaluate
 
-    check_result_output(args.output)
-    check_output(args.save, "--save")
+    shared.check_result_output(args.output)
+    shared.check_output(args.save, "--save")
     methods = args.methods or list(METHODS)
     if args.save is not None and (args.save.suffix == ".html" or len(methods) > 1 or len(args.ratio) > 1):
         raise InvalidInputError("--save: a file holds one plan (no page); pass one of --methods and one --ratio.")
-    tucker_options = given(**{name: getattr(args, name) for name in TUCKER})
+    tucker_options = shared.given(**{name: getattr(args, name) for name in TUCKER})
     if tucker_options and "tucker" not in methods:
         raise InvalidInputError(f"--{next(iter(tucker_options))}: it is for tucker, which is not among --methods.")
     if args.task is not None and args.prompts is not None:
         raise InvalidInputError(
             "--task: with --prompts the lines of the file are what is measured on; pass one of them."
         )
-    check_prompts(args)
-    model = loaded_model(args)
+    model = shared.loaded_model(args)
     task = _task(args, model)
-    options_of = dict.fromkeys(methods, given(mlp=args.mlp, matrices=args.matrices or None))
+    options_of = dict.fromkeys(methods, shared.given(mlp=args.mlp, matrices=args.matrices or None))
     options_of["tucker"] = options_of.get("tucker", {}) | tucker_options
     ratios = sorted(set(args.ratio))
     plans: dict[str, dict[float, Any]] = {}
@@ -113,10 +97,10 @@ def run(args: argparse.Namespace) -> None:
         for method, method_plans in plans.items()
     }
     print("\nratios reached: " + "; ".join(f"{method} {text}" for method, text in ratios_reached.items()))
-    write_result(result, args.output)
+    shared.write_result(result, args.output)
 
 
 def _task(args: argparse.Namespace, model: Any) -> Any:
     if args.prompts is None and (args.task is not None or args.model in ("demo:recall", "demo:brackets")):
-        return task_of(args, model)
-    return prompts_of(args, model)
+        return shared.task_of(args, model)
+    return shared.prompts_of(args, model)

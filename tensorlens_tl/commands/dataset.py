@@ -4,16 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tensorlens_tl.commands.options import (
-    add_import_argument,
-    add_model_arguments,
-    check_output,
-    count,
-    given,
-    loaded_model,
-    position,
-    run_imports,
-)
+from tensorlens_tl.commands import shared
 from tensorlens_tl.errors import InvalidInputError
 
 HELP = "Attribute every row of a JSONL, CSV or Parquet file, and write the results as Parquet shards."
@@ -22,8 +13,8 @@ EXAMPLE = 'tensorlens-tl dataset texts.csv --target " file" -o run'
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    add_model_arguments(parser)
-    add_import_argument(parser)
+    shared.add_model_arguments(parser)
+    shared.add_import_argument(parser)
     parser.add_argument("rows", type=Path, metavar="FILE", help="a .jsonl, .csv or .parquet file")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the run's folder; a run in it is resumed")
     parser.add_argument(
@@ -39,9 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target-column", help="the column that holds each row's target")
     parser.add_argument("--minus", help="a token to hold the target against in every row, or its runner-up")
     parser.add_argument("--minus-column", help="the column that holds the token to hold each row's target against")
-    parser.add_argument("--query", type=position, help="a position, a text of each row, or all (default: the method's)")
+    parser.add_argument(
+        "--query", type=shared.position, help="a position, a text of each row, or all (default: the method's)"
+    )
     parser.add_argument("--keep", default="scores", help="scores, top:32 (the largest of each query), or all")
-    parser.add_argument("--tokens-per-batch", type=count, default=8192, help="run together at most (default: 8192)")
+    parser.add_argument(
+        "--tokens-per-batch", type=shared.count, default=8192, help="run together at most (default: 8192)"
+    )
     parser.add_argument("--memory", help="what may be allocated at once, such as 512MB")
     parser.add_argument(
         "--summary",
@@ -65,17 +60,16 @@ def run(args: argparse.Namespace) -> None:
     import tensorlens_tl as tlens
     from tensorlens_tl.datasets import CIRCUITS, Reading, check_rows
 
-    run_imports(args)
-    check_output(args.summary, "--summary")
+    shared.check_output(args.summary, "--summary")
     if args.summary is not None and args.method not in CIRCUITS:
         raise InvalidInputError(f"--summary: it is of --method {' or '.join(CIRCUITS)}, not {args.method}.")
     options: dict[str, Any] = dict(_option(option) for option in args.options)
-    options |= given(target=args.target, minus=args.minus, query=args.query, memory=args.memory)
+    options |= shared.given(target=args.target, minus=args.minus, query=args.query, memory=args.memory)
     logits = args.method in CIRCUITS or tlens.get_method(args.method).explains_prediction(options)
-    columns = given(target=args.target_column or None, minus=args.minus_column or None)
+    columns = shared.given(target=args.target_column or None, minus=args.minus_column or None)
     check_rows(args.rows, Reading(text=args.text, id=args.id, columns=columns))
     results = tlens.attribute_dataset(
-        loaded_model(args, logits=logits),
+        shared.loaded_model(args, logits=logits),
         args.rows,
         args.output,
         method=args.method,

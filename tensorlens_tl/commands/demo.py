@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorlens_tl.commands.options import check_output
+from tensorlens_tl.commands import shared
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl.drawing.terminal import show_table
     from tensorlens_tl.report import predict
 
-    check_output(args.output, endings=(".html",))
+    shared.check_output(args.output, endings=(".html",))
     text = args.text
     if text is None:
         text = tlens.demo.PROMPT

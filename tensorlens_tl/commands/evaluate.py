@@ -4,27 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tensorlens_tl.commands.options import (
-    ENDINGS,
-    PROMPTS,
-    PROMPTS_HELP,
-    TASKS,
-    add_import_argument,
-    add_model_arguments,
-    check_prompts,
-    check_result_output,
-    count,
-    given,
-    loaded_model,
-    named_program,
-    position,
-    prompts_of,
-    questions_of,
-    run_imports,
-    stretch,
-    task_of,
-    write_result,
-)
+from tensorlens_tl.commands import shared
 from tensorlens_tl.errors import InvalidInputError
 
 HELP = "Which method is faithful? A table over methods, and a saved result."
@@ -70,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, help in EVALUATIONS.items():
         example = f"tensorlens-tl evaluate {name} {EXAMPLES[name]}"
         sub = kinds.add_parser(name, help=help, description=help, example=example)
-        add_model_arguments(sub)
+        shared.add_model_arguments(sub)
         sub.add_argument("--seed", type=int, default=0)
-        sub.add_argument("-o", "--output", type=Path, help=f"save; {ENDINGS}")
+        sub.add_argument("-o", "--output", type=Path, help=f"save; {shared.ENDINGS}")
         if name == "relations":
             sub.add_argument("--relations", nargs="+", type=Path, help="JSON files (default: the shipped ones)")
-            sub.add_argument("--splits", type=count, default=6, help="draws of examples")
+            sub.add_argument("--splits", type=shared.count, default=6, help="draws of examples")
             continue
         if name in OF_PROGRAMS:
             _add_program_arguments(sub, name)
@@ -83,23 +63,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name in ("patching", "circuits"):
             _add_pair_arguments(sub, name)
             continue
-        add_import_argument(sub)
+        shared.add_import_argument(sub)
         sub.add_argument(
             "--methods", nargs="+", metavar="METHOD", help="labels such as 'tensorlens in_out' (default: all)"
         )
-        sub.add_argument("-n", type=count, help=f"how many prompts where we make them (default: {PROMPTS})")
+        sub.add_argument(
+            "-n", type=shared.count, help=f"how many prompts where we make them (default: {shared.PROMPTS})"
+        )
         if name == "known-answer":
-            sub.add_argument("--task", choices=TASKS, help="(default: the model's)")
+            sub.add_argument("--task", choices=shared.TASKS, help="(default: the model's)")
             continue
-        sub.add_argument("--prompts", type=Path, help=f"{PROMPTS_HELP} (default: the held-out text)")
+        sub.add_argument("--prompts", type=Path, help=f"{shared.PROMPTS_HELP} (default: the held-out text)")
         if name == "perturbation":
-            sub.add_argument("--query", type=position, default="last", help="last, cls, mean or a position")
+            sub.add_argument("--query", type=shared.position, default="last", help="last, cls, mean or a position")
             sub.add_argument("--order", default="descending", choices=("descending", "ascending"))
             sub.add_argument(
                 "--replacement",
                 help="resampled, mask, pad, mean, zero or a token (default: resampled of a causal language model)",
             )
-            sub.add_argument("--draws", type=count, help="draws of 'resampled' that are averaged (default: 3)")
+            sub.add_argument("--draws", type=shared.count, help="draws of 'resampled' that are averaged (default: 3)")
             _add_question_arguments(sub)
 
 
@@ -113,15 +95,17 @@ def _add_question_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--fractions", nargs="+", type=float, metavar="SHARE", help="shares of the tokens to replace, the first 0"
     )
-    sub.add_argument("--max-new-tokens", type=count, help="test methods on so many tokens that the model writes")
+    sub.add_argument("--max-new-tokens", type=shared.count, help="test methods on so many tokens that the model writes")
     sub.add_argument(
-        "--span", type=stretch, help="which of those: a text, or START:STOP of the generated tokens (default: all)"
+        "--span",
+        type=shared.stretch,
+        help="which of those: a text, or START:STOP of the generated tokens (default: all)",
     )
 
 
 def _add_program_arguments(sub: argparse.ArgumentParser, name: str) -> None:
     sub.set_defaults(model="program:induction")
-    sub.add_argument("-n", type=count, default=12, help="how many prompts (default: 12)")
+    sub.add_argument("-n", type=shared.count, default=12, help="how many prompts (default: 12)")
     sub.add_argument("--methods", nargs="+", metavar="METHOD", help="such as 'contribution_graph' (default: all)")
     if name == "known-components":
         change = "what the corrupted prompt has: another source, or another choice of the source (default: source)"
@@ -131,11 +115,11 @@ def _add_program_arguments(sub: argparse.ArgumentParser, name: str) -> None:
 def _add_pair_arguments(sub: argparse.ArgumentParser, name: str) -> None:
     sub.add_argument("--task", choices=("recall", "induction"), help="(default: the model's)")
     sub.add_argument("--change", choices=("source", "question"), default="source", help="what the corrupted prompt has")
-    sub.add_argument("-n", type=count, help=f"how many pairs of prompts (default: {PROMPTS})")
+    sub.add_argument("-n", type=shared.count, help=f"how many pairs of prompts (default: {shared.PROMPTS})")
     sub.add_argument(
         "--methods", nargs="+", metavar="METHOD", help="such as 'frozen+qk' or 'integrated' (default: all)"
     )
-    sub.add_argument("--steps", type=count, default=5, help="gradients that are averaged (default: 5)")
+    sub.add_argument("--steps", type=shared.count, default=5, help="gradients that are averaged (default: 5)")
     if name == "patching":
         sub.add_argument(
             "--by",
@@ -154,13 +138,10 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl import evaluate
     from tensorlens_tl.drawing.terminal import show_table
 
-    check_result_output(args.output)
-    if "imports" in args:
-        run_imports(args)
+    shared.check_result_output(args.output)
     if args.what in OF_PROGRAMS:
-        named_program(args.model)  # before a model is loaded
-    check_prompts(args)
-    model = loaded_model(args)
+        shared.named_program(args.model)  # before a model is loaded
+    model = shared.loaded_model(args)
     result = _result(args, model)
     if args.what == "agreement":  # a square table of methods
         table = evaluate.agreement_table(result)
@@ -168,7 +149,7 @@ def run(args: argparse.Namespace) -> None:
         show_table("agreement of methods: mean rank correlation", ("method", *table.columns), rows, left=("method",))
     else:
         result.show()
-    write_result(result, args.output)
+    shared.write_result(result, args.output)
 
 
 def _result(args: argparse.Namespace, model: Any) -> Any:
@@ -177,12 +158,12 @@ def _result(args: argparse.Namespace, model: Any) -> Any:
 
     methods = getattr(args, "methods", None)
     if args.what == "known-answer":
-        return evaluate.known_answer(model, task_of(args, model), methods, seed=args.seed)
+        return evaluate.known_answer(model, shared.task_of(args, model), methods, seed=args.seed)
     if args.what == "known-components":
-        components = named_program(args.model).components(args.n, seed=args.seed, change=args.change)
+        components = shared.named_program(args.model).components(args.n, seed=args.seed, change=args.change)
         return evaluate.known_components(model, components, methods)
     if args.what == "known-attention":
-        choices = named_program(args.model).attention(args.n, seed=args.seed)
+        choices = shared.named_program(args.model).attention(args.n, seed=args.seed)
         return evaluate.known_attention(model, choices, methods, seed=args.seed)
     if args.what == "patching":
         return evaluate.patching_agreement(model, _pairs(args, model), methods, by=args.by, steps=args.steps)
@@ -194,7 +175,7 @@ def _result(args: argparse.Namespace, model: Any) -> Any:
         return evaluate.relation_decoding(model, relations, splits=args.splits, seed=args.seed)
     if args.what == "perturbation":
         options = {"query": args.query, "order": args.order, "replacement": args.replacement, "seed": args.seed}
-        options |= given(
+        options |= shared.given(
             target=args.target,
             minus=args.minus,
             fractions=args.fractions,
@@ -202,11 +183,11 @@ def _result(args: argparse.Namespace, model: Any) -> Any:
             max_new_tokens=args.max_new_tokens,
             span=args.span,
         )
-        return evaluate.perturbation(model, prompts_of(args, model), methods, **_with_columns(args, options))
-    columns = questions_of(args.prompts)
+        return evaluate.perturbation(model, shared.prompts_of(args, model), methods, **_with_columns(args, options))
+    columns = shared.questions_of(args.prompts)
     if columns:
         print(f"--prompts: {', '.join(columns)}: not read here; methods explain what the model predicts last.")
-    return getattr(evaluate, args.what)(model, prompts_of(args, model), methods, seed=args.seed)
+    return getattr(evaluate, args.what)(model, shared.prompts_of(args, model), methods, seed=args.seed)
 
 
 def _pairs(args: argparse.Namespace, model: Any) -> Any:
@@ -215,8 +196,10 @@ def _pairs(args: argparse.Namespace, model: Any) -> Any:
 
     if args.task is None and args.model.startswith("program:"):
         change = "choice" if args.change == "question" else "source"
-        return named_program(args.model).components(args.n or PROMPTS, seed=args.seed, change=change).pairs
-    return evaluate.prompt_pairs(task_of(args, model), args.change, seed=args.seed)
+        return (
+            shared.named_program(args.model).components(args.n or shared.PROMPTS, seed=args.seed, change=change).pairs
+        )
+    return evaluate.prompt_pairs(shared.task_of(args, model), args.change, seed=args.seed)
 
 
 def _with_columns(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
@@ -225,7 +208,7 @@ def _with_columns(args: argparse.Namespace, options: dict[str, Any]) -> dict[str
     Raises:
         InvalidInputError: a column that is a flag as well, or queries that differ.
     """
-    columns = questions_of(args.prompts)
+    columns = shared.questions_of(args.prompts)
     for name, values in columns.items():
         flag = getattr(args, name)
         if flag not in (None, "last"):
@@ -233,7 +216,7 @@ def _with_columns(args: argparse.Namespace, options: dict[str, Any]) -> dict[str
         if name != "query":
             options[name] = values
             continue
-        queries = {position(str(value)) for value in values}
+        queries = {shared.position(str(value)) for value in values}
         if len(queries) > 1:
             raise InvalidInputError(
                 f"--prompts {args.prompts}: its column 'query' has {len(queries)} different values, and this "

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tensorlens_tl.commands.options import add_model_arguments, loaded_model
+from tensorlens_tl.commands import shared
 from tensorlens_tl.errors import InvalidInputError
 
 HELP = "Open a local page: type a prompt, click, and see exact sums. Ctrl-C ends it."
@@ -24,7 +24,7 @@ NO_LABELS = "-"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    add_model_arguments(parser)
+    shared.add_model_arguments(parser)
     parser.add_argument(
         "--tuned", help="a second model of the same architecture, to compare with: named as for --model"
     )
@@ -56,9 +56,9 @@ def run(args: argparse.Namespace) -> None:
 
     check_installed()
     labels = named_labels(args.labels, len(args.features))
-    model = loaded_model(args, images=True)
+    model = shared.loaded_model(args, images=True)
     dictionaries = [named_dictionary(of, model) for of in args.features]
-    tuned = None if args.tuned is None else loaded_model(args, args.tuned)
+    tuned = None if args.tuned is None else shared.loaded_model(args, args.tuned)
     name = args.model if args.tuned is None else f"{args.model} and {args.tuned}"
     images = None
     if args.model == "demo:digits":

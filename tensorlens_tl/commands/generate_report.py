@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from tensorlens_tl.commands.options import add_model_arguments, check_output, count, loaded_model, stretch
+from tensorlens_tl.commands import shared
 
 HELP = "What made a text that the model wrote, as one page that opens without a network."
 EXAMPLE = 'tensorlens-tl generate-report "If the file is not found, a" --max-new-tokens 4 -o generated.html'
@@ -20,15 +20,17 @@ def hops(text: str) -> int | str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    add_model_arguments(parser)
+    shared.add_model_arguments(parser)
     parser.add_argument("text", help="the prompt")
-    parser.add_argument("--max-new-tokens", type=count, help="the number of tokens to generate, greedily (default: 12)")
+    parser.add_argument(
+        "--max-new-tokens", type=shared.count, help="the number of tokens to generate, greedily (default: 12)"
+    )
     parser.add_argument(
         "--continuation", help="or explain this text instead: only what follows the prompt, with its space"
     )
     parser.add_argument(
         "--span",
-        type=stretch,
+        type=shared.stretch,
         default="all",
         help="what is explained: a text (its last occurrence), or START:STOP of the generated tokens (default: all)",
     )
@@ -45,12 +47,12 @@ def run(args: argparse.Namespace) -> None:
     """Write the report of one generated text."""
     import tensorlens_tl as tlens
 
-    check_output(args.output, endings=(".html",))
+    shared.check_output(args.output, endings=(".html",))
     most = args.max_new_tokens
     if most is None and args.continuation is None:
         most = 12
     picture = tlens.report.explain_generation(
-        loaded_model(args),
+        shared.loaded_model(args),
         args.text,
         max_new_tokens=most,
         continuation=args.continuation,

@@ -3,15 +3,7 @@
 import argparse
 from pathlib import Path
 
-from tensorlens_tl.commands.options import (
-    ENDINGS,
-    add_model_arguments,
-    add_question_arguments,
-    check_output,
-    check_result_output,
-    loaded_model,
-    write_result,
-)
+from tensorlens_tl.commands import shared
 
 HELP = (
     "The contribution graph of one prediction: an interactive page, or a file for circuit-tracer, networkx and others."
@@ -23,9 +15,9 @@ SUFFIX_OF = {"json": ".json", "circuit-tracer": ".json", "graphml": ".graphml", 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    add_model_arguments(parser)
+    shared.add_model_arguments(parser)
     parser.add_argument("text")
-    add_question_arguments(parser)
+    shared.add_question_arguments(parser)
     parser.add_argument("--threshold", type=float, default=0.01, help="leave out edges below this share of the largest")
     parser.add_argument(
         "--keep", type=share, default=1.0, help="then keep the largest edges that carry this share of all (default: 1)"
@@ -43,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", help="html, circuit-tracer, graphml, json or csv (default: as the output's name says)"
     )
     parser.add_argument(
-        "-o", "--output", type=Path, help=f"where to write it (default: graph.html here); {ENDINGS}, or .graphml"
+        "-o", "--output", type=Path, help=f"where to write it (default: graph.html here); {shared.ENDINGS}, or .graphml"
     )
 
 
@@ -74,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     check_options(args.threshold, args.neurons, args.sources)
     if args.rule is not None:
         rule_of(args.rule)
-    frozen = tlens.freeze(loaded_model(args), args.text)
+    frozen = tlens.freeze(shared.loaded_model(args), args.text)
     prediction = predict(frozen, args.target, args.minus, args.query)
     if prediction.target is None:
         raise tlens.InvalidInputError(
@@ -94,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
         graph = graph.prune(args.keep)
     print(graph)
     if args.format is None:
-        write_result(graph, output)
+        shared.write_result(graph, output)
         return
     options = {"circuit-tracer": {"slug": output.stem}}.get(args.format, {})
     print(f"saved to {graph.export(output, args.format, **options)}")
@@ -106,7 +98,7 @@ def _check(output: Path, format: str | None) -> None:
     from tensorlens_tl.results.exchange import format_of
 
     if format is None:
-        check_result_output(output, ContributionGraph)
+        shared.check_result_output(output, ContributionGraph)
         return
-    check_output(output)
+    shared.check_output(output)
     format_of(output, format)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from tensorlens_tl.commands.options import add_import_argument, run_imports
+from tensorlens_tl.commands import shared
 
 HELP = "List the registered methods, their options, and the layer maps that mean and rollout take."
 EXAMPLE = "tensorlens-tl methods"
@@ -10,7 +10,7 @@ EXAMPLE = "tensorlens-tl methods"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    add_import_argument(parser)
+    shared.add_import_argument(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -18,7 +18,6 @@ def run(args: argparse.Namespace) -> None:
     import tensorlens_tl as tlens
     from tensorlens_tl.drawing.terminal import show_table
 
-    run_imports(args)
     methods = [tlens.get_method(name) for name in tlens.list_methods()]
     rows = []
     for method in methods:

@@ -3,14 +3,7 @@
 import argparse
 from pathlib import Path
 
-from tensorlens_tl.commands.options import (
-    add_import_argument,
-    add_model_arguments,
-    add_question_arguments,
-    check_output,
-    loaded_model,
-    run_imports,
-)
+from tensorlens_tl.commands import shared
 
 HELP = "Everything about one prediction, as one page that opens without a network."
 EXAMPLE = 'tensorlens-tl report "If the file is not found, a FileNotFoundError is" -o report.html'
@@ -18,10 +11,10 @@ EXAMPLE = 'tensorlens-tl report "If the file is not found, a FileNotFoundError i
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    add_model_arguments(parser)
-    add_import_argument(parser)
+    shared.add_model_arguments(parser)
+    shared.add_import_argument(parser)
     parser.add_argument("text")
-    add_question_arguments(parser)
+    shared.add_question_arguments(parser)
     parser.add_argument(
         "--methods", nargs="+", metavar="METHOD", help="names (default: all of `tensorlens-tl methods`)"
     )
@@ -35,11 +28,10 @@ def run(args: argparse.Namespace) -> None:
     """Write the report of one prediction."""
     import tensorlens_tl as tlens
 
-    check_output(args.output, endings=(".html",))
-    run_imports(args)
+    shared.check_output(args.output, endings=(".html",))
     for name in args.methods or ():
         tlens.get_method(name)  # a typing error should not cost a forward pass
-    frozen = tlens.freeze(loaded_model(args), args.text)
+    frozen = tlens.freeze(shared.loaded_model(args), args.text)
     picture = tlens.report.explain(
         frozen, target=args.target, minus=args.minus, query=args.query, methods=args.methods, slow=args.slow
     )

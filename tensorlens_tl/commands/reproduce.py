@@ -5,14 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorlens_tl.commands.options import (
-    ENDINGS,
-    add_model_arguments,
-    check_result_output,
-    count,
-    loaded_model,
-    write_result,
-)
+from tensorlens_tl.commands import shared
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -28,7 +21,7 @@ DEMO_INPUTS = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.add_argument("name", metavar="NAME", help=f"one of {', '.join(EXPERIMENTS)}")
-    add_model_arguments(parser)
+    shared.add_model_arguments(parser)
     parser.add_argument(
         "--data",
         type=Path,
@@ -37,13 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "channel, height, width]; of figure-5 a folder of relations in LRE's format (default: what comes with bundled "
         "models)",
     )
-    parser.add_argument("--length", type=count, help="tokens of each text (default: 128, as in the paper)")
+    parser.add_argument("--length", type=shared.count, help="tokens of each text (default: 128, as in the paper)")
     parser.add_argument(
-        "-n", type=count, help=f"how many texts or images (default: all; {DEMO_INPUTS} of bundled ones)"
+        "-n", type=shared.count, help=f"how many texts or images (default: all; {DEMO_INPUTS} of bundled ones)"
     )
     parser.add_argument("--replacement", help="mask, pad, mean, zero or a token (default: mask where there is one)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--output", type=Path, help=f"save; {ENDINGS}")
+    parser.add_argument("-o", "--output", type=Path, help=f"save; {shared.ENDINGS}")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -51,19 +44,19 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl import evaluate
     from tensorlens_tl.evaluate import experiment_named
 
-    check_result_output(args.output)
+    shared.check_result_output(args.output)
     experiment = experiment_named(args.name)
     data = _read(args.data, experiment)
     name = args.model
     if name == "demo":
         name = f"demo:{experiment.demo}"  # one that fits the experiment
-    model = loaded_model(args, name, images=True)
+    model = shared.loaded_model(args, name, images=True)
     options: dict[str, Any] = {"length": args.length, "n": args.n, "replacement": args.replacement}
     if data is None and name.startswith("demo"):
         data, options = _bundled(name.partition(":")[2], model, experiment, options)
     result = evaluate.reproduce(args.name, model, data, seed=args.seed, **options)
     result.show()
-    write_result(result, args.output)
+    shared.write_result(result, args.output)
 
 
 def _bundled(name: str, model: Any, experiment: "Experiment", options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

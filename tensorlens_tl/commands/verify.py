@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from tensorlens_tl.commands.options import add_model_arguments, named_model
+from tensorlens_tl.commands import shared
 
 if TYPE_CHECKING:
     from tensorlens_tl.models import ModelView
@@ -15,7 +15,7 @@ TEXT = "The quick brown fox jumps over the lazy dog."
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    add_model_arguments(parser)
+    shared.add_model_arguments(parser)
     parser.add_argument("text", nargs="?", help=f"(default: {TEXT!r}, or random tokens where there is no tokenizer)")
 
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl.models import ModelView
     from tensorlens_tl.testing import check_checkpoint, check_model
 
-    model = named_model(args)  # proofs hold of any weights; which of them are random is said at the end
+    model = shared.named_model(args)  # proofs hold of any weights; which of them are random is said at the end
     text = args.text
     view = ModelView(model)
     if text is None and view.tokenizer is not None and not view.is_encoder_decoder:

@@ -4,15 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tensorlens_tl.commands.options import (
-    PROMPTS_HELP,
-    add_model_arguments,
-    check_output,
-    check_prompts,
-    count,
-    loaded_model,
-    prompts_of,
-)
+from tensorlens_tl.commands import shared
 from tensorlens_tl.errors import InvalidInputError
 
 HELP = "How white and how stationary is the residual stream, as it is and after a filter made from it?"
@@ -22,13 +14,13 @@ PROMPTS = 1000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    add_model_arguments(parser)
+    shared.add_model_arguments(parser)
     parser.add_argument("--points", nargs="+", metavar="HOOK", help="hook points (default: the stream between blocks)")
-    parser.add_argument("--prompts", type=Path, help=f"{PROMPTS_HELP} (default: held-out text)")
+    parser.add_argument("--prompts", type=Path, help=f"{shared.PROMPTS_HELP} (default: held-out text)")
     parser.add_argument(
-        "--length", type=count, default=16, help="tokens of each prompt, special ones apart (default: 16)"
+        "--length", type=shared.count, default=16, help="tokens of each prompt, special ones apart (default: 16)"
     )
-    parser.add_argument("-n", type=count, help=f"prompts of held-out text (default: {PROMPTS})")
+    parser.add_argument("-n", type=shared.count, help=f"prompts of held-out text (default: {PROMPTS})")
     parser.add_argument(
         "--filters", action="store_true", help="also measure after filters made from the other half of the prompts"
     )
@@ -42,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl import whitening
     from tensorlens_tl.whitening import SETTLING
 
-    check_output(args.output, endings=(".html", ".csv"))
+    shared.check_output(args.output, endings=(".html", ".csv"))
     if (
         args.output is not None
         and args.output.suffix.lower() == ".html"
@@ -50,8 +42,7 @@ def run(args: argparse.Namespace) -> None:
         and len(args.points) < 2
     ):
         raise InvalidInputError("--points: a page draws curves over 2 hook points or more; save one as .csv.")
-    check_prompts(args)
-    model = loaded_model(args, logits=False)
+    model = shared.loaded_model(args, logits=False)
     tokens = _tokens(args, model)
     half = len(tokens) // 2
     if args.filters and len(tokens) < 8:
@@ -94,7 +85,7 @@ def _tokens(args: argparse.Namespace, model: Any) -> Any:
 
     if args.length > model.cfg.n_ctx - 2:
         raise InvalidInputError(f"--length {args.length}: the model reads {model.cfg.n_ctx} tokens.")
-    lines = prompts_of(args, model, most=PROMPTS, length=args.length)
+    lines = shared.prompts_of(args, model, most=PROMPTS, length=args.length)
     if isinstance(lines, torch.Tensor):
         return lines
     rows = token_rows(ModelView(model), lines)

@@ -1,6 +1,6 @@
 """A method over a data set: run in batches, written in shards, resumed where it stopped, read back lazily."""
 
-from tensorlens_tl.datasets.results import DatasetResults, load_results
+from tensorlens_tl.datasets.folder import DatasetResults, load_results
 from tensorlens_tl.datasets.rows import (
     FILES as FILES,
     UNKNOWN_ID as UNKNOWN_ID,

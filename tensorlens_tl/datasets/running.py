@@ -13,8 +13,7 @@ from tqdm.auto import tqdm
 from tensorlens_tl import __version__
 from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra.memory import Memory, in_bytes
-from tensorlens_tl.datasets.folder import Folder, Manifest, differing, disk_of, model_identity, planned
-from tensorlens_tl.datasets.results import DatasetResults
+from tensorlens_tl.datasets.folder import DatasetResults, Folder, Manifest, differing, disk_of, model_identity, planned
 from tensorlens_tl.datasets.rows import UNKNOWN_ID, Reading, Rows, RowSource, check_columns, read_rows
 from tensorlens_tl.datasets.work import CIRCUITS, Attributions, CircuitTerms, Record, Work, run_rows
 from tensorlens_tl.errors import InvalidInputError, RegistryError, warn_caller

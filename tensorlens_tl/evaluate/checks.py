@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from tensorlens_tl._arguments import checked_names, whole_number
@@ -111,7 +111,11 @@ def randomisation(
     layers = frozen.n_layers
     curve = [spearman(before, before, frozen.mask)]
     for layer in reversed(range(layers)):
-        _scramble(other.blocks[layer], generator)
+        with torch.no_grad():
+            for parameter in other.blocks[layer].parameters():
+                if parameter.ndim >= 2:
+                    order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
+                    parameter.copy_(parameter.flatten()[order].view_as(parameter))
         again = freeze(other, **frozen.prompt.again(), verify=False)
         curve.append(spearman(before, torch.stack([scorer(again) for scorer in scorers]), frozen.mask))
     curves = torch.stack(curve, dim=-1)[None]
@@ -127,14 +131,6 @@ def randomisation(
         settings=frozen.provenance() | {"seed": seed},
         skipped=skipped,
     )
-
-
-@torch.no_grad()
-def _scramble(block: nn.Module, generator: torch.Generator) -> None:
-    for parameter in block.parameters():
-        if parameter.ndim >= 2:
-            order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
-            parameter.copy_(parameter.flatten()[order].view_as(parameter))
 
 
 @checked_names
@@ -337,18 +333,18 @@ def over_seeds(
             raise InvalidInputError(
                 f"over_seeds: seed {seed} gives other metrics, methods, steps or units than seed {chosen[0]}."
             )
-    values = [result.values for result in runs]
     curves = [result.curves for result in runs if result.curves is not None]
+    names = first.units
     settings = first.settings | {"seed": chosen}
-    if units == "same":
-        return replace(first, values=_mean(values), curves=_mean(curves), settings=settings)
-    return replace(
-        first,
-        values=_all(values),
-        curves=_all(curves),
-        units=[f"seed {seed}, {unit}" for seed, result in zip(chosen, runs, strict=True) for unit in result.units],
-        settings=settings | _counts(runs),
-    )
+    if units == "drawn":
+        names = [f"seed {seed}, {unit}" for seed, result in zip(chosen, runs, strict=True) for unit in result.units]
+        settings |= _counts(runs)
+
+    def together(parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts, dim=2) if units == "drawn" else torch.stack(parts).nanmean(0)
+
+    values = together([result.values for result in runs])
+    return replace(first, values=values, curves=together(curves) if curves else None, units=names, settings=settings)
 
 
 def _shape(result: Evaluation, units: str) -> tuple[Any, ...]:
@@ -358,16 +354,6 @@ def _shape(result: Evaluation, units: str) -> tuple[Any, ...]:
     if units == "same":
         return (*shape, result.units)
     return shape
-
-
-def _mean(parts: list[Tensor]) -> Tensor | None:
-    """The mean over seeds; None of results without curves."""
-    return torch.stack(parts).nanmean(0) if parts else None
-
-
-def _all(parts: list[Tensor]) -> Tensor | None:
-    """The units of all seeds; None of results without curves."""
-    return torch.cat(parts, dim=2) if parts else None
 
 
 def _counts(runs: list[Evaluation]) -> dict[str, Any]:

@@ -180,7 +180,10 @@ def circuit_faithfulness(
     """
     axis = _axis(proportions)
     check_choice("choice", choice, CHOICES)
-    _prepare_folder(folder)
+    if folder is not None and not Path(folder).is_dir():
+        if Path(folder).exists() or not Path(folder).parent.is_dir():
+            raise InvalidInputError(f"folder: {folder} is a file, or there is no folder to make it in.")
+        Path(folder).mkdir()
     chosen = checked_methods(methods, [*ROWS, RANDOM], [name for name in (*ROWS, RANDOM) if name != "patching"])
     work = PairWork(model, pairs, only_correct)
     parts = work.parts()
@@ -200,7 +203,16 @@ def circuit_faithfulness(
     )
     by_size = differences.double().cpu().unflatten(0, (len(sizes), len(chosen), len(axis))).mT
     first = next(iter(scores.values()))
-    curves = _faithfulness(by_size[0], by_size[-1], first.clean.double().cpu(), first.corrupted.double().cpu())
+    clean, corrupted = (numbers.double().cpu() for numbers in (first.clean, first.corrupted))
+    gap = (clean - corrupted).mean()
+    if not float(gap.abs()) > 1e-6 * float((clean.abs() + corrupted.abs()).mean()):
+        raise InvalidInputError(
+            f"circuit_faithfulness: clean and corrupted prompts give the same mean logit difference ({float(gap):.1e} "
+            "apart), so that faithfulness has no unit. Corrupt the prompts so that the answer changes."
+        )
+    faithfulness = (by_size[0] - corrupted[:, None]) / gap
+    distance = (clean[:, None] - by_size[-1]) / gap
+    curves = torch.stack([faithfulness, distance * distance.mean(1, keepdim=True).sign()])
     return Evaluation(
         kind=f"circuits: {work.pairs.name}",
         values=torch.trapezoid(curves, axis, dim=-1),
@@ -213,33 +225,6 @@ def circuit_faithfulness(
         settings=work.settings
         | {"edges": len(first), "choice": choice, "absolute": absolute, "steps": steps, "seed": seed},
     )
-
-
-def _prepare_folder(folder: str | Path | None) -> None:
-    """Create the folder for circuits where there is none."""
-    if folder is None or Path(folder).is_dir():
-        return
-    if Path(folder).exists() or not Path(folder).parent.is_dir():
-        raise InvalidInputError(f"folder: {folder} is a file, or there is no folder to make it in.")
-    Path(folder).mkdir()
-
-
-def _faithfulness(
-    by_score: Float[Tensor, "method prompt step"],
-    by_size: Float[Tensor, "method prompt step"],
-    clean: Float[Tensor, "prompt"],
-    corrupted: Float[Tensor, "prompt"],
-) -> Float[Tensor, "metric method prompt step"]:
-    """The curves below CPR and CMD, from the logit differences of circuits, the model and the corrupted prompts."""
-    gap = (clean - corrupted).mean()
-    if not float(gap.abs()) > 1e-6 * float((clean.abs() + corrupted.abs()).mean()):
-        raise InvalidInputError(
-            f"circuit_faithfulness: clean and corrupted prompts give the same mean logit difference ({float(gap):.1e} "
-            "apart), so that faithfulness has no unit. Corrupt the prompts so that the answer changes."
-        )
-    faithfulness = (by_score - corrupted[:, None]) / gap
-    distance = (clean[:, None] - by_size) / gap
-    return torch.stack([faithfulness, distance * distance.mean(1, keepdim=True).sign()])
 
 
 # ------------------------------------------------------------------ prompts

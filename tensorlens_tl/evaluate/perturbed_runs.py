@@ -201,7 +201,11 @@ class PerturbedRuns:
             outputs = [_vectors(activations[self.hidden_at], at), some.of(logits)]
         else:
             activations, _ = capture(self.model, inputs, [self.hidden_at], hooks=hooks, last=self.hidden_at)
-            outputs = [_query_state(activations[self.hidden_at], at, self.prompt.mask[rows])]
+            hidden, mask = activations[self.hidden_at], self.prompt.mask[rows]
+            if at is None:  # the mean over real tokens
+                outputs = [((hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))[:, None]]
+            else:
+                outputs = [_vectors(hidden, at)]
         return [output.double().cpu() for output in outputs]
 
 
@@ -238,15 +242,6 @@ def _damage(
     if metric == "aopc_abs":
         return fall.abs()
     return fall
-
-
-def _query_state(
-    hidden: Tensor, at: Int[Tensor, "row query"] | None, mask: Bool[Tensor, "row pos"]
-) -> Float[Tensor, "row query d"]:
-    """Final states at some positions of each prompt, or averaged over its real tokens where `at` is None."""
-    if at is not None:
-        return _vectors(hidden, at)
-    return ((hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))[:, None]
 
 
 def _vectors(hidden: Tensor, at: Int[Tensor, "row query"]) -> Float[Tensor, "row query d"]:

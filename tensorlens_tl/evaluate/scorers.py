@@ -203,7 +203,10 @@ class Scorer:
             if callable(self.method):
                 return self.method(frozen)
             if isinstance(explained, Stretch):
-                return self._of_stretch(frozen, self.method, explained)
+                options = {name: value for name, value in self.options.items() if not _is_predicted(value)}
+                if self.needs_target and explained.minus is not None:
+                    options["minus"] = explained.minus
+                return scored_by(frozen, self.method, explained.queries, options, span=True)
             return attribute(frozen, method=self.method, **self._question(frozen, query, explained))
 
     def _question(self, frozen: FrozenPass, query: int | Literal["all"], explained: Explained | None) -> dict[str, Any]:
@@ -226,13 +229,6 @@ class Scorer:
         if get_method(str(self.method)).takes("query"):
             options["query"] = query
         return options
-
-    def _of_stretch(self, frozen: FrozenPass, method: str, stretch: Stretch) -> Attribution:
-        """Scores of a stretch of generated text, one query for all of it."""
-        options = {name: value for name, value in self.options.items() if not _is_predicted(value)}
-        if self.needs_target and stretch.minus is not None:
-            options["minus"] = stretch.minus
-        return scored_by(frozen, method, stretch.queries, options, span=True)
 
     def _scores(
         self,

@@ -126,9 +126,14 @@ def sent_on(
     check_choice("shares", shares, SHARES)
     at = generated.to(scores)
     if shares == SIGNED:
-        weights, bias_weights = _signed(links, link_bias, totals)
-    else:
-        weights, bias_weights = _absolute(links, link_bias)
+        if totals is None:
+            totals = links.sum(-1) + link_bias
+        weights = quotients(links, totals[..., None].expand_as(links))
+        bias_weights = torch.where(totals == 0, 1.0, quotients(link_bias, totals))
+    else:  # they sum to 1
+        size = links.abs().sum(-1) + link_bias.abs()
+        weights = links.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)[..., None]
+        bias_weights = 1 - weights.sum(-1)
     weights = weights.to(scores)
     between = weights @ at.mT  # [batch, token, token]: what a generated token gives to one before it
     held = scores @ at.mT
@@ -145,28 +150,6 @@ def sent_on(
     outside = weights - between @ at
     sent_to_bias = (passed @ bias_weights.to(scores)[..., None])[..., 0]
     return scores + passed @ outside + held @ at, bias + sent_to_bias
-
-
-def _signed(
-    links: Float[Tensor, "batch token key"],
-    link_bias: Float[Tensor, "batch token"],
-    totals: Float[Tensor, "batch token"] | None,
-) -> tuple[Float[Tensor, "batch token key"], Float[Tensor, "batch token"]]:
-    """Shares of each token's own total, and the bias's."""
-    if totals is None:
-        totals = links.sum(-1) + link_bias
-    weights = quotients(links, totals[..., None].expand_as(links))
-    bias_weights = quotients(link_bias, totals)
-    return weights, torch.where(totals == 0, 1.0, bias_weights)
-
-
-def _absolute(
-    links: Float[Tensor, "batch token key"], link_bias: Float[Tensor, "batch token"]
-) -> tuple[Float[Tensor, "batch token key"], Float[Tensor, "batch token"]]:
-    """Shares of absolute scores, and the bias's, with which they sum to 1."""
-    size = links.abs().sum(-1) + link_bias.abs()
-    weights = links.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)[..., None]
-    return weights, 1 - weights.sum(-1)
 
 
 class GeneratedTokens(NamedTuple):

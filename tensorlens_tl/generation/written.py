@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -467,14 +468,17 @@ def frozen_texts(
     width = max(lengths)
     if padded:
         width += 1  # a prompt with fewer generated tokens asks there for the missing ones
+    most = max(length - begin for length, begin in zip(lengths, first, strict=True))
     tokens = torch.zeros(len(ids), width, dtype=torch.long)
     mask = torch.zeros(len(ids), width, dtype=torch.long)
-    for number, row in enumerate(ids):
+    positions = torch.zeros(len(ids), most, dtype=torch.long)
+    for number, (row, begin) in enumerate(zip(ids, first, strict=True)):
         start = width - len(row) if padding_side == "left" else 0
-        real = slice(start, start + len(row))
-        tokens[number, real] = torch.tensor(row)
-        mask[number, real] = 1
-    positions = _generated_positions(mask, lengths, first)
+        end = start + len(row)
+        tokens[number, start:end] = torch.tensor(row)
+        mask[number, start:end] = 1
+        positions[number] = int((1 - mask[number]).argmax())  # one position of padding, for each that the text lacks
+        positions[number, : len(row) - begin] = torch.arange(start + begin, end)
     frozen = freeze(
         model,
         tokens,
@@ -489,20 +493,6 @@ def frozen_texts(
             "is needed."
         )
     return FrozenGeneration(frozen, positions.to(frozen.mask.device))
-
-
-def _generated_positions(
-    mask: Int[Tensor, "batch pos"], lengths: Sequence[int], first: Sequence[int]
-) -> Int[Tensor, "batch token"]:
-    """Where the generated tokens of each text stand; one position of padding for each that a text lacks."""
-    most = max(length - begin for length, begin in zip(lengths, first, strict=True))
-    start = mask.argmax(1).tolist()
-    padding = (1 - mask).argmax(1).tolist()
-    positions = [
-        [*range(left + begin, left + length)] + [spare] * (most - length + begin)
-        for left, begin, length, spare in zip(start, first, lengths, padding, strict=True)
-    ]
-    return torch.tensor(positions)
 
 
 @checked_names
@@ -642,20 +632,16 @@ def attribute_generation(
             parts.append(replace(frozen, _of_batch=True)._answer(replace(question, **of_batch)))
         except InvalidInputError as error:
             raise error.with_prompts(dict(enumerate(map(PromptNumber, batch)))) from error
-    explained: dict[str, Any] = {name: _by_prompt(parts, batches, name) for name in ("generated", "asked")}
+    explained: dict[str, Any] = {}
+    for name in ("generated", "asked"):
+        of_parts = (zip(batch, part.options[name], strict=True) for part, batch in zip(parts, batches, strict=True))
+        by_prompt = dict(chain.from_iterable(of_parts))
+        explained[name] = [by_prompt[prompt] for prompt in sorted(by_prompt)]
     if others is not None:
         explained["minus"] = minus
     if spans is not None:
         explained["span"] = span
     return joined_results(parts, batches, explained)
-
-
-def _by_prompt(parts: Sequence[Attribution], batches: Sequence[Sequence[int]], name: str) -> list[list[int]]:
-    """An option of every prompt, in the order of the prompts."""
-    values: dict[int, list[int]] = {}
-    for part, batch in zip(parts, batches, strict=True):
-        values.update(zip(batch, part.options[name], strict=True))
-    return [values[prompt] for prompt in sorted(values)]
 
 
 def scored_by(

@@ -74,7 +74,6 @@ def chefer(
     sites = [_Site(layer) for block in attentions_of(frozen) for layer in block]
     live_logits = LiveLogits(frozen, target, minus, query, "chefer")
     in_bytes(memory)
-    rule = _relevance if frozen.sides is None else _relevance_of_both_sides
     x = frozen.resid_pre(0)
     patterns = (len(sites) + 2 * (frozen.sides is not None)) * max(site.numbers for site in sites)
     # autograd keeps every layer's activations
@@ -85,7 +84,7 @@ def chefer(
         _, numbers = live_logits.graph(x, hooks)
         outputs = [site.output for site in sites if site.output is not None]  # each was seen, as in the pass
         relevances = [
-            rule(frozen, sites, gradients, live_logits.positions[:, rows])
+            _relevance(frozen, sites, gradients, live_logits.positions[:, rows])
             for rows, gradients in live_logits.gradients(numbers, outputs, per_query, memory)
         ]
     scores = torch.cat(relevances, dim=1) * (live_logits.real[:, :, None] & frozen.mask[:, None])
@@ -102,27 +101,22 @@ def chefer(
 def _relevance(
     frozen: FrozenPass,
     sites: list["_Site"],
-    gradients: list[Float[Tensor, "query batch pos *width"] | None],
-    positions: Int[Tensor, "batch query"],
-) -> Float[Tensor, "batch query key"]:
-    """The rows of R that belong to some queries, each from its own gradients."""
-    x = frozen.resid_pre(0)
-    relevance = torch.nn.functional.one_hot(positions, x.shape[1]).to(upcast(x))
-    for site, gradient in reversed(list(zip(sites, gradients, strict=True))):
-        relevance = relevance + torch.einsum("bcq,bcqk->bck", relevance, site.weighted(gradient))
-    return relevance
-
-
-def _relevance_of_both_sides(
-    frozen: FrozenPass,
-    sites: list["_Site"],
     gradients: list[Float[Tensor, "query batch _side *width"] | None],
     positions: Int[Tensor, "batch query"],
 ) -> Float[Tensor, "batch query key"]:
-    """The same of an encoder–decoder, by the rules of its self- and cross-attention."""
+    """The rows of R that belong to some queries, each from its own gradients.
+
+    Those of an encoder–decoder by the rules of its self- and cross-attention.
+    """
     x = upcast(frozen.resid_pre(0))
+    by_site = list(zip(sites, gradients, strict=True))
+    if frozen.sides is None:
+        relevance = torch.nn.functional.one_hot(positions, x.shape[1]).to(x)
+        for site, gradient in reversed(by_site):
+            relevance = relevance + torch.einsum("bcq,bcqk->bck", relevance, site.weighted(gradient))
+        return relevance
     relevance = torch.eye(x.shape[1], dtype=x.dtype, device=x.device).repeat(*positions.shape, 1, 1)
-    for site, gradient in zip(sites, gradients, strict=True):
+    for site, gradient in by_site:
         queries = site.layer.queries
         keys = site.layer.keys
         given = site.weighted(gradient)

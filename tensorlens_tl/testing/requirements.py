@@ -1,5 +1,6 @@
-"""What the batteries have in common: raising, comparing, looking at what was left on a model, and checks as values."""
+"""What the batteries have in common: raising, comparing, what was left on a model, checks as values, and memory."""
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -8,6 +9,8 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tensorlens_tl.errors import ConformanceError
 from tensorlens_tl.hooks import hooks_on
@@ -188,3 +191,32 @@ def checks_of(functions: Sequence[Callable[[Case], None]], case: Callable[[], Ca
         return Check(name, lambda: function(built()), of=label)
 
     return [check(function) for function in functions]
+
+
+class Allocations(TorchDispatchMode):
+    """Counts bytes of storages that operations inside create, until they are freed; `peak` is the most at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            size = storage.nbytes()
+            if key in inputs or key in self.live:
+                continue
+            self.live[key] = size
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._freed, key)
+        return result
+
+    def _freed(self, key: int) -> None:
+        self.now -= self.live.pop(key, 0)

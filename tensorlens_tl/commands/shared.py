@@ -101,7 +101,7 @@ def count(text: str) -> int:
 
 
 def run_imports(args: argparse.Namespace) -> None:
-    """Run what ``--import`` names.
+    """Run what ``--import`` names, of a command that has it.
 
     Raises:
         InvalidInputError: no such file or module, or it fails.
@@ -109,7 +109,7 @@ def run_imports(args: argparse.Namespace) -> None:
     import importlib
     import runpy
 
-    for name in args.imports:
+    for name in getattr(args, "imports", ()):
         try:
             if name.endswith(".py"):
                 runpy.run_path(name, run_name=Path(name).stem)
