@@ -189,11 +189,7 @@ def rows_of(model: Any, tokens: Tensor, theirs: Float[Tensor, "row class"]) -> F
 
 
 def _language_model(config: Any, named: str) -> Any:
-    """The language model of a classifier's backbone without weights, of the class that TransformerLens knows.
-
-    Raises:
-        UnsupportedModelError: there is none.
-    """
+    """The language model of a classifier's backbone without weights, of the class that TransformerLens knows."""
     from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
@@ -228,11 +224,7 @@ class _Head:
 
 
 def _head(classifier: Any, named: str) -> _Head:
-    """A classifier's head, as far as its modules say; whether it is all is decided by the logits.
-
-    Raises:
-        UnsupportedModelError: another kind.
-    """
+    """A classifier's head, as far as its modules say; whether it is all is decided by the logits."""
     backbone = classifier.base_model
     parts = dict(classifier.named_children())
     heads = {name: part for name, part in parts.items() if part is not backbone and not isinstance(part, nn.Dropout)}

@@ -203,11 +203,7 @@ def _pairs(args: argparse.Namespace, model: Any) -> Any:
 
 
 def _with_columns(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
-    """Options with what a table says of each prompt.
-
-    Raises:
-        InvalidInputError: a column that is a flag as well, or queries that differ.
-    """
+    """Options with what a table says of each prompt."""
     columns = shared.questions_of(args.prompts)
     for name, values in columns.items():
         flag = getattr(args, name)

@@ -133,10 +133,6 @@ def named_labels(files: Sequence[str], count: int) -> list[dict[int, str]] | Non
     Args:
         files: as `circuits.feature_labels` takes them, or `NO_LABELS`; none at all for no labels.
         count: how many dictionaries there are.
-
-    Raises:
-        InvalidInputError: not as many files as dictionaries, or a file that is missing.
-        FileFormatError: a file that holds no labels.
     """
     from tensorlens_tl.circuits import feature_labels
 

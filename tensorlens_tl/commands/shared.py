@@ -101,11 +101,7 @@ def count(text: str) -> int:
 
 
 def run_imports(args: argparse.Namespace) -> None:
-    """Run what ``--import`` names, of a command that has it.
-
-    Raises:
-        InvalidInputError: no such file or module, or it fails.
-    """
+    """Run what ``--import`` names, of a command that has it."""
     import importlib
     import runpy
 
@@ -218,9 +214,6 @@ def load_model(
     """A model by name: ``"demo"``, ``"demo:recall"``, ``"program:sort"``, a hub name, or a folder (always a Bridge).
 
     ``images=True`` allows the bundled model that reads images, for a command that can give it some.
-
-    Raises:
-        InvalidInputError: the model cannot be loaded, or there is no such device; carries the loader's own message.
     """
     import torch
 
@@ -243,11 +236,7 @@ def load_model(
 
 
 def checked_device(device: str | None) -> "torch.device | None":
-    """A device by its name.
-
-    Raises:
-        InvalidInputError: there is none of this name.
-    """
+    """A device by its name."""
     import torch
 
     if device is None:
@@ -261,11 +250,7 @@ def checked_device(device: str | None) -> "torch.device | None":
 
 
 def _load_checkpoint(name: str, kind: Kind, placed: dict[str, Any]) -> Any:
-    """A model of the hub or of a folder.
-
-    Raises:
-        InvalidInputError: it cannot be loaded; carries the loader's own message.
-    """
+    """A model of the hub or of a folder."""
     from tensorlens_tl.classifiers import is_classifier, load_classifier
 
     tried = "no such folder, and the hub gives no model"
@@ -297,11 +282,7 @@ def _load_checkpoint(name: str, kind: Kind, placed: dict[str, Any]) -> Any:
 
 
 def named_program(name: str) -> Any:
-    """The program of a model's name, ``"program:sort"`` or ``"program:sort:norm"``.
-
-    Raises:
-        InvalidInputError: no program of that name.
-    """
+    """The program of a model's name, ``"program:sort"`` or ``"program:sort:norm"``."""
     from tensorlens_tl import demo
 
     if name.partition(":")[0] != "program":
@@ -343,11 +324,7 @@ PROMPTS_HELP = "a text file, one prompt a line, or a .csv, .jsonl or .parquet fi
 
 
 def prompts_of(args: argparse.Namespace, model: Any, *, most: int = PROMPTS, length: int = 48) -> Any:
-    """The prompts of a file, or `most` windows of the text that a bundled model was not trained on.
-
-    Raises:
-        InvalidInputError: no such file, an empty one, a table without prompts, or a model without text.
-    """
+    """The prompts of a file, or `most` windows of the text that a bundled model was not trained on."""
     from tensorlens_tl import demo
 
     if args.prompts is None:
@@ -371,12 +348,7 @@ def check_prompts(args: argparse.Namespace) -> None:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file; empty lines of a text file are left out.
-
-    Raises:
-        InvalidInputError: no such file, an empty one, one that is no text, a table without a column of prompts, or one
-            with a prompt that is empty.
-    """
+    """The prompts of a file; empty lines of a text file are left out."""
     from tensorlens_tl.datasets import FILES
 
     if not path.is_file():
@@ -396,11 +368,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def questions_of(path: Path | None) -> dict[str, list[Any]]:
-    """What the columns `QUESTIONS` of a table say of each of its prompts; nothing of a text file, or of none.
-
-    Raises:
-        InvalidInputError: see `read_prompts`; also a row without what others have.
-    """
+    """What the columns `QUESTIONS` of a table say of each of its prompts; nothing of a text file, or of none."""
     from tensorlens_tl.datasets import FILES
 
     if path is None or path.suffix.lower() not in FILES:
@@ -417,11 +385,7 @@ def questions_of(path: Path | None) -> dict[str, list[Any]]:
 
 
 def _rows(path: Path) -> tuple[list[Mapping[str, Any]], str]:
-    """The rows of a table, and the column that their prompts are in.
-
-    Raises:
-        InvalidInputError: no such table, none with prompts, or a row whose prompt is empty.
-    """
+    """The rows of a table, and the column that their prompts are in."""
     from tensorlens_tl.datasets import file_rows
 
     try:

@@ -90,11 +90,7 @@ class HeadWeights:
 
 
 def check_letters(matrices: object) -> str:
-    """Some of Q, K, V and O, in that order.
-
-    Raises:
-        InvalidInputError: anything else.
-    """
+    """Some of Q, K, V and O, in that order."""
     if not isinstance(matrices, str) or not matrices or set(matrices) - set(LETTERS):
         raise InvalidInputError(f"matrices={matrices!r}: pass some of 'QKVO', such as 'VO'.")
     return "".join(letter for letter in LETTERS if letter in matrices)
@@ -301,12 +297,7 @@ def read(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> H
 
 
 def mlp_matrices(view: ModelView, layer: int) -> dict[str, Tensor]:
-    """One layer's MLP matrices by name, copied.
-
-    Raises:
-        InvalidInputError: the layer has no MLP.
-        UnsupportedModelError: an MLP that cannot be read or written, or quantised weights.
-    """
+    """One layer's MLP matrices by name, copied."""
     block = view.blocks[layer]
     where = f"blocks.{layer} of this {view.description}"
     if block.dense_mlp is None:

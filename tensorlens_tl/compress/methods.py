@@ -541,11 +541,7 @@ METHODS: dict[str, Method] = {
 
 
 def find_method(method: Method | str) -> Method:
-    """A method by name, or the function that was passed.
-
-    Raises:
-        InvalidInputError: no method of that name.
-    """
+    """A method by name, or the function that was passed."""
     if isinstance(method, str) and method in METHODS:
         return METHODS[method]
     if isinstance(method, str) or not callable(method):

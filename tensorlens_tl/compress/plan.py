@@ -359,11 +359,7 @@ class Plan:
 
 
 def _chosen(view: ModelView, layers: Layers) -> list[int]:
-    """The numbers of the layers, in order; they need not be consecutive.
-
-    Raises:
-        InvalidInputError: none, or one that the model does not have.
-    """
+    """The numbers of the layers, in order; they need not be consecutive."""
     layers = plain(layers)
     count = view.n_layers
     if layers is None:

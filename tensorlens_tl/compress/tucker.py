@@ -358,11 +358,7 @@ def mode_product(tensor: Float[Tensor, "d1 d2 d3 h"], matrix: Float[Tensor, "new
 
 
 def check_ranks(shape: Sequence[int], ranks: RankChoice) -> Ranks:
-    """Three ranks, each within its mode.
-
-    Raises:
-        InvalidInputError: not three, or one out of range.
-    """
+    """Three ranks, each within its mode."""
     ranks = plain(ranks)
     if isinstance(ranks, str) or not isinstance(ranks, Sequence) or len(ranks) != 3:
         raise InvalidInputError(f"ranks={ranks!r}: pass three, (R1, R2, R3).")
@@ -374,11 +370,7 @@ def check_ranks(shape: Sequence[int], ranks: RankChoice) -> Ranks:
 
 
 def positive(name: str, value: Number, most: float = math.inf) -> float:
-    """A positive number of any kind (numpy's and torch's too), at most `most`.
-
-    Raises:
-        InvalidInputError: anything else.
-    """
+    """A positive number of any kind (numpy's and torch's too), at most `most`."""
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
         if most == math.inf:

@@ -66,11 +66,7 @@ class Rows:
         return len(self.ids)
 
     def prompts(self) -> list[int]:
-        """The rows that are prompts, by number.
-
-        Raises:
-            InvalidInputError: none is.
-        """
+        """The rows that are prompts, by number."""
         good = [row for row in range(len(self)) if row not in self.errors]
         if not good:
             first = min(self.errors)
@@ -194,11 +190,7 @@ def check_rows(path: Path, reading: Reading) -> None:
 
 
 def file_rows(path: Path) -> Iterable[Mapping[str, Any]]:
-    """The rows of a file, each as a table of its columns.
-
-    Raises:
-        InvalidInputError: no such file, one of another kind (see `FILES`), or one that cannot be read.
-    """
+    """The rows of a file, each as a table of its columns."""
     kind = path.suffix.lower()
     if kind not in FILES:
         known = ", ".join(f"{end} ({what})" for end, what in FILES.items())

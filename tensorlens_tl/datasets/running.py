@@ -231,11 +231,7 @@ class RunOptions:
 
 
 def read_prompts(model: ModelLike, source: RowSource, reading: Reading) -> tuple[ModelView, Rows]:
-    """The model of a run, and the rows of a data set as its prompts; see `attribute_dataset`.
-
-    Raises:
-        InvalidInputError: a model that reads no text, and see `read_rows`.
-    """
+    """The model of a run, and the rows of a data set as its prompts; see `attribute_dataset`."""
     view = ModelView(model)
     view.refuse_encoder_decoder("a run over a data set")
     if view.reads != "tokens":

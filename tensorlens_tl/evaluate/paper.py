@@ -134,11 +134,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 
 
 def experiment_named(name: str) -> Experiment:
-    """An experiment by its name.
-
-    Raises:
-        InvalidInputError: there is none.
-    """
+    """An experiment by its name."""
     if name not in EXPERIMENTS:
         raise InvalidInputError(f"reproduce: no {name!r}; use one of {', '.join(map(repr, EXPERIMENTS))}.")
     return EXPERIMENTS[name]

@@ -81,11 +81,7 @@ class Images:
         return self._processor is not None
 
     def pixels(self, name: str) -> Float[Tensor, "1 channel height width"]:
-        """An image as the model reads it.
-
-        Raises:
-            InvalidInputError: no such image.
-        """
+        """An image as the model reads it."""
         image = self._given.get(name, self._uploads.get(name))
         if image is None:
             raise InvalidInputError(f"explorer: image is {name[:80]!r}, which is not here any more; upload it again.")
@@ -99,10 +95,6 @@ class Images:
 
         Returns:
             The name of the image.
-
-        Raises:
-            InvalidInputError: Pillow is not installed; no PNG or JPEG, or a broken or too large one; a model that
-                reads no images.
         """
         if find_spec("PIL") is None:
             raise InvalidInputError("explorer: uploads need Pillow, not installed here: pip install pillow.")
@@ -134,9 +126,6 @@ def decoded(file: bytes) -> "Image":
     """A picture, 8 bits of red, green and blue, from the bytes of a PNG or JPEG file.
 
     It is turned as the file's EXIF data says, 16 bits of grey become 8, and what is transparent lies on white.
-
-    Raises:
-        InvalidInputError: another format, too many pixels, or a broken file.
     """
     from PIL import Image, ImageOps
 
@@ -173,11 +162,7 @@ def _opaque(picture: "Image") -> "Image":
 
 
 def on_image(frozen: FrozenPass) -> dict[str, Any]:
-    """The image of a pass as pictures (one in greys, to lie under scores), and how its patches lie on it.
-
-    Raises:
-        UnsupportedModelError: patches that do not tile it.
-    """
+    """The image of a pass as pictures (one in greys, to lie under scores), and how its patches lie on it."""
     image = frozen.prompt.image
     patches = frozen.view.patches
     if image is None or patches is None:

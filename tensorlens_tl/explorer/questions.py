@@ -105,11 +105,7 @@ class Question:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Question":
-        """From what the page sent.
-
-        Raises:
-            InvalidInputError: says which field is wrong, and what it must be.
-        """
+        """From what the page sent."""
         texts: dict[str, Any] = {name: _text(fields, name) for name in ("other", "image", "other_image")}
         text = _text(fields, "text") or ""
         if not text and texts["image"] is None:
@@ -364,11 +360,7 @@ class LabelledDictionary:
 
 
 def with_labels(dictionaries: Any, labels: Any) -> list[LabelledDictionary]:
-    """Dictionaries, one or several or none, with the labels of each.
-
-    Raises:
-        InvalidInputError: several dictionaries, and not as many labels.
-    """
+    """Dictionaries, one or several or none, with the labels of each."""
     if dictionaries is None:
         return []
     if not isinstance(dictionaries, (list, tuple)):
@@ -463,11 +455,7 @@ class Inquiry:
 
     @cached_property
     def query(self) -> int:
-        """The position, counted over all tokens; of an image, the one that its class is read at.
-
-        Raises:
-            InvalidInputError: past the end.
-        """
+        """The position, counted over all tokens; of an image, the one that its class is read at."""
         if self.frozen.prompt.class_at is not None:
             return self.frozen.prompt.class_at
         length = self.frozen.tokens.shape[1]
@@ -480,11 +468,7 @@ class Inquiry:
 
     @cached_property
     def logits(self) -> Float[Tensor, "d_vocab"]:
-        """The model's logits at the query.
-
-        Raises:
-            UnsupportedModelError: a model without, or without probabilities.
-        """
+        """The model's logits at the query."""
         logits = self.passes.logits(self.question, self.query)
         if logits is None:
             raise UnsupportedModelError("explorer: this model predicts no tokens, which the page asks about.")
@@ -493,11 +477,7 @@ class Inquiry:
 
     @cached_property
     def target(self) -> dict[str, int]:
-        """Target and minus, or their defaults, as options of the library's functions.
-
-        Raises:
-            InvalidInputError: a number or a text that is no token.
-        """
+        """Target and minus, or their defaults, as options of the library's functions."""
         size = len(self.logits)
         minus = self.question.minus
         if isinstance(minus, str):  # as text, even where it is a word for a rank such as "first-choice"

@@ -73,11 +73,7 @@ class Job:
         self.future.cancel()
 
     def watch(self, what: str, share: float | None) -> None:
-        """Take note of progress.
-
-        Raises:
-            CancelledError: it was cancelled.
-        """
+        """Take note of progress."""
         if self._cancelled.is_set():
             raise CancelledError
         if not what:

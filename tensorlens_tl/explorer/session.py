@@ -123,11 +123,7 @@ def components_view(inquiry: Inquiry) -> View:
 
 
 def head_view(inquiry: Inquiry) -> View:
-    """Where a head attends, what it moves to the answer, why it attends there, and what it promotes.
-
-    Raises:
-        InvalidInputError: no head was named, or a key after the query.
-    """
+    """Where a head attends, what it moves to the answer, why it attends there, and what it promotes."""
     question = inquiry.question
     if question.layer is None or question.head is None:
         raise InvalidInputError("explorer: layer and head are missing; click a head.")
@@ -209,11 +205,7 @@ def _promotes(frozen: FrozenPass, layer: int, head: int, key: int) -> list[View]
 
 
 def routes_view(inquiry: Inquiry) -> View:
-    """By which routes the change of two runs passes each layer.
-
-    Raises:
-        InvalidInputError: one run alone.
-    """
+    """By which routes the change of two runs passes each layer."""
     if not inquiry.question.is_comparison:
         raise InvalidInputError("explorer: routes are of two runs; type a second prompt, or choose a second image.")
     passed = inquiry.result(inquiry.change, "circuits.routes", **inquiry.aim)
@@ -229,11 +221,7 @@ def routes_view(inquiry: Inquiry) -> View:
 
 
 def ablate_view(inquiry: Inquiry) -> View:
-    """What the target loses without one node, in the frozen model and in the live one.
-
-    Raises:
-        InvalidInputError: no node was named, or two runs are compared.
-    """
+    """What the target loses without one node, in the frozen model and in the live one."""
     node = inquiry.question.node
     if node is None:
         raise InvalidInputError("explorer: node is missing; click a head or an MLP.")
@@ -270,11 +258,7 @@ def graph_view(inquiry: Inquiry) -> View:
 
 
 def neurons_view(inquiry: Inquiry) -> View:
-    """The neurons of one MLP with the largest effects on the target, and the sum of the others.
-
-    Raises:
-        InvalidInputError: no MLP was named, or none of this name.
-    """
+    """The neurons of one MLP with the largest effects on the target, and the sum of the others."""
     node = inquiry.question.node
     if node is None:
         raise InvalidInputError("explorer: node is missing; click an MLP.")
@@ -329,11 +313,7 @@ def features_view(inquiry: Inquiry) -> View:
 
 
 def feature_view(inquiry: Inquiry) -> View:
-    """Which tokens a feature's pre-activation comes from, and which it promotes, by one unit of its decoder.
-
-    Raises:
-        InvalidInputError: no feature was named.
-    """
+    """Which tokens a feature's pre-activation comes from, and which it promotes, by one unit of its decoder."""
     question = inquiry.question
     feature = question.feature
     if feature is None:
@@ -361,11 +341,7 @@ def feature_view(inquiry: Inquiry) -> View:
 
 
 def _active(inquiry: Inquiry) -> Features:
-    """The active features of the dictionary that is asked about.
-
-    Raises:
-        InvalidInputError: there is none, or two runs are compared.
-    """
+    """The active features of the dictionary that is asked about."""
     number = inquiry.question.dictionary or 0
     count = len(inquiry.dictionaries)
     if number >= count:
@@ -383,11 +359,7 @@ def _label(active: Features, feature: int) -> str:
 
 
 def generated_view(inquiry: Inquiry) -> View:
-    """Tokens of prompt and continuation, and what each gave to a stretch of the continuation.
-
-    Raises:
-        InvalidInputError: nothing is to be written, an empty stretch, or a comparison.
-    """
+    """Tokens of prompt and continuation, and what each gave to a stretch of the continuation."""
     question = inquiry.question
     if question.new is None:
         raise InvalidInputError("explorer: new is missing; say how many tokens the model shall write.")
@@ -421,12 +393,7 @@ def generated_view(inquiry: Inquiry) -> View:
 
 
 def image_view(inquiry: Inquiry) -> View:
-    """The scores of an image's patches, with the image as the model reads it; of two images, with the second one.
-
-    Raises:
-        InvalidInputError: no image.
-        UnsupportedModelError: patches that do not tile it.
-    """
+    """The scores of an image's patches, with the image as the model reads it; of two images, with the second one."""
     question = inquiry.question
     if question.image is None:
         raise InvalidInputError("explorer: image is missing; choose or upload one.")

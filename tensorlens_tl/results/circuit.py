@@ -262,11 +262,7 @@ def edge_order(
     absolute: bool = True,
     choice: str = "top",
 ) -> Int[Tensor, "edge"]:
-    """All edges in the order in which circuits take them in, by their number in the flattened matrix; see `EdgeScores`.
-
-    Raises:
-        InvalidInputError: no such choice, or scores that are not finite.
-    """
+    """All edges in the order in which circuits take them in, by their number in the flattened matrix of scores."""
     check_choice("choice", choice, CHOICES)
     if not bool(torch.isfinite(scores[exists]).all()):
         raise InvalidInputError("edges: some of their scores are not finite, so that they have no order.")
@@ -468,11 +464,7 @@ class Circuit(SharedGraph):
         return graph
 
     def _keep(self, path: Path) -> Path:
-        """Write the benchmark's JSON; a score that is NaN is null.
-
-        Raises:
-            InvalidInputError: an infinite score, or a node that the benchmark has no name for.
-        """
+        """Write the benchmark's JSON; a score that is NaN is null."""
         sources = [_benchmark_name(name) for name in self.sources]
         destinations = [_benchmark_name(name) for name in self.destinations]
         used = self.selection.any(1).tolist()
@@ -633,12 +625,7 @@ def _node(name: str, number: int, n_layers: int) -> dict[str, Any]:
 
 
 def _content(path: Path) -> Any:
-    """The JSON in a file that is not plainly of another kind, such as what `export` writes for other tools.
-
-    Raises:
-        FileFormatError: it is of another kind, or no JSON.
-        OSError: there is no such file.
-    """
+    """The JSON in a file that is not plainly of another kind, such as what `export` writes for other tools."""
     written = path.read_bytes()
     kind = other_kind(written, path)
     if kind == GZIP_FILE:
@@ -674,23 +661,14 @@ def _unreadable(path: str | os.PathLike[str], error: Exception) -> str:
 
 
 def _truth(value: Any, name: str) -> bool:
-    """JSON's true or false.
-
-    Raises:
-        TypeError: anything else; the text "false" would count as true.
-    """
+    """JSON's true or false; a text such as "false" would count as true."""
     if not isinstance(value, bool):
         raise TypeError(f'"{name}" is {value!r}, not true or false')
     return value
 
 
 def _score(value: Any) -> float:
-    """A finite number, or NaN for null.
-
-    Raises:
-        TypeError: no number.
-        ValueError: one that is not finite, such as 1e999.
-    """
+    """A finite number, or NaN for null."""
     if value is None:
         return float("nan")
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -703,11 +681,7 @@ def _score(value: Any) -> float:
 def _check_all_edges(
     path: str | os.PathLike[str], sources: Sequence[str], pairs: Sequence[tuple[str, ...]], parallel: bool
 ) -> None:
-    """Refuse a file whose edges are not those of its nodes: every node to whatever comes later.
-
-    Raises:
-        FileFormatError: some are missing, or some lead backwards.
-    """
+    """Refuse a file whose edges are not those of its nodes: every node to whatever comes later."""
     ends = [TARGET]
     for name in sources[1:]:
         if name.startswith("MLP"):
@@ -754,11 +728,7 @@ def _benchmark_name(name: str) -> str:
 
 
 def _library_name(name: str) -> str:
-    """The library's name of one of the benchmark's nodes: the inverse of `_benchmark_name`.
-
-    Raises:
-        ValueError: no such name.
-    """
+    """The library's name of one of the benchmark's nodes: the inverse of `_benchmark_name`."""
     for library_name, benchmark_name in BENCHMARK_NAMES.items():
         if name == benchmark_name:
             return library_name

@@ -66,11 +66,7 @@ FEATURE_TYPES = {
 
 
 def format_of(path: Path, name: str | None) -> str:
-    """The format of this name, or, where none is given, that of the file's suffix.
-
-    Raises:
-        InvalidInputError: no such format, or none is said.
-    """
+    """The format of this name, or, where none is given, that of the file's suffix."""
     known = f"use one of {', '.join(FORMATS)}"
     suffix = path.suffix.lower()
     elsewhere = "A figure (.pdf, .svg, .png) is what save(path) writes and plot() draws."

@@ -122,11 +122,7 @@ class Result(Stored, ABC):
     def _chosen(
         self, name: str, hook: Callable[..., Any], by_place: Sequence[Any], choice: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What a call of a function chooses, by name; `hook` has arguments for what can be chosen.
-
-        Raises:
-            InvalidInputError: k below 1, or there is nothing of that name to choose.
-        """
+        """What a call of a function chooses, by name; `hook` has arguments for what can be chosen."""
         places = self.BY_PLACE.get(name, ("k", "query", "batch"))
         chosen: dict[str, Any] = {**dict(zip(places, by_place, strict=False)), **choice}
         for old in [*places[: len(by_place)], *self.RENAMED.keys() & choice]:

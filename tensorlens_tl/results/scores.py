@@ -296,9 +296,6 @@ def refuse_ranked(first: str, second: str, *tokens: Any) -> None:
     Args:
         first, second: what either explains, in words.
         tokens: targets and foils of either, as they were named, where words may say less.
-
-    Raises:
-        InvalidInputError: one of them is of such a token.
     """
     named = f"{first} {second} {tokens}"
     for token, words in RANKED.items():

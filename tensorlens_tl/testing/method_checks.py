@@ -190,11 +190,7 @@ def method_checks(
 
 
 def _with_target(options: dict[str, Any] | None, **question: TokenLike) -> dict[str, Any]:
-    """A method's options with the tokens that it explains.
-
-    Raises:
-        InvalidInputError: a token is among the options as well.
-    """
+    """A method's options with the tokens that it explains."""
     options = dict(options or {})
     for name, token in question.items():
         if token is None:

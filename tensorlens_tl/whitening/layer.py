@@ -196,9 +196,6 @@ def _real_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bool[Tenso
     """Which positions are no padding, from the attention mask that a block is given; None for all.
 
     A mask of scores `[batch, 1, query, key]` lets every token see itself, and no padding.
-
-    Raises:
-        UnsupportedModelError: a mask of another shape, or one that lets padding see everything, as fused attention's.
     """
     unnamed = [value for value in args[1:] if isinstance(value, Tensor) and value.ndim == 4]  # as GPT-2's
     mask = kwargs.get("attention_mask")
@@ -236,11 +233,7 @@ def _allowed(mask: Tensor) -> Bool[Tensor, "..."]:
 
 
 def _refuse_cache(layer: int, inputs: tuple[object, ...]) -> None:
-    """Raise where the module continues from a key–value cache: the last w of the tokens in it is not known.
-
-    Raises:
-        UnsupportedModelError: the cache holds tokens.
-    """
+    """Raise where the module continues from a key–value cache: the last w of the tokens in it is not known."""
     cached = max((_cached_tokens(layer, value) for value in inputs), default=0)
     if cached:
         raise UnsupportedModelError(
@@ -420,11 +413,7 @@ class BridgeAdapter(WhiteningAdapter):
 
 
 def adapter_of(view: ModelView) -> WhiteningAdapter:
-    """The adapter of a model's class.
-
-    Raises:
-        UnsupportedModelError: a model of another class.
-    """
+    """The adapter of a model's class."""
     if view.is_bridge:
         return BridgeAdapter(view)
     if view.is_hooked_encoder or not hasattr(view.model, "setup"):
@@ -575,12 +564,7 @@ def unwhiten(model: Model) -> Model:
 
 
 def _parents(view: ModelView, options: WhitenOptions) -> list[nn.Module]:
-    """The modules whose input is whitened: blocks, or their attention.
-
-    Raises:
-        InvalidInputError: whitened already.
-        UnsupportedModelError: attention that reads several inputs.
-    """
+    """The modules whose input is whitened: blocks, or their attention."""
     if options.reads != "stream" and getattr(view.cfg, "positional_embedding_type", None) == "shortformer":
         raise UnsupportedModelError(
             f"whiten: reads={options.reads!r} needs one input for queries, keys and values; a shortformer adds "
@@ -598,11 +582,7 @@ def _parents(view: ModelView, options: WhitenOptions) -> list[nn.Module]:
 
 
 def _filters(init: Init, width: int, blocks: int) -> Filters:
-    """L⁻¹ and M of every block; none for the identity.
-
-    Raises:
-        InvalidInputError: see `whiten`.
-    """
+    """L⁻¹ and M of every block; none for the identity."""
     match init:
         case str("identity"):
             return []
@@ -625,11 +605,7 @@ def _filters(init: Init, width: int, blocks: int) -> Filters:
 
 
 def _filter(start: object, width: int, layer: int) -> tuple[Tensor, Tensor]:
-    """L⁻¹ and M of one block.
-
-    Raises:
-        InvalidInputError: neither a filter nor a pair of tensors, of another width, or not finite.
-    """
+    """L⁻¹ and M of one block."""
     if isinstance(start, WhiteningFilter):
         start = (start.L_inv, start.M)
     if not isinstance(start, Sequence) or not all(isinstance(matrix, Tensor) for matrix in start):

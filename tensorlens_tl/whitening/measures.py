@@ -468,11 +468,7 @@ def activations(
 
 
 def _point_names(view: ModelView, points: PointNames) -> list[str]:
-    """The hook points by name.
-
-    Raises:
-        InvalidInputError: none, or one that the model does not have.
-    """
+    """The hook points by name."""
     if points is None:
         known = model_points(view)
         points = [*(block.resid_pre for block in known.blocks), known.last_output]
