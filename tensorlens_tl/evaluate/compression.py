@@ -296,18 +296,8 @@ def _best(
         loss, accuracy = _measure(view, questions, prompts, plan).mean(-1).tolist()
         return {"loss": loss, "accuracy": -accuracy}[choose_by]
 
-    first, *others = candidates
-    best = _plan(view, first)
-    if not others:
-        return best
-    least = cost(best)
-    for candidate in others:  # one at a time: a plan may be a good part of the model
-        plan = _plan(view, candidate)
-        plan_cost = cost(plan)
-        if plan_cost < least:
-            best = plan
-            least = plan_cost
-    return best
+    plans = (_plan(view, candidate) for candidate in candidates)  # one at a time: each may be a good part of the model
+    return next(plans) if len(candidates) == 1 else min(plans, key=cost)
 
 
 def _plan(view: ModelView, candidate: Candidate) -> Plan:

@@ -8,7 +8,6 @@ each of their classes, and `unwhiten` takes it off.
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -445,25 +444,6 @@ READS = ("stream", "attention", "keys and values")
 VALUES = ("kept", "dropped")
 
 
-@dataclass(frozen=True)
-class WhitenOptions:
-    """What is whitened, and what becomes of W_V; see `whiten`.
-
-    Raises:
-        InvalidInputError: an unknown option.
-    """
-
-    reads: Reads = "stream"
-    values: Values = "kept"
-
-    def __post_init__(self) -> None:
-        if self.reads not in READS or self.values not in VALUES:
-            raise InvalidInputError(
-                f"whiten: reads={self.reads!r}, values={self.values!r}; reads is one of {', '.join(map(repr, READS))}, "
-                "values is 'kept' or 'dropped'."
-            )
-
-
 @checked_names
 def whiten(model: Model, *, init: Init = "identity", reads: Reads = "stream", values: Values = "kept") -> Model:
     """Put a whitening layer in front of every block: ``w_i = L⁻¹(x_i − M w_{i−1})`` (Whitened Self-Attention, Eq. 9).
@@ -502,23 +482,27 @@ def whiten(model: Model, *, init: Init = "identity", reads: Reads = "stream", va
     view = ModelView(model)
     view.require_chain("whiten")
     adapter = adapter_of(view)
-    options = WhitenOptions(reads, values)
-    if options.reads == "keys and values":
+    if reads not in READS or values not in VALUES:
+        raise InvalidInputError(
+            f"whiten: reads={reads!r}, values={values!r}; reads is one of {', '.join(map(repr, READS))}, values is "
+            "'kept' or 'dropped'."
+        )
+    if reads == "keys and values":
         adapter.check_separate_queries()
     core: Any = view.model
     refuse_attached(core)
-    parents = _parents(view, options)
+    parents = _parents(view, reads)
     filters = _filters(init, view.cfg.d_model, len(parents))
-    if options.values == "dropped":
+    if values == "dropped":
         adapter.set_values_to_identity()
     like = next(core.parameters())
-    layers = [Whitening(view.cfg.d_model, layer, options.reads).to(like) for layer in range(len(parents))]
+    layers = [Whitening(view.cfg.d_model, layer, reads).to(like) for layer in range(len(parents))]
     for layer, (L_inv, M) in zip(layers, filters, strict=bool(filters)):
         with torch.no_grad():
             layer.L_inv.weight.copy_(L_inv)
             layer.M.weight.copy_(M)
     for parent, layer in zip(parents, layers, strict=True):
-        layer.values = options.values
+        layer.values = values
         attach(parent, layer.train(core.training))
     adapter.list_hook_points(layers)
     adapter.refuse_centring()
@@ -563,11 +547,11 @@ def unwhiten(model: Model) -> Model:
     return model
 
 
-def _parents(view: ModelView, options: WhitenOptions) -> list[nn.Module]:
+def _parents(view: ModelView, reads: Reads) -> list[nn.Module]:
     """The modules whose input is whitened: blocks, or their attention."""
-    if options.reads != "stream" and getattr(view.cfg, "positional_embedding_type", None) == "shortformer":
+    if reads != "stream" and getattr(view.cfg, "positional_embedding_type", None) == "shortformer":
         raise UnsupportedModelError(
-            f"whiten: reads={options.reads!r} needs one input for queries, keys and values; a shortformer adds "
+            f"whiten: reads={reads!r} needs one input for queries, keys and values; a shortformer adds "
             "positions to two of them."
         )
     blocks = [block.module for block in view.blocks]
@@ -576,7 +560,7 @@ def _parents(view: ModelView, options: WhitenOptions) -> list[nn.Module]:
         raise InvalidInputError(
             "whiten: this model is whitened already; take that off by unwhiten(model), or load it again."
         )
-    if options.reads == "stream":
+    if reads == "stream":
         return blocks
     return attentions
 
