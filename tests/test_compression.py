@@ -190,7 +190,7 @@ def test_command_line(capsys, tmp_path):
 
 def test_command_line_leaves_out_what_does_not_fit(capsys, monkeypatch, tmp_path):
     rotary = tiny_model("bridge/llama")
-    monkeypatch.setattr("tensorlens_tl.commands.compress.loaded_model", lambda args: rotary)
+    monkeypatch.setattr("tensorlens_tl.commands.shared.loaded_model", lambda args: rotary)
     words = ["compress", "--model", "demo:recall", "--ratio", "1.5"]
     monkeypatch.setattr("tensorlens_tl.commands.compress._task", lambda args, model: torch.arange(3, 9)[None])
     assert commands.main(words) == 0

@@ -218,7 +218,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         shared.run_imports(args)
-        shared.check_prompts(args)
         args.run(args)
     except TensorLensError as error:
         print(f"{type(error).__name__}: {with_options(str(error), of_command(words, whole))}", file=sys.stderr)

@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> None:
         raise InvalidInputError(
             "--task: with --prompts the lines of the file are what is measured on; pass one of them."
         )
+    shared.check_prompts(args)
     model = shared.loaded_model(args)
     task = _task(args, model)
     options_of = dict.fromkeys(methods, shared.given(mlp=args.mlp, matrices=args.matrices or None))

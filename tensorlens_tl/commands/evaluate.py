@@ -141,6 +141,7 @@ def run(args: argparse.Namespace) -> None:
     shared.check_result_output(args.output)
     if args.what in OF_PROGRAMS:
         shared.named_program(args.model)  # before a model is loaded
+    shared.check_prompts(args)
     model = shared.loaded_model(args)
     result = _result(args, model)
     if args.what == "agreement":  # a square table of methods

@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> None:
         and len(args.points) < 2
     ):
         raise InvalidInputError("--points: a page draws curves over 2 hook points or more; save one as .csv.")
+    shared.check_prompts(args)
     model = shared.loaded_model(args, logits=False)
     tokens = _tokens(args, model)
     half = len(tokens) // 2
