@@ -22,6 +22,8 @@ KINDS: dict[str, Any] = {
         results.FeatureEdges,
         results.FeatureExamples,
         results.HeadScores,
+        results.MeasuredEdges,
+        results.MeasuredTerms,
         results.ModelChange,
         results.Paths,
         results.ScoreAttribution,

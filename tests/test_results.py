@@ -70,6 +70,8 @@ RESULTS = {
     "ScoreChange": lambda: circuits.qk_attribution(tlens.difference(frozen(), other()), 1, 0, key=2),
     "ContributionGraph": lambda: circuits.contribution_graph(tlens.freeze(model(), some_tokens()[:1]), 5),
     "EdgeScores": lambda: circuits.edge_scores(frozen(), other(), 5),
+    "MeasuredTerms": lambda: circuits.patch_scores(frozen(), other(), 5, method="measured"),
+    "MeasuredEdges": lambda: circuits.edge_scores(frozen(), other(), 5, method="measured"),
     "HeadScores": lambda: circuits.previous_token_scores(frozen()),
     "Circuit": lambda: circuits.edge_scores(frozen(), other(), 5).circuit(12),
     "Evaluation": lambda: evaluate.perturbation(model(), some_tokens(2, 6), ["rollout", "random"], fractions=(0, 0.5)),

@@ -15,6 +15,7 @@ node reads the earlier one's corrupted output in place of its clean one, all els
 | `gradient` | Δa · ∂target/∂a at the clean prompt | Δa · ∂target/∂(what is read) | the same |
 | `integrated` | the same, averaged from the corrupted to the clean embeddings | the same | the same |
 | `difference` | Δa · pull of the target through the exact difference of the runs | the same | the same |
+| `measured` | of the largest as `patching`, of the others as `gradient` | the same | the same |
 | `patching` | target(clean) − target(node patched), a live run each | a live run for each edge | the same |
 
 `frozen` is exact in the model frozen at the clean prompt, where everything later is linear, whatever the two prompts
@@ -40,16 +41,19 @@ hook point. A gate after heads is a destination as their values are (``"L1H0.g"`
 run such models. Between two runs an edge shares what it does with the others symmetrically; patching, the live model's
 own answer, takes all others at the clean prompt.
 
+`measured` patches those that `difference` or `gradient` takes for the largest, and says how far the others are off
+(`tensorlens_tl.circuits.measured`).
+
 In an encoder–decoder, edges stay within one stack, except those into keys and values of cross-attention
 (``"L0H3 → L2.cross.H0.k"``), which read what the encoder's nodes write, through the norm at its end.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice, checked_names, whole_number
@@ -59,6 +63,7 @@ from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.algebra.secants import Offset
 from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
 from tensorlens_tl.circuits.live import NodeChange, NodeGradients, NodeValues, sublayer_nodes
+from tensorlens_tl.circuits.measured import Budget, Measurement, budget_of, measure
 from tensorlens_tl.circuits.stream import (
     Pulled,
     Step,
@@ -78,11 +83,11 @@ from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import Difference, FrozenPass, PassLike, check_pass, difference, one_question
 from tensorlens_tl.passes.operator import resolve_target
 from tensorlens_tl.requirements import check_rule
-from tensorlens_tl.results import TARGET, Circuit, EdgeScores, Terms
+from tensorlens_tl.results import TARGET, Circuit, EdgeScores, MeasuredEdges, MeasuredTerms, Terms
 
 # ------------------------------------------------------------------ the two prompts and the target
 
-METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "difference", "patching")
+METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "difference", "measured", "patching")
 """The ways to get a score of a node or an edge."""
 
 SYNONYMS = {
@@ -113,7 +118,7 @@ def gradient_shares(method: str, steps: Whole, points: str = "midpoint") -> list
     check_choice("points", points, POINTS)
     steps = whole_number("steps", steps, least=1)
     on_the_way = [(step + POINTS[points]) / steps for step in range(steps)]
-    return {"gradient": [1.0], "integrated": on_the_way, "frozen+qk": on_the_way}.get(method, [])
+    return {"gradient": [1.0], "measured": [1.0], "integrated": on_the_way, "frozen+qk": on_the_way}.get(method, [])
 
 
 def ruled_method(method: str | None, rule: Any, clean: PassLike) -> tuple[str, Rule | None]:
@@ -239,6 +244,7 @@ class _Comparison:
         activation: the rule for MLPs, of the frozen methods.
         readout: the target, of ``"difference"`` its change along the stream of the exact difference.
         numbers: of the clean and of the corrupted run, before any final soft cap.
+        finder: of ``"measured"``, the comparison that finds what is large.
     """
 
     clean: FrozenPass
@@ -249,6 +255,7 @@ class _Comparison:
     activation: str
     readout: StreamTarget
     numbers: tuple[Float[Tensor, "batch query"], Float[Tensor, "batch query"]]
+    finder: "_Comparison | None" = None
 
     @classmethod
     def of(
@@ -271,7 +278,13 @@ class _Comparison:
         else:
             readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
             first, second = readout.total, readout.number_of(corrupted.activation)
-        return cls(clean, corrupted, method, chosen, shares, activation, readout, (first, second))
+        finder = None
+        if method == "measured":
+            finder = cls.of(
+                clean, corrupted, target, minus, direction=direction, query=query, activation=activation,
+                method="difference", rule=None, steps=steps, points=points,
+            )  # fmt: skip
+        return cls(clean, corrupted, method, chosen, shares, activation, readout, (first, second), finder)
 
     @property
     def changes(self) -> Stream:
@@ -333,6 +346,8 @@ def edge_scores(
     activation: str = "ratio",
     steps: int = 5,
     points: str = "midpoint",
+    live: int | float | str | None = None,
+    seed: int = 0,
     memory: Memory = None,
 ) -> EdgeScores:
     """What the target loses when each edge carries its corrupted value.
@@ -341,18 +356,23 @@ def edge_scores(
         clean, corrupted, target, minus, direction, query: as in `patch_scores`.
         method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by averaged gradients),
             ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"difference"`` (exact between the two
-            runs) or ``"patching"`` (a live run for each edge). None is ``"frozen"``, and with a rule ``"gradient"``.
+            runs), ``"measured"`` (the largest by live runs) or ``"patching"`` (a live run for each edge). None is
+            ``"frozen"``, and with a rule ``"gradient"``.
         rule: what gradients follow, as in `patch_scores`.
         positions: also each edge at each position where its destination reads, `EdgeScores.by_position`; not with
-            ``"patching"``.
-        activation, steps, points, memory: as in `patch_scores`.
+            ``"measured"`` and ``"patching"``.
+        activation, steps, points, live, seed, memory: as in `patch_scores`.
+
+    Returns:
+        Scores; of ``"measured"`` with `measured`, which of them are, and `rest()`, how far the others are off.
 
     Raises:
         InvalidInputError: no such method, rule or points, and what `patch_scores` refuses.
         UnsupportedModelError: blocks in a loop, shared keys and values, a mixture of experts; under ``"difference"``
-            what `difference` refuses; along gradients a part that cannot be cut out of a run, and under ``"frozen+qk"``
-            attention that no hook points show the queries and keys of; under ``"patching"`` blocks that are not read as
-            a sum of what their parts write (see `tensorlens_tl.circuits.weights_forward`).
+            and ``"measured"`` what `difference` refuses; along gradients a part that cannot be cut out of a run, and
+            under ``"frozen+qk"`` attention that no hook points show the queries and keys of; under ``"measured"`` and
+            ``"patching"`` blocks that are not read as a sum of what their parts write (see
+            `tensorlens_tl.circuits.weights_forward`).
         FrozenModelError: weights changed since a pass; and except under ``"frozen"`` and ``"difference"``, which
             describe the passes alone, hooks put on the model or taken off since, or a frozen pass attached to it.
 
@@ -361,15 +381,19 @@ def edge_scores(
     >>> edges.scores.shape  # prompt source destination
     torch.Size([1, 21, 53])
     """
-    if positions and method == "patching":
+    if positions and method in ("measured", "patching"):
         raise InvalidInputError("positions: patching measures whole edges; use another method, or leave it out.")
+    seed, budget = whole_number("seed", seed, least=0), budget_of(live, method)
     comparison = _Comparison.of(
         clean, corrupted, target, minus, direction=direction, query=query, activation=activation, method=method,
         rule=rule, steps=steps, points=points,
     )  # fmt: skip
     readout = comparison.readout
     layout = comparison.layout
-    if comparison.method == "patching":
+    measured = dict[str, Tensor]()
+    if comparison.method == "measured":
+        scores, measured = _measured_edges(comparison, budget, seed, memory)
+    elif comparison.method == "patching":
         scores = comparison.replay().patched(memory)
     elif comparison.method == "frozen+qk":
         responses = _pattern_responses(comparison, by_node=True)
@@ -383,7 +407,8 @@ def edge_scores(
     if positions:
         by_position = scores
         scores = by_position.sum(-1)
-    return EdgeScores(
+    kind: Any = MeasuredEdges if measured else EdgeScores
+    return kind(
         sources=layout.sources,
         destinations=layout.destinations,
         scores=scores,
@@ -395,7 +420,33 @@ def edge_scores(
         config=_config(readout),
         by_position=by_position,
         provenance=readout.stream.frozen.provenance(),
+        **measured,
     )
+
+
+def _measured_edges(
+    comparison: _Comparison, budget: Budget, seed: int, memory: Memory
+) -> tuple[Float[Tensor, "batch source destination"], dict[str, Tensor]]:
+    """The largest edges patched live, the others by their gradient; and what a `MeasuredEdges` has besides."""
+    exists = comparison.layout.exists
+    first = budget.of(int(exists.sum()), "edges")
+    assert comparison.finder is not None
+    readout, layout = comparison.finder.readout, comparison.finder.layout
+    assert layout.destinations == comparison.layout.destinations  # what parts the two, live runs refuse
+    assert layout.sources == comparison.layout.sources
+    differences = _products(comparison.finder.changes, layout, readout.stream.pull(readout.seed), False)[:, exists]
+    replay = comparison.replay()
+    gradients = _live_scores(comparison, False)[1][:, exists]
+
+    def of_edges(values: Shaped[Tensor, "*rows edge"]) -> Shaped[Tensor, "*rows source destination"]:
+        return values.new_zeros(*values.shape[:-1], *exists.shape).masked_scatter(exists, values)
+
+    def patched(edges: Bool[Tensor, "run batch edge"]) -> Float[Tensor, "run batch"]:
+        return replay.losses(of_edges(edges), memory)
+
+    result = measure(differences, gradients, patched, first, budget.error, seed)
+    fields = {"measured": of_edges(result.measured), "draws": result.draws, "groups": result.groups}
+    return of_edges(result.scores), fields
 
 
 @checked_names
@@ -683,6 +734,8 @@ def _config(readout: StreamTarget) -> dict[str, Any]:
 
 BY = ("component", "head", "neuron", "stream")
 
+NODES = "nodes besides the input"
+
 
 @recordable()
 @one_question
@@ -701,6 +754,8 @@ def patch_scores(
     activation: str = "ratio",
     steps: int = 5,
     points: str = "midpoint",
+    live: int | float | str | None = None,
+    seed: int = 0,
     memory: Memory = None,
 ) -> Terms:
     """What the target loses when each node's clean value is replaced by its corrupted one.
@@ -720,28 +775,37 @@ def patch_scores(
         by: what a node is.
         method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by gradients),
             ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"difference"`` (exact between the two
-            runs) or ``"patching"`` (a live run for each node). None is ``"frozen"``, and with a rule ``"gradient"``.
+            runs), ``"measured"`` (the largest by live runs) or ``"patching"`` (a live run for each node). None is
+            ``"frozen"``, and with a rule ``"gradient"``.
         rule: what gradients follow in place of the model's own: one of ``tlens.list_rules()``, or a `Rule`.
         positions: also each node at each position, in `Terms.keys`, `[batch, query, node, pos]`. They sum to the
-            node's score, except under ``"patching"``, where each is patched by itself. Of an encoder–decoder they are
-            zero at the positions of the other side.
+            node's score, except under ``"measured"`` and ``"patching"``, where each is patched by itself. Of an
+            encoder–decoder they are zero at the positions of the other side.
         query: one position of each prompt, the last by default.
         activation: the rule for MLPs, of the frozen methods.
         steps: gradients of ``"integrated"`` and ``"frozen+qk"``, one in each of as many equal steps.
         points: where in its step a gradient is taken: at the ``"midpoint"``, or at the ``"left"`` end, k/steps for k
             from 0: the corrupted embeddings are one of them and the clean ones are not, as in the published code of
             EAP-IG and of the Mechanistic Interpretability Benchmark.
-        memory: what the runs of ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
+        live: of ``"measured"``, how many of the largest are patched for each prompt: a number (5 by default), or a
+            share of all (0.1); or how far the others may be off, ``"error<5%"`` of the sizes of all scores: then as
+            many as it takes until the stated error's upper end is below that. As many others are drawn at random and
+            patched, and the rest in as many groups. The whole input is patched besides.
+        seed: of ``"measured"``, of draws and groups.
+        memory: what the runs of ``"measured"`` and ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
         Terms that are not additive: what goes through two nodes counts for both. `Terms.total` is the clean number, of
-        ``"difference"`` what it is more than the corrupted one.
+        ``"difference"`` what it is more than the corrupted one. Under ``"measured"`` they have `measured`, which scores
+        are those of live runs, and `rest()`, how far the others are off.
 
     Raises:
         InvalidInputError: no such `by`, method, rule or points, a rule for a method without gradients, prompts that
-            cannot be compared (see `check_pair`), and what `logit_attribution` refuses.
+            cannot be compared (see `check_pair`), `live` with another method, or of more nodes than there are, and what
+            `logit_attribution` refuses.
         UnsupportedModelError: blocks in a loop, shared keys and values, a mixture of experts, or, except under
-            ``"frozen"``, a part that no hook reaches; under ``"frozen+qk"`` what `edge_scores` refuses.
+            ``"frozen"``, a part that no hook reaches; under ``"measured"`` what `difference` refuses; under
+            ``"frozen+qk"`` what `edge_scores` refuses.
         FrozenModelError: weights changed since a pass; and except under ``"frozen"``, which describes the passes
             alone, hooks put on the model or taken off since that change what it does (under ``"frozen+qk"`` any), or
             a frozen pass attached to it.
@@ -752,16 +816,19 @@ def patch_scores(
     True
     """
     check_choice("by", by, BY)
+    seed, budget = whole_number("seed", seed, least=0), budget_of(live, method)
     comparison = _Comparison.of(
         clean, corrupted, target, minus, direction=direction, query=query, activation=activation, method=method,
         rule=rule, steps=steps, points=points,
     )  # fmt: skip
     readout = comparison.readout
     keys = None
+    if comparison.method == "measured":
+        return _measured_nodes(comparison, by, positions, budget, seed, memory)
     if comparison.method == "patching":
         nodes, other = _live_nodes(comparison, by)
         names = [node.name for node in nodes.nodes]
-        scores = nodes.live.losses(nodes.nodes, other, memory, "patches")
+        scores = nodes.live.losses([[node] for node in nodes.nodes], other, memory, "patches")
         if positions:
             keys = _patched_at_positions(nodes, other, memory)
     else:
@@ -816,19 +883,33 @@ def _along_pull(comparison: _Comparison, by: str) -> tuple[list[str], Float[Tens
 def _along_gradients(comparison: _Comparison, by: str) -> tuple[list[str], Float[Tensor, "batch node pos"]]:
     """(a_clean − a_corrupted) · mean gradient, on the way from the corrupted to the clean embeddings."""
     nodes, other = _live_nodes(comparison, by)
+    return [node.name for node in nodes.nodes], _gradient_products(comparison, nodes, other)
+
+
+def _gradient_products(
+    comparison: _Comparison, nodes: NodeGradients, other: NodeValues
+) -> Float[Tensor, "batch node pos"]:
+    """The same for nodes of the live model."""
     summed: dict[str, Tensor] = {}
     for start in comparison.starts():
         for point, gradient in nodes.at(start).items():
             summed[point] = summed[point] + gradient if point in summed else gradient
     mean = {point: gradient[0] / len(comparison.shares) for point, gradient in summed.items()}
     changes = {point: nodes.values[point] - other[point] for point in mean}
-    return [node.name for node in nodes.nodes], nodes.products(changes, mean)
+    return nodes.products(changes, mean)
 
 
 def _patched_at_positions(
     nodes: NodeGradients, other: NodeValues, memory: Memory
 ) -> Float[Tensor, "batch query node pos"]:
     """What the target loses with each node patched at one position at a time."""
+    changes, columns = _at_positions(nodes)
+    lost = nodes.live.losses([[change] for change in changes], other, memory, "patches")
+    return _in_columns(nodes, lost, columns)
+
+
+def _at_positions(nodes: NodeGradients) -> tuple[list[NodeChange], list[int]]:
+    """Each node changed at one position, and its place among all pairs of a node and a position."""
     changes: list[NodeChange] = []
     columns: list[int] = []
     pos = nodes.frozen.tokens.shape[1]
@@ -837,13 +918,70 @@ def _patched_at_positions(
             for place, position in enumerate(nodes.positions(point)):
                 changes.append(node._replace(points=(point,), position=place))
                 columns.append(number * pos + position)
-    lost = nodes.live.losses(changes, other, memory, "patches")
-    scores = lost.new_zeros(*lost.shape[:2], len(nodes.nodes) * pos)
-    scores[..., columns] = lost
-    return scores.unflatten(2, (-1, pos))
+    return changes, columns
 
 
-def _live_nodes(comparison: _Comparison, by: str) -> tuple[NodeGradients, NodeValues]:
+def _in_columns(
+    nodes: NodeGradients, values: Shaped[Tensor, "*rows change"], columns: Sequence[int]
+) -> Shaped[Tensor, "*rows node pos"]:
+    """What nodes have at positions, zero where they have none."""
+    pos = nodes.frozen.tokens.shape[1]
+    every = values.new_zeros(*values.shape[:-1], len(nodes.nodes) * pos)
+    every[..., columns] = values
+    return every.unflatten(-1, (-1, pos))
+
+
+def _measured_nodes(
+    comparison: _Comparison, by: str, positions: bool, budget: Budget, seed: int, memory: Memory
+) -> MeasuredTerms:
+    """The largest nodes patched live, the others by their gradient; and so each at each position, where asked for."""
+    nodes, other = _live_nodes(comparison, by, budget)
+    assert comparison.finder is not None
+    of_finder, differences = _along_pull(comparison.finder, by)
+    names = [node.name for node in nodes.nodes]
+    differences = differences[:, [of_finder.index(name) for name in names]]
+    gradients = _gradient_products(comparison, nodes, other)
+
+    def measured(differences: Tensor, gradients: Tensor, changes: Sequence[NodeChange], first: int) -> Measurement:
+        def patched(parts: Bool[Tensor, "run batch part"]) -> Float[Tensor, "run batch"]:
+            runs: list[list[NodeChange]] = [[] for _ in parts]
+            for run, prompt, part in parts.nonzero().tolist():
+                runs[run].append(changes[part]._replace(prompt=prompt))
+            return nodes.live.losses(runs, other, memory, "patches")[:, 0].T
+
+        return measure(differences, gradients.to(differences), patched, first, budget.error, seed)
+
+    sums = differences.sum(-1)
+    sums[:, 0] = torch.inf  # the whole input is measured, and counts for none of the largest
+    of_nodes = measured(sums, gradients.sum(-1), nodes.nodes, 1 + budget.of(len(names) - 1, NODES))
+    fields: dict[str, Any] = {}
+    if positions:
+        changes, columns = _at_positions(nodes)
+        of_keys = measured(
+            differences.flatten(1)[:, columns],
+            gradients.flatten(1)[:, columns],
+            changes,
+            budget.of(len(columns), NODES),
+        )
+        fields = {
+            "keys": _in_columns(nodes, of_keys.scores, columns)[:, None],
+            "measured_keys": _in_columns(nodes, of_keys.measured, columns)[:, None],
+            "draws_of_keys": of_keys.draws,
+            "groups_of_keys": of_keys.groups,
+        }
+    of_target = comparison.readout.fields()
+    return MeasuredTerms(
+        names=names,
+        scores=of_nodes.scores[:, None],
+        measured=of_nodes.measured[:, None],
+        draws=of_nodes.draws,
+        groups=of_nodes.groups,
+        **of_target | {"target": f"{comparison.readout.label}, clean − patched"},
+        **fields,
+    )
+
+
+def _live_nodes(comparison: _Comparison, by: str, budget: Budget | None = None) -> tuple[NodeGradients, NodeValues]:
     """The first block's input, and the nodes of every sublayer or the stream before every block.
 
     Returns:
@@ -861,5 +999,7 @@ def _live_nodes(comparison: _Comparison, by: str) -> tuple[NodeGradients, NodeVa
             nodes.append(NodeChange(f"L{layer}.stream", (point,), layer=max(layer - 1, 0)))
     else:
         nodes += sublayer_nodes(readout, question, by, "Use method='frozen', which reads weights, or by='stream'.")
+    if budget is not None:
+        budget.of(len(nodes) - 1, NODES)
     live = NodeGradients(readout, question, nodes, comparison.rule)
     return live, live.values_of(comparison.corrupted)

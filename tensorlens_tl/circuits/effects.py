@@ -304,7 +304,7 @@ def _in_live_model(
     changes = [changes[number] for number in _chosen([change.name for change in changes], nodes)]
     names = [change.name for change in changes]
     if rule is None:
-        return names, LiveTarget(readout, question).losses(changes, None, memory, "ablations")
+        return names, LiveTarget(readout, question).losses([[change] for change in changes], None, memory, "ablations")
     gradients = NodeGradients(readout, question, changes, rule)
     frozen = gradients.frozen
     at_nodes = gradients.at({name: frozen.activation(name) for name in frozen.capture.stream_names(0)}, memory)

@@ -113,21 +113,22 @@ def _without_module(
 
 # ------------------------------------------------------------------ nodes changed
 
-EVERY_POSITION = slice(None)
+EVERY = slice(None)
 
 NodeValues = Mapping[str, Float[Tensor, "... batch _some _width"]]
 """What the model has at hook points, heads side by side; of an encoder–decoder at the positions of one side."""
 
 
 class NodeChange(NamedTuple):
-    """A node that is changed in one copy of the prompts.
+    """A node that is changed in one copy of the prompts, for one of them or for each.
 
     Attributes:
         name: of the node.
         points: the hook points of its hidden vector, or of what it writes.
         part, parts: which of how many equal parts of the vector there it is.
         position: where it is changed.
-        expert: the expert that it is, where no hook point shows it.
+        prompt: for which prompt it is changed.
+        expert: the expert that it is, where no hook point shows it; it is taken away for every prompt.
         layer: the first that has to be computed for it.
     """
 
@@ -135,7 +136,8 @@ class NodeChange(NamedTuple):
     points: tuple[str, ...] = ()
     part: int = 0
     parts: int = 1
-    position: int | slice = EVERY_POSITION
+    position: int | slice = EVERY
+    prompt: int | slice = EVERY
     expert: Expert | None = None
     layer: int = 0
 
@@ -207,15 +209,16 @@ class LiveTarget:
         return self.readout.number_of(by_copy)
 
     def losses(
-        self, changes: Sequence[NodeChange], values: NodeValues | None, memory: Memory, title: str
+        self, changes: Sequence[Sequence[NodeChange]], values: NodeValues | None, memory: Memory, title: str
     ) -> Float[Tensor, "batch query change"]:
-        """What the number loses under each change by itself, many of them to a run.
+        """What the number loses in copies of the prompts, each with some nodes changed; many copies to a run.
 
         Nodes have these values instead, by hook point; None takes them away. `title` is of the progress bar.
         """
 
         def run(copies: Copies) -> Float[Tensor, "copy batch query"]:
-            chosen = [(copy, changes[number]) for copy, number in enumerate(copies) if number is not None]
+            numbered = [(copy, number) for copy, number in enumerate(copies) if number is not None]
+            chosen = [(copy, change) for copy, number in numbered for change in changes[number]]
             if copies[0] is None and chosen and self.shares_layers:
                 numbers = self._shared_run(chosen, len(copies), values)
                 if numbers is not None:
@@ -252,7 +255,7 @@ class LiveTarget:
             pos = len(range(length)[self.frozen.capture.span(point)])
             marked = torch.zeros(copies, batch, pos, parts, 1, dtype=torch.bool, device=self.frozen.tokens.device)
             for copy, change in point_changes:
-                marked[copy, :, change.position, change.part] = True
+                marked[copy, change.prompt, change.position, change.part] = True
             replacement = None
             if values is not None:
                 replacement = values[point].reshape(1, batch, pos, parts, -1)
@@ -266,8 +269,8 @@ class LiveTarget:
         """The same, each copy from its first changed layer on; None where unchanged copies come out otherwise."""
         firsts = [min(change.layer for _, change in changes)] * copies
         if not any(change.expert for _, change in changes):  # experts are taken away in all rows of a run
-            for copy, change in changes:
-                firsts[copy] = change.layer
+            for copy, in_copy in groupby(changes, key=lambda change: change[0]):
+                firsts[copy] = min(change.layer for _, change in in_copy)
         numbers = None
         try:
             with self.earlier.skipped(firsts), self._only_what_is_read():

@@ -413,14 +413,14 @@ class _MixedStream:
         corrupted: the run of the corrupted prompt.
     """
 
-    clean_edges: Float[Tensor, "row source destination"]
+    clean_edges: Float[Tensor, "row #batch source destination"]
     corrupted: _WholeStream
 
     def read(self, destinations: slice, written: Tensor, biases: Tensor) -> Tensor:
         """See `_WholeStream.read`."""
         difference = written - self.corrupted.written[: len(written)]
-        edges = self.clean_edges[:, : len(written), destinations]
-        return self.corrupted.streams[destinations.start] + torch.einsum("rst,srbpd->trbpd", edges, difference)
+        edges = self.clean_edges[:, :, : len(written), destinations]
+        return self.corrupted.streams[destinations.start] + torch.einsum("rbst,srbpd->trbpd", edges, difference)
 
 
 # ------------------------------------------------------------------ runs
@@ -462,12 +462,15 @@ class Replay:
         self, clean_edges: Bool[Tensor, "circuit source destination"], memory: Memory
     ) -> Float[Tensor, "circuit batch"]:
         """The target's number with only these edges clean."""
-        return self._numbers(len(clean_edges), lambda rows: clean_edges[rows.start : rows.stop], memory)
+        return self._numbers(len(clean_edges), lambda rows: clean_edges[rows.start : rows.stop, None], memory)
 
     def _numbers(
-        self, circuits: int, clean_edges: Callable[[range], Bool[Tensor, "row source destination"]], memory: Memory
+        self,
+        circuits: int,
+        clean_edges: Callable[[range], Bool[Tensor, "row #batch source destination"]],
+        memory: Memory,
     ) -> Float[Tensor, "circuit batch"]:
-        """The same for edges that are computed for a range of circuits only when those run."""
+        """The same for edges, of all prompts or of each, that are computed for a range of circuits when those run."""
         x = self.frozen.resid_pre(0)
         widest = max(part.destinations for parts in self.blocks for part in parts) + 4 * len(self.exists)
         per_row = 2 * widest * x.numel() * x.element_size() + (1 + x.element_size()) * self.exists.numel()
@@ -481,16 +484,27 @@ class Replay:
         """What the target loses with each edge corrupted by itself."""
         edges = self.exists.nonzero()
 
-        def all_but_one(rows: range) -> Bool[Tensor, "row source destination"]:
+        def all_but_one(rows: range) -> Bool[Tensor, "row 1 source destination"]:
             source, destination = edges[rows.start : rows.stop].T
-            clean_edges = self.exists.repeat(len(rows), 1, 1)
-            clean_edges[torch.arange(len(rows), device=clean_edges.device), source, destination] = False
+            clean_edges = self.exists.repeat(len(rows), 1, 1, 1)
+            clean_edges[torch.arange(len(rows), device=clean_edges.device), 0, source, destination] = False
             return clean_edges
 
         losses = self.readout.total[:, 0] - self._numbers(len(edges), all_but_one, memory)
         scores = losses.new_zeros(losses.shape[1], *self.exists.shape)
         scores[:, self.exists] = losses.T
         return scores
+
+    @torch.no_grad()
+    def losses(
+        self, corrupted: Bool[Tensor, "run batch source destination"], memory: Memory
+    ) -> Float[Tensor, "run batch"]:
+        """What the target loses in each run with some edges of each prompt corrupted together."""
+
+        def others(rows: range) -> Bool[Tensor, "row batch source destination"]:
+            return self.exists & ~corrupted[rows.start : rows.stop]
+
+        return self.readout.total[:, 0] - self._numbers(len(corrupted), others, memory)
 
     def _run(
         self, x: Float[Tensor, "row batch pos d"], inputs: _WholeStream | _MixedStream

@@ -27,8 +27,9 @@ known. What is explained is the logit of the answer minus that of the corrupted 
 * `logit_attribution`: direct effects of embeddings, heads, MLPs and biases, compared with the last node of each path.
 * `contribution_graph`: weights of nodes at positions and of edges between them, compared with the paths' nodes and
   steps.
-* `frozen`, `frozen+qk`, `gradient`, `integrated`, `difference`, `patching`: `circuits.patch_scores` by head, held to
-  `nodes`, and `circuits.edge_scores`, held to `edges`; `integrated, left` is `integrated` with ``points="left"``.
+* `frozen`, `frozen+qk`, `gradient`, `integrated`, `difference`, `measured`, `patching`: `circuits.patch_scores` by
+  head, held to `nodes`, and `circuits.edge_scores`, held to `edges`; `integrated, left` is `integrated` with
+  ``points="left"``.
 
 The first two explain the clean prompt by itself, along values: what chose the attention is outside their question. The
 others explain what differs between two prompts. Where heads attend elsewhere in the corrupted one, the difference goes

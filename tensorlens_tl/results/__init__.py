@@ -19,6 +19,7 @@ from tensorlens_tl.results.feature_examples import FeatureExamples
 from tensorlens_tl.results.graph import ContributionGraph
 from tensorlens_tl.results.heads import HeadScores, ScoreAttribution, ScoreChange
 from tensorlens_tl.results.joining import joined as joined
+from tensorlens_tl.results.measured import MeasuredEdges, MeasuredTerms, rest_interval as rest_interval
 from tensorlens_tl.results.result import (
     RESULT_ENDINGS as RESULT_ENDINGS,
     Result,
@@ -49,6 +50,8 @@ __all__ = [
     "FeatureEdges",
     "FeatureExamples",
     "HeadScores",
+    "MeasuredEdges",
+    "MeasuredTerms",
     "ModelChange",
     "Paths",
     "Result",

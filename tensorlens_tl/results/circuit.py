@@ -153,7 +153,7 @@ class EdgeScores(Scored):
 
     def __repr__(self) -> str:
         prompts = prompts_in_words(len(self.scores))
-        return f"EdgeScores({len(self)} edges, {prompts}, {self.target!r}, method={self.method!r})"
+        return f"{type(self).__name__}({len(self)} edges, {prompts}, {self.target!r}, method={self.method!r})"
 
     def __getitem__(self, edge: Any) -> Float[Tensor, "batch"]:
         """One edge's score for every prompt.
@@ -225,7 +225,12 @@ class EdgeScores(Scored):
         axes = {"batch": None, "source": self.sources, "destination": self.destinations}
         targets = targets_of_queries(self.target, torch.zeros(len(self.scores), 1, dtype=torch.long))
         columns = {"method": self.method, "target": np.array(targets, dtype=object)[:, 0]}
+        columns |= {name: column.cpu() for name, column in self._columns().items()}
         return long_table(self, self.scores, axes, real=self.exists.cpu(), **columns)
+
+    def _columns(self) -> dict[str, Tensor]:
+        """Further columns of a table."""
+        return {}
 
     def _bars(self, k: int, batch: int | None = None) -> Bars:
         lines = [(entry.name, entry.score) for entry in self.top(k, batch=batch)]

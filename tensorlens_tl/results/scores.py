@@ -340,6 +340,7 @@ COLUMNS: Mapping[str, str] = {
     "n": "of a mean: over how many prompts it is",
     "low": "of a mean: the lower end of its interval",
     "high": "the upper end",
+    "measured": "whether the score is that of a live run, where only some of them are",
     "score": "the number",
     "weight": "the weight of an edge of a graph",
     "source_pos": "of a graph: the position of the node where an edge begins",

@@ -237,8 +237,7 @@ class Terms(PartScores):
                 "and patch_scores with positions=True."
             )
         columns: dict[str, Any] = {"target": np.array(targets_of_queries(self.target, self.queries), dtype=object)}
-        of_mean = {"n": self.counts} | ({} if keys else {"low": self.low, "high": self.high})
-        columns |= {name: column.cpu() for name, column in of_mean.items() if column is not None}
+        columns |= {name: column.cpu() for name, column in self._columns(keys).items() if column is not None}
         axes = dict.fromkeys(self._axes()["keys" if keys else "scores"]) | {"term": self.names}
         frame = long_table(self, values, axes, **columns)
         if keys:  # parts that belong to no source token: a line of their own, so that the lines still sum
@@ -246,6 +245,10 @@ class Terms(PartScores):
             keyless = frame.loc[frame["score"].isna(), "term"].unique()
             frame = pd.concat([frame.dropna(subset="score"), whole.loc[whole["term"].isin(keyless)]])
         return frame.reset_index(drop=True)
+
+    def _columns(self, keys: bool) -> dict[str, Tensor | None]:
+        """Further columns of a table of parts, or of their shares by token."""
+        return {"n": self.counts} | ({} if keys else {"low": self.low, "high": self.high})
 
     # ------------------------------------------------------------------ showing
 

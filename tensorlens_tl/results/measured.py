@@ -1,0 +1,218 @@
+"""Scores of which the largest are measured in the live model, and how far the others are off.
+
+For each prompt, draws x estimate Σ abs(live score − score) over what is not among its largest, and their mean is
+unbiased. Misses have a long tail: an interval of a mean that takes them for normal is too short. So it is that of a
+log-normal (Cox's, as of Zhou and Gao 1997) around the mean, with v the variance of log x over n draws, of which none
+counts less than a tenth of the mean:
+
+    mean · exp(±t √(v/n + v²/(2(n − 1)))),  t of Student with n − 1 degrees of freedom
+
+The unmeasured parts are in groups, patched as a whole; r is what a group gives more than the sum of its scores: the
+misses of its parts, and what they do together. Where the largest miss of one part is θ, its group has r = θ + ε, with ε
+what the other groups have: θ ≤ max abs(r) + t √(mean r²), with t of a one-sided Student.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tensorlens_tl.errors import InvalidInputError
+from tensorlens_tl.results.circuit import EdgeScores
+from tensorlens_tl.results.scores import Bars, Scored
+from tensorlens_tl.results.terms import Terms
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LEVEL = 0.9
+LEAST = 0.1
+"""What a draw counts at least for the width of an interval, as a share of their mean."""
+
+
+def rest_interval(
+    draws: Float[Tensor, "batch draw"], level: float = LEVEL
+) -> tuple[Float[Tensor, "batch"], Float[Tensor, "batch"], Float[Tensor, "batch"]]:
+    """The mean of draws from a long tail, and the two ends of its interval; zero of no draws."""
+    count = draws.shape[1]
+    if not count:
+        zero = draws.sum(1).double()
+        return zero, zero, zero
+    mean = draws.double().mean(1)
+    least = (LEAST * mean).clamp_min(torch.finfo(torch.float64).tiny)
+    variance = torch.maximum(draws.double(), least[:, None]).log().var(1)
+    error = (variance / count + variance**2 / (2 * (count - 1))).sqrt()
+    width = (student((1 + level) / 2, count - 1) * error).exp()
+    return mean, mean / width, mean * width
+
+
+def largest_miss(groups: Float[Tensor, "batch group"], level: float = LEVEL) -> Float[Tensor, "batch"]:
+    """The bound on how far one unmeasured score may be off; zero of no groups."""
+    count = groups.shape[1]
+    if not count:
+        return groups.sum(1).double()
+    size = groups.double().abs()
+    return size.amax(1) + student(level, count - 1) * size.square().mean(1).sqrt()
+
+
+def student(level: float, freedom: int) -> float:
+    """The quantile of Student's t: √n · tan θ, where the integral of cosⁿ⁻¹ up to θ is this share of all of it."""
+    angles = torch.linspace(-torch.pi / 2, torch.pi / 2, 200_001, dtype=torch.float64)
+    shares = torch.cumulative_trapezoid(angles.cos().clamp_min(0) ** (freedom - 1), angles)
+    place = int(torch.searchsorted(shares, level * shares[-1]))
+    return float(freedom**0.5 * angles[place + 1].tan())
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class MeasuredScores(Scored):
+    """What scores of nodes and of edges have besides where the largest of them are measured.
+
+    Attributes:
+        draws: what each part that was drawn at random and patched says of Σ abs(live score − score) over all that are
+            not among the largest, those drawn included, `[batch, draw]`.
+        groups: what each group of the unmeasured parts, patched as a whole, gave more than the sum of its scores,
+            `[batch, group]`.
+    """
+
+    draws: Float[Tensor, "batch draw"]
+    groups: Float[Tensor, "batch group"]
+
+    def rest(self, level: int | float = LEVEL) -> "pd.DataFrame":
+        """How far the scores are off that are not measured: a line for each prompt.
+
+        Args:
+            level: the confidence of the interval and of the bound.
+
+        Returns:
+            `measured`, how many of `parts` are; `off`, the unbiased estimate of Σ abs(live score − score) before those
+            drawn were measured, as a share of Σ abs(score), with the ends of its interval, `low` and `high`; `largest`,
+            the bound on how far a single unmeasured score is off.
+
+        Raises:
+            InvalidInputError: a level outside (0, 1).
+
+        >>> corrupted = tlens.freeze(model, "Return the name. Return the")
+        >>> scores = tlens.circuits.patch_scores(frozen, corrupted, " value", " name", method="measured")
+        >>> scores.rest().columns.tolist()
+        ['batch', 'measured', 'parts', 'off', 'low', 'high', 'largest']
+        """
+        measured, scores, parts = self._measured()
+        return _rest(measured, scores, parts, self.draws, self.groups, level)
+
+    @abstractmethod
+    def _measured(self) -> tuple[Bool[Tensor, "batch part"], Float[Tensor, "batch part"], int]:
+        """Which scores are measured, all scores, and how many parts they are of."""
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, {self._stated()})"
+
+    def _stated(self, batch: int | None = None) -> str:
+        """How many scores are measured and how far the rest is off, of one prompt or of the worst, in words."""
+        rest = self.rest()
+        if batch is not None:
+            rest = rest[rest["batch"] == batch]
+        counts = f"{rest['measured'].min()} of {rest['parts'].max()} measured"
+        if not rest["largest"].any():
+            return counts
+        off, high = (f"{100 * rest[name].max():.2g} %" for name in ("off", "high"))
+        return f"{counts}, the rest off by {off} of all ({100 * LEVEL:.0f} %: at most {high})"
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class MeasuredTerms(MeasuredScores, Terms):
+    """Scores of nodes of which the largest are measured; `patch_scores(method="measured")` returns them.
+
+    Their `mean`, and the difference of two, are plain `Terms`.
+
+    Attributes:
+        measured: which scores are those of a live run, `[batch, query, term]`.
+        measured_keys: which of `keys` are, `[batch, query, term, key]`; None where these were not asked for.
+        draws_of_keys, groups_of_keys: `draws` and `groups` of nodes at positions.
+    """
+
+    measured: Bool[Tensor, "batch query term"]
+    measured_keys: Bool[Tensor, "batch query term key"] | None = None
+    draws_of_keys: Float[Tensor, "batch draw_of_keys"] | None = None
+    groups_of_keys: Float[Tensor, "batch group_of_keys"] | None = None
+
+    def rest(self, level: int | float = LEVEL, *, keys: bool = False) -> "pd.DataFrame":
+        """How far the scores are off that are not measured: a line for each prompt; see `MeasuredScores.rest`.
+
+        Args:
+            level: the confidence of the interval and of the bound.
+            keys: of the nodes at single positions.
+
+        Raises:
+            InvalidInputError: a level outside (0, 1), or no positions were asked for.
+        """
+        if not keys:
+            return super().rest(level)
+        if self.keys is None or self.measured_keys is None:
+            raise InvalidInputError("keys: no positions here; patch_scores(positions=True) has them.")
+        assert self.draws_of_keys is not None
+        assert self.groups_of_keys is not None
+        parts = self.measured_keys[0].numel()
+        return _rest(
+            self.measured_keys.flatten(1), self.keys.flatten(1), parts, self.draws_of_keys, self.groups_of_keys, level
+        )
+
+    def _measured(self) -> tuple[Bool[Tensor, "batch part"], Float[Tensor, "batch part"], int]:
+        return self.measured.flatten(1), self.scores.flatten(1), len(self)
+
+    def _columns(self, keys: bool) -> dict[str, Tensor | None]:
+        return {"measured": self.measured_keys if keys else self.measured}
+
+    def _bars(self, k: int, query: int | str = -1, batch: int | None = None) -> Bars:
+        bars = super()._bars(k, query, batch)
+        return replace(bars, notes=[*bars.notes, self._stated(batch)])
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class MeasuredEdges(MeasuredScores, EdgeScores):
+    """Scores of edges of which the largest are measured; `edge_scores(method="measured")` returns them.
+
+    Attributes:
+        measured: which scores are those of a live run, `[batch, source, destination]`.
+    """
+
+    measured: Bool[Tensor, "batch source destination"]
+
+    def _measured(self) -> tuple[Bool[Tensor, "batch part"], Float[Tensor, "batch part"], int]:
+        return self.measured[:, self.exists], self.scores[:, self.exists], len(self)
+
+    def _columns(self) -> dict[str, Tensor]:
+        return {"measured": self.measured}
+
+    def _bars(self, k: int, batch: int | None = None) -> Bars:
+        bars = super()._bars(k, batch)
+        return replace(bars, notes=[*bars.notes, self._stated(batch)])
+
+
+def _rest(
+    measured: Bool[Tensor, "batch part"],
+    scores: Float[Tensor, "batch part"],
+    parts: int,
+    draws: Float[Tensor, "batch draw"],
+    groups: Float[Tensor, "batch group"],
+    level: int | float,
+) -> "pd.DataFrame":
+    """See `MeasuredScores.rest`."""
+    import pandas as pd
+
+    if isinstance(level, bool) or not isinstance(level, int | float) or not 0 < level < 1:
+        raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
+    unmeasured = ~measured.all(1)
+    size = scores.double().abs().sum(1).clamp_min(torch.finfo(torch.float64).tiny)
+    shares = [(end / size * unmeasured).tolist() for end in rest_interval(draws, level)]
+    return pd.DataFrame(
+        {
+            "batch": range(len(scores)),
+            "measured": measured.sum(1).tolist(),
+            "parts": parts,
+            **dict(zip(("off", "low", "high"), shares, strict=True)),
+            "largest": (largest_miss(groups, level) * unmeasured).tolist(),
+        }
+    )
