@@ -14,6 +14,7 @@ from tensorlens_tl.core import (
     GIM,
     TANGENT,
     Linearised,
+    Recorded,
     Rule,
     activation,
     held,
@@ -175,3 +176,23 @@ def test_a_rule_that_changes_nothing_is_the_models_gradient(name, model_named):
         gradients.append(torch.autograd.grad(end[0, -1, 3], leaf)[0])
     assert gradients[1].abs().max() > 0
     assert torch.allclose(*gradients, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("keep_apart", [True, False])
+def test_groups_of_a_recorded_map_are_pulled_alone(kv_heads, keep_apart):
+    """Each head's vector through the graph, as if the others were zero, whatever channels heads share."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 3, kv_heads, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    pattern = torch.randn(2, 4, 3, 3, generator=generator, dtype=torch.float64)
+    shares = values if keep_apart else values / values.norm(dim=(-2, -1), keepdim=True)
+    z = torch.einsum("bhqk,bkhd->bqhd", pattern, shares.repeat_interleave(4 // kv_heads, dim=2))
+    recorded = Recorded(values, z, (2, 3))
+    g = torch.randn(7, 2, 3, 4, 5, generator=generator, dtype=torch.float64)
+    for chosen in (range(4), [2], [3, 0]):
+        pulled = recorded.pull_groups(g, chosen)
+        for row, head in zip(pulled, chosen, strict=True):
+            alone = torch.zeros_like(g)
+            alone[..., head, :] = g[..., head, :]
+            assert (row - recorded.pull(alone.flatten(-2))).abs().max() <= 1e-12
+    assert recorded.apart[4] == (kv_heads if keep_apart else 1)

@@ -37,7 +37,7 @@ values changed, and because its queries and keys changed where it attends. So an
 says that the first tells the second where to look.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -80,6 +80,9 @@ from tensorlens_tl.passes.operator import target_ids
 from tensorlens_tl.results import ContributionGraph
 
 # ------------------------------------------------------------------ edges
+
+PullEach = Callable[[Float[Tensor, "*rows 1 pos node channel"], Sequence[int]], Float[Tensor, "some *rows 1 pos d"]]
+"""Vectors at some nodes of a sublayer, each pulled back through that node alone."""
 
 EDGE_BYTES = 256 * 2**20
 """Bytes of edge weights that are looked at at once."""
@@ -193,8 +196,7 @@ class Edges:
         width = cotangent.shape[-1] // len(nodes) * sublayer.mixing.kv_heads
         few = len(nodes) * carried.outputs.shape[1] <= 2 * width
         if whole and (few or self.selection is not None):
-            reads = [sublayer.read_of(number) for number in range(len(nodes))]
-            self.into_mixing(first, reads, sublayer.split(cotangent[0, 0]).unbind(-2), carried)
+            self.into_mixing(first, sublayer.pull_each, sublayer.split(cotangent[0, 0]), carried)
             return
         outputs = carried.outputs
         pos = outputs.shape[1]
@@ -222,37 +224,38 @@ class Edges:
     def into_mixing(
         self,
         first: int,
-        reads: Sequence[AffineMap],
-        cotangents: Sequence[Float[Tensor, "pos _width"]],
+        pull_each: PullEach,
+        cotangents: Float[Tensor, "pos node channel"],
         carried: Carried,
     ) -> None:
         """Edges from every position into whole nodes that mix positions, all nodes of a sublayer in one product.
 
-        Node by node: what it reads, and what the target becomes at it, pulled back.
+        Args:
+            first: the first node's row.
+            pull_each: `Sublayer.pull_each`.
+            cotangents: what the target becomes at each node.
+            carried: what the stream carries there.
         """
         outputs = carried.outputs
-        pos = outputs.shape[1]
+        pos, count, width = cotangents.shape
         at = carried.positions
-        wanted = torch.ones(len(reads), pos, dtype=torch.bool, device=outputs.device)
+        wanted = torch.ones(count, pos, dtype=torch.bool, device=outputs.device)
         if self.selection is not None:
-            wanted = self.selection[first * pos :][: len(reads) * pos].view(-1, pos)
-        self.entering[first] = torch.zeros(len(reads), pos).to(outputs)
+            wanted = self.selection[first * pos :][: count * pos].view(-1, pos)
+        self.entering[first] = torch.zeros(count, pos).to(outputs)
         nodes = wanted.any(1).nonzero()[:, 0]
         queries = at[wanted.any(0)]
         if not len(nodes):
             return
-        width = max(cotangent.shape[1] for cotangent in cotangents)
+        cotangents = cotangents * wanted.T[..., None]
         at_once = _at_once((len(outputs) + 3 * width) * pos, outputs)
-        together = max(1, at_once // len(queries))
-        for some in nodes.split(together):
-            for part in queries.split(at_once):
-                rows: list[Tensor] = []
-                for node in some.tolist():
-                    vectors = cotangents[node][part] * wanted[node, part, None]
-                    alone = place(vectors[:, None], part[:, None], cotangents[node][None])
-                    rows.append(reads[node].pull(alone)[:, 0])
+        queries_at_once = min(len(queries), at_once, _at_once(4 * cotangents.numel(), outputs))
+        for some in nodes.split(max(1, at_once // queries_at_once)):
+            for part in queries.split(queries_at_once):
+                alone = place(cotangents[part].flatten(1)[:, None], part[:, None], cotangents.flatten(1)[None])
+                rows = pull_each(alone.unflatten(-1, (count, width)), some.tolist())[:, :, 0]
                 # [node, source, query, key]
-                weights = _mixed_products(torch.cat(rows), outputs).unflatten(0, (len(some), -1)).transpose(1, 2)
+                weights = _mixed_products(rows.flatten(0, 1), outputs).unflatten(0, (len(some), -1)).transpose(1, 2)
                 self.entering[first][some[:, None], part] = weights.abs().sum((1, 3))
                 ends = (first + some[:, None]) * pos + part
                 self.add(carried.numbers[:, None], ends[:, None, :, None], weights)
@@ -490,8 +493,7 @@ class GraphBuilder:
         if sublayer.has_pattern:
             self.edges.into_heads(sublayer, nodes, first, cotangent, carried)
         elif sublayer.read.mixes:
-            reads = [sublayer.read_of(number) for number in range(len(nodes))]
-            self.edges.into_mixing(first, reads, sublayer.split(cotangent[0, 0]).unbind(-2), carried)
+            self.edges.into_mixing(first, sublayer.pull_each, sublayer.split(cotangent[0, 0]), carried)
         else:
             self.edges.into_positionwise(sublayer, nodes, first, cotangent, carried)
         return [node.outputs for node in nodes]
@@ -532,7 +534,11 @@ class GraphBuilder:
             biases = (cotangent * step.outer.bias[0]).sum(-1)
         row = len(self.rows)
         self.rows.append(Row(step.outer_name, "whitening", step.layer, weights, biases))
-        self.edges.into_mixing(row, [step.outer], [cotangent], self._carried(outputs))
+
+        def alone(g: Tensor, nodes: Sequence[int]) -> Tensor:
+            return step.outer.pull(g.flatten(-2))[None]
+
+        self.edges.into_mixing(row, alone, cotangent[:, None], self._carried(outputs))
         self.carried = [row]
         return output[None]
 

@@ -1,6 +1,6 @@
 """A part of a run under a rule as an affine map: the graph that autograd has of it."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -56,6 +56,8 @@ class Recorded(MixingMap):
     offset: Float[Tensor, "batch pos d_out"] | None = None
     cut: slice = field(default_factory=lambda: slice(None))
     sides: tuple[Side, Side] | None = None
+    apart: dict[int, int] = field(default_factory=dict[int, int])
+    """What `_read_apart` says of so many groups, once it was asked."""
 
     def __repr__(self) -> str:
         return f"Recorded({list(self.given.shape)} → {list(self.output.shape)})"
@@ -95,6 +97,44 @@ class Recorded(MixingMap):
         x = x.expand(*x.shape[:-3], batch, len(range(*self.cut.indices(length))), -1)
         pushed = self._vectors(self.pushed_from(self.given, self._at_end(x, 0)), 1, x)
         return pushed if self.offset is None or not affine else pushed + self.bias
+
+    def pull_groups(
+        self, g: Float[Tensor, "*rows batch pos group channel"], chosen: Sequence[int]
+    ) -> Float[Tensor, "some *rows batch pos d_in"]:
+        """Vectors at equal groups of the output's channels, some groups' each pulled by itself: those of heads.
+
+        Groups that read channels of their own go through the graph together, as queries do; those that share some,
+        as heads that share a key, one after the other.
+        """
+        apart = self._read_apart(g.shape[-2])
+        shared = g.shape[-2] // apart
+        places = sorted({group % shared for group in chosen})
+        alone = torch.zeros(len(places), *g.shape).to(g).unflatten(-2, (apart, shared))
+        for row, at in zip(alone, places, strict=True):
+            row[..., at, :] = g[..., at::shared, :]
+        pulled = self.pull(alone.flatten(-3)).unflatten(-1, (apart, -1))
+        each = torch.zeros(len(chosen), *pulled.shape[1:]).to(pulled)
+        for row, group in zip(each, chosen, strict=True):
+            row[..., group // shared, :] = pulled[places.index(group % shared)][..., group // shared, :]
+        return each.flatten(-2)
+
+    def _read_apart(self, groups: int) -> int:
+        """In how many equal groups the input's channels lie of which every group of the output's reads one."""
+        if groups in self.apart:
+            return self.apart[groups]
+        given, output = (end.shape[2:].numel() for end in (self.given, self.output))
+        count = given * groups // output
+        self.apart[groups] = 1
+        if count > 1 and given * groups == count * output and groups % count == 0:
+            bits = torch.arange(count) >> torch.arange((count - 1).bit_length())[:, None] & 1
+            chosen = torch.cat([bits, 1 - bits])[:, None, None, :, None].to(self.output)  # tells any two groups apart
+            random = torch.randn(self.output.shape, generator=torch.Generator().manual_seed(0)).to(self.output)
+            rows = random.reshape(*random.shape[:2], count, -1) * chosen
+            pulled = gradients(self.output, self.given, rows.reshape(-1, *random.shape))
+            others = pulled.reshape(len(rows), *self.given.shape[:2], count, -1) * (1 - chosen)
+            if not bool(others.any()):
+                self.apart[groups] = count
+        return self.apart[groups]
 
     def pulled_to(self, place: Tensor, g: Float[Tensor, "*rows batch pos d_out"]) -> Float[Tensor, "row ..."]:
         """Vectors at the end pulled to any value of the graph, in its own shape."""

@@ -1,5 +1,6 @@
 """What reads the residual stream and writes to it, one step after the other: the parts of a `Stream`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -153,13 +154,14 @@ class Sublayer:
         return self.read.component(node)
 
     def pull_each(
-        self, cotangents: Float[Tensor, "*rows batch pos node channel"]
-    ) -> Float[Tensor, "node *rows batch pos d_model"]:
-        """A vector at each node's part of the hidden vector, pulled back through that node alone."""
-        apart = cotangents.movedim(-2, 0)
-        if len(self.nodes) > 1 and isinstance(self.read.stages[-1], Recorded):
-            return self.read.pull(torch.diag_embed(cotangents.mT).movedim(-1, 0).mT.flatten(-2))
-        return torch.stack([self.read_of(node).pull(vectors) for node, vectors in enumerate(apart)])
+        self, cotangents: Float[Tensor, "*rows batch pos node channel"], nodes: Sequence[int] | None = None
+    ) -> Float[Tensor, "some *rows batch pos d_model"]:
+        """A vector at each node's part of the hidden vector, pulled back through that node alone; of some nodes."""
+        *before, last = self.read.stages
+        chosen = range(len(self.nodes)) if nodes is None else nodes
+        if isinstance(last, Recorded):
+            return Chain(tuple(before)).pull(last.pull_groups(cotangents, chosen))
+        return torch.stack([self.read_of(node).pull(cotangents[..., node, :]) for node in chosen])
 
     def among(self, within: Within) -> "Sublayer":
         """The same among all positions of an encoder–decoder, zero at those of the other side."""
