@@ -47,7 +47,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import checked_names, whole_number
-from tensorlens_tl.algebra import ZERO, AffineMap, Chain
+from tensorlens_tl.algebra import ZERO, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
 from tensorlens_tl.circuits import graph_nodes

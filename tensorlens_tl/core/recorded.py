@@ -14,7 +14,7 @@ from tensorlens_tl.algebra import ZERO, MixingMap, note_bias
 from tensorlens_tl.algebra.memory import joined
 from tensorlens_tl.algebra.positions import Where, shared, widened
 
-ROW_BYTES = 256 * 2**20
+ROW_BYTES = 64 * 2**20
 """What the rows that go through a graph at once may take, as far as the ends of the graph tell."""
 
 INSIDE = 16
