@@ -788,13 +788,6 @@ def test_a_circuit_may_attend_where_every_probability_underflowed(name):
     assert float((made - scores.clean).abs().max()) > 1e-3
 
 
-def test_an_underflow_that_cannot_be_told_from_a_mask_is_refused(monkeypatch):
-    clean, corrupted = sharp("bridge/llama")
-    monkeypatch.setattr("tensorlens_tl.circuits.weights_forward.capture", lambda *given, **options: ({}, None))
-    with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.0: no head has a probability.*underflowed"):
-        circuits.edge_scores(clean, corrupted, **ASKED, method="patching")
-
-
 @pytest.mark.parametrize("name", [*LIVE, *LIVE_BOTH])
 def test_all_edges_give_the_clean_number_and_none_the_corrupted(name, model_named):
     clean, corrupted = two(model_named(name))
@@ -814,11 +807,11 @@ def test_all_edges_give_the_clean_number_and_none_the_corrupted(name, model_name
     ("name", "why"),
     [
         ("bridge/gemma2", "sandwich layout has norms"),
-        ("bridge/bart", r"encoder_blocks\.0: its post layout has norms .* method='frozen' or 'difference'"),
+        ("bridge/bart", r"encoder_blocks\.0: its post layout has norms .* any other method, work"),
         ("bridge/bert", "prediction head"),
         ("bridge/olmo2", "post-only layout"),
         ("bridge/whitened", "whitening stands"),
-        *([("hooked/sinks", "sinks"), ("hooked/shortformer", "position embeddings")] if "hooked/ln" in NAMES else []),
+        *([("hooked/shortformer", r"hook_q, by the weights, differs")] if "hooked/ln" in NAMES else []),
     ],
 )
 def test_live_edges_are_refused_by_name_where_they_are_not_defined(name, why, model_named):
@@ -1000,7 +993,7 @@ def test_prompts_that_cannot_be_compared_are_refused(model_named, scores):
 def test_encoder_decoders_and_experts_are_refused_by_name(model_named):
     model = model_named("bridge/bart")
     frozen = tlens.freeze(model, some_tokens(), decoder_input_ids=some_tokens(2, 4))
-    with pytest.raises(tlens.UnsupportedModelError, match=r"live edges .*patch_scores work without"):
+    with pytest.raises(tlens.UnsupportedModelError, match=r"live edges .*patch_scores, and .* work without"):
         circuits.edge_scores(frozen, frozen, **ASKED, method="patching")
     with pytest.raises(tlens.InvalidInputError, match="6 tokens for the encoder and the corrupted ones 5"):
         circuits.patch_scores(

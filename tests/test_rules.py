@@ -112,7 +112,7 @@ def test_an_affine_rule_of_ones_own():
 @pytest.mark.parametrize("rule", ONE_RUN)
 @pytest.mark.parametrize("name", LIVE)
 def test_edges_of_a_node_sum_to_the_node(name, rule, model_named):
-    """Nodes by hooks on the live model, edges by the model run from its weights; under each rule."""
+    """Nodes by hooks on the live model, edges by its parts, cut at the nodes; under each rule."""
     clean, corrupted = two(model_named(name))
     for method in ("gradient", "integrated"):
         asked = {**ASKED, "rule": rule, "method": method, "steps": 2}

@@ -29,9 +29,9 @@ that is sure where to look (its softmax is flat there).
 `gradient` is attribution patching (Nanda 2023; of edges, Syed et al. 2023), `integrated` the inputs' variant of EAP-IG
 (Hanna et al. 2024), whose published code takes its gradients at the left ends of the steps (``points="left"``);
 midpoints, the default, are nearer to the integral. Both, any rule, and what joins `frozen+qk` take a run of the live
-model, for edges and patterns cut at its nodes (`tensorlens_tl.circuits.stream.ruled`). Edges by ``"patching"`` run the
-model from its weights (`tensorlens_tl.circuits.weights_forward`), which blocks with norms on their way back to the
-stream do not allow.
+model, for edges and patterns cut at its nodes (`tensorlens_tl.circuits.stream.ruled`). Edges by ``"patching"`` run it
+with every edge apart (`tensorlens_tl.circuits.live_edges`), which blocks with norms on their way back to the stream do
+not allow.
 
 `difference` pulls the target through the exact linear map between the two runs' differences
 (`tensorlens_tl.passes.difference`), in which patterns, ratios and scales respond, each by its secant: it is complete at
@@ -63,6 +63,7 @@ from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.algebra.secants import Offset
 from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
 from tensorlens_tl.circuits.live import NodeChange, NodeGradients, NodeValues, sublayer_nodes
+from tensorlens_tl.circuits.live_edges import LiveEdges, encoder_end, refuse_hooks
 from tensorlens_tl.circuits.measured import Budget, Measurement, budget_of, measure
 from tensorlens_tl.circuits.stream import (
     Pulled,
@@ -74,7 +75,6 @@ from tensorlens_tl.circuits.stream import (
     stream_target,
     summed_by_name,
 )
-from tensorlens_tl.circuits.weights_forward import Replay, edge_products, refuse_hooks
 from tensorlens_tl.core import Rule, recordable, rule_of
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.hooks import capture
@@ -322,9 +322,9 @@ class _Comparison:
         """The edges between which the target is compared."""
         return edge_layout(self.readout.stream, self.readout.positions)
 
-    def replay(self) -> Replay:
+    def live_edges(self) -> LiveEdges:
         """The live model with every edge apart."""
-        return Replay(self.readout, self.clean, self.corrupted, self.layout.exists)
+        return LiveEdges(self.readout, corrupted_stream(self.readout, self.corrupted), self.layout.exists)
 
 
 # ------------------------------------------------------------------ edges
@@ -372,7 +372,7 @@ def edge_scores(
             and ``"measured"`` what `difference` refuses; along gradients a part that cannot be cut out of a run, and
             under ``"frozen+qk"`` attention that no hook points show the queries and keys of; under ``"measured"`` and
             ``"patching"`` blocks that are not read as a sum of what their parts write (see
-            `tensorlens_tl.circuits.weights_forward`).
+            `tensorlens_tl.circuits.live_edges`).
         FrozenModelError: weights changed since a pass; and except under ``"frozen"`` and ``"difference"``, which
             describe the passes alone, hooks put on the model or taken off since, or a frozen pass attached to it.
 
@@ -394,7 +394,7 @@ def edge_scores(
     if comparison.method == "measured":
         scores, measured = _measured_edges(comparison, budget, seed, memory)
     elif comparison.method == "patching":
-        scores = comparison.replay().patched(memory)
+        scores = comparison.live_edges().patched(memory)
     elif comparison.method == "frozen+qk":
         responses = _pattern_responses(comparison, by_node=True)
         pulled = _pull_with_patterns(readout, responses)
@@ -435,14 +435,14 @@ def _measured_edges(
     assert layout.destinations == comparison.layout.destinations  # what parts the two, live runs refuse
     assert layout.sources == comparison.layout.sources
     differences = _products(comparison.finder.changes, layout, readout.stream.pull(readout.seed), False)[:, exists]
-    replay = comparison.replay()
+    live = comparison.live_edges()
     gradients = _live_scores(comparison, False)[1][:, exists]
 
     def of_edges(values: Shaped[Tensor, "*rows edge"]) -> Shaped[Tensor, "*rows source destination"]:
         return values.new_zeros(*values.shape[:-1], *exists.shape).masked_scatter(exists, values)
 
     def patched(edges: Bool[Tensor, "run batch edge"]) -> Float[Tensor, "run batch"]:
-        return replay.losses(of_edges(edges), memory)
+        return live.losses(of_edges(edges), memory)
 
     result = measure(differences, gradients, patched, first, budget.error, seed)
     fields = {"measured": of_edges(result.measured), "draws": result.draws, "groups": result.groups}
@@ -513,7 +513,7 @@ def run_circuits(
     if not circuits:
         raise InvalidInputError("circuits: none given.")
     clean_edges = torch.stack([circuit.selection.to(readout.total.device) for circuit in circuits])
-    return Replay(readout, clean, corrupted, layout.exists).numbers(clean_edges, memory)
+    return LiveEdges(readout, corrupted_stream(readout, corrupted), layout.exists).numbers(clean_edges, memory)
 
 
 class EdgeLayout(NamedTuple):
@@ -649,7 +649,7 @@ def _pattern_responses(comparison: _Comparison, *, by_node: bool) -> Responses:
                 at, cotangent = number, part.write.pull(pulled.sums[number]) / len(comparison.shares)
                 reads = part.pull_each(part.split(cotangent))[:, 0] if by_node else part.read.pull(cotangent)
                 if part.is_cross and part.kind == "key":
-                    at = _encoder_end(stream)
+                    at = encoder_end(stream)
                     if not one.stream.steps[at].sublayers:  # through the norm there, which belongs to what they read
                         reads = one.stream.steps[at].outer.pull(reads)
                 of_step, names = responses.setdefault(at, {}), tuple(read_names(part))
@@ -666,14 +666,14 @@ def _pull_with_patterns(readout: StreamTarget, responses: Responses) -> Pulled:
     return readout.stream.pull(readout.seed, joining=joining)
 
 
-def _encoder_end(stream: Stream) -> int:
-    """The step before which an encoder's stream is all that its blocks write: that of the norm at its end, if any."""
-    last = max(
-        number for number, step in enumerate(stream.steps) if 0 <= step.layer < stream.frozen.view.encoder_layers
-    )
-    if stream.steps[last].sublayers:
-        return last + 1
-    return last
+def edge_products(
+    written: Float[Tensor, "source batch pos d"], cotangents: Float[Tensor, "destination batch pos d"], positions: bool
+) -> Float[Tensor, "batch source destination *pos"]:
+    """What every source wrote, dotted with a vector at every destination, by position or summed over positions."""
+    if positions:
+        return torch.einsum("sbpd,tbpd->bstp", upcast(written), upcast(cotangents))
+    sources, destinations = (upcast(vectors).transpose(0, 1).flatten(2) for vectors in (written, cotangents))
+    return sources @ destinations.mT  # as matrices, which einsum would copy first
 
 
 def _products(

@@ -327,7 +327,7 @@ def sublayer_nodes(readout: StreamTarget, question: str, by: str, advice: str) -
             if isinstance(sublayer.read.stages[-1], Beside):
                 yield from _expert_nodes(frozen, question, sublayer, by)
                 continue
-            point = _hidden_point(frozen, sublayer)
+            point = hidden_point(frozen, sublayer)
             if point is None:
                 raise UnsupportedModelError(
                     f"{question}: nothing inside {sublayer.name} of this {frozen.view.description} can be "
@@ -344,7 +344,7 @@ def sublayer_nodes(readout: StreamTarget, question: str, by: str, advice: str) -
                 yield NodeChange(name, (point,), part, len(names), layer=sublayer.layer)
 
 
-def _hidden_point(frozen: FrozenPass, sublayer: Sublayer) -> str | None:
+def hidden_point(frozen: FrozenPass, sublayer: Sublayer) -> str | None:
     """The hook point of a sublayer's hidden vector; None where no hook reaches it."""
     points = frozen.points.blocks[sublayer.layer]
     if sublayer.is_mlp:

@@ -1,7 +1,7 @@
 """The live model: held fixed by hooks, or run with something changed in copies of its prompts."""
 
 from tensorlens_tl.passes.live.holding import holding_hooks, prove_obedience
-from tensorlens_tl.passes.live.layers import EarlierLayers, one_copy_attends
+from tensorlens_tl.passes.live.layers import EarlierLayers, one_copy_attends, replace_forward, rows_of
 from tensorlens_tl.passes.live.runs import Copies, LiveModel, repeated
 
 __all__ = [
@@ -12,4 +12,6 @@ __all__ = [
     "one_copy_attends",
     "prove_obedience",
     "repeated",
+    "replace_forward",
+    "rows_of",
 ]

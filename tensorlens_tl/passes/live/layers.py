@@ -97,7 +97,7 @@ class EarlierLayers:
         with lock_of(self.capture.model), Placing() as placing:
             for number, block in enumerate(self._blocks[: max(firsts)]):
                 entered = [copy for copy, first in enumerate(firsts) if first <= number]
-                _replace_forward(placing, block, partial(self._some_copies, number, entered, len(firsts)))
+                replace_forward(placing, block, partial(self._some_copies, number, entered, len(firsts)))
             yield
 
     def _some_copies(
@@ -112,7 +112,7 @@ class EarlierLayers:
         rows = torch.arange(len(stream), device=form.device).unflatten(0, (copies, batch))[entered].flatten()
         self._entered = entered
         try:
-            output = computed(*_rows_of(args, rows, len(stream)), **_rows_of(kwargs, rows, len(stream)))
+            output = computed(*rows_of(args, rows, len(stream)), **rows_of(kwargs, rows, len(stream)))
         finally:
             self._entered = None
         return form.output(stream.index_copy(0, rows, form.stream(output)))
@@ -130,7 +130,7 @@ class EarlierLayers:
         is_mixture = bool(points.index or points.weight or points.experts)
         with lock_of(self.capture.model), Placing() as placing:
             if isinstance(mlp, nn.Module) and not is_mixture:
-                _replace_forward(placing, mlp, partial(self._some_positions, positions))
+                replace_forward(placing, mlp, partial(self._some_positions, positions))
             yield
 
     def _some_positions(
@@ -184,28 +184,28 @@ def one_copy_attends(capture: Capture, copies: int) -> Generator[None, None, Non
     rows = torch.arange(batch, 2 * batch, device=capture.mask.device)
 
     def attend(computed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return computed(*_rows_of(args, rows, copies * batch), **_rows_of(kwargs, rows, copies * batch))
+        return computed(*rows_of(args, rows, copies * batch), **rows_of(kwargs, rows, copies * batch))
 
     with lock_of(capture.model), Placing() as placing:
         for block, points in zip(capture.view.blocks, capture.points.blocks, strict=True):
             module = getattr(block.module, "attn", None)
             if isinstance(module, nn.Module) and points.heads is not None and points.attention is None:
-                _replace_forward(placing, module, attend)
+                replace_forward(placing, module, attend)
         yield
 
 
-def _rows_of(value: Any, rows: Int[Tensor, " row"], count: int) -> Any:
+def rows_of(value: Any, rows: Int[Tensor, " row"], count: int) -> Any:
     """Some rows of every tensor that has `count` of them, in tuples, lists and dictionaries too."""
     if isinstance(value, Tensor) and value.ndim and len(value) == count:
         return value.index_select(0, rows.to(value.device))
     if type(value) in (tuple, list):
-        return type(value)(_rows_of(part, rows, count) for part in value)
+        return type(value)(rows_of(part, rows, count) for part in value)
     if type(value) is dict:
-        return {name: _rows_of(part, rows, count) for name, part in value.items()}
+        return {name: rows_of(part, rows, count) for name, part in value.items()}
     return value
 
 
-def _replace_forward(placing: Placing, module: nn.Module, function: Callable[..., Any]) -> None:
+def replace_forward(placing: Placing, module: nn.Module, function: Callable[..., Any]) -> None:
     """Let a module give what a function makes of its forward and its arguments, until the placing ends.
 
     Other threads call it as it is.
