@@ -273,7 +273,7 @@ def test_the_command_reads_files(tmp_path, encoder, monkeypatch):
     facts |= {"prompt_templates_zs": [], "properties": {"relation_type": "factual", "symmetric": False}}
     (folder / "capital.json").write_text(json.dumps(facts))
     given = []
-    monkeypatch.setattr(reproduce, "loaded_model", lambda *_, **__: encoder)
+    monkeypatch.setattr(reproduce.shared, "loaded_model", lambda *_, **__: encoder)
 
     class Shown:
         def show(self):

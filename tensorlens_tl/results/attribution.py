@@ -30,14 +30,10 @@ from tensorlens_tl.results.entry import (
     OF_GENERATED,
     TOKENS_OF_QUERIES,
     Entry,
+    Explained,
     check_batch,
-    explained_positions,
-    query_texts,
     shown_prompt,
     shown_target,
-    target_of_prompt,
-    target_texts,
-    with_next_tokens,
     with_others,
 )
 from tensorlens_tl.results.result import array
@@ -68,7 +64,7 @@ class Shown(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Attribution(QueryScores):
+class Attribution(Explained, QueryScores):
     """What every method returns.
 
     Of several prompts or queries, `top`, `show` and `plot` take `batch` and `query`; `plot` also `values`: whether
@@ -341,7 +337,7 @@ class Attribution(QueryScores):
         scores = self.scores @ membership
         n_queries = self.queries.shape[1]
         first_queries = torch.arange(n_queries).to(self.queries).expand_as(self.queries)
-        options = with_next_tokens(self)
+        options = self._with_next_tokens()
         left_out = {OF_GENERATED[0]}  # a word may begin in the prompt
         if OF_GENERATED[1] in options:  # positions of tokens
             pairs = zip(words, options[OF_GENERATED[1]], strict=True)
@@ -417,7 +413,7 @@ class Attribution(QueryScores):
         positions = self.queries.cpu().numpy()[batch, row]
         keys = frame["key"].fillna(-1).astype(int)  # −1, the last, of a line that is about no token
         prompts = range(len(self.tokens))
-        texts, targets = ([words(self, prompt) for prompt in prompts] for words in (query_texts, target_texts))
+        texts, targets = (list(map(words, prompts)) for words in (self._query_texts, self._target_texts))
         names = [[*tokens, ""] for tokens in self.tokens]
         ranges: Sequence[Sequence[int]] = self.options.get(OF_GENERATED[0], [(0, 0)] * len(self.tokens))
         frame["query"] = positions
@@ -513,9 +509,6 @@ class Attribution(QueryScores):
 
     # ------------------------------------------------------------------ showing
 
-    def _explained(self, batch: int) -> list[list[int]]:
-        return explained_positions(self, batch)
-
     @property
     def heading(self) -> str:
         """The title of its page."""
@@ -530,7 +523,7 @@ class Attribution(QueryScores):
         """
         target = shown_target(self.target)
         if batch is not None:
-            target = target_of_prompt(self, batch, row)
+            target = self._target_of_prompt(batch, row)
         notes = [": ".join(filter(None, [self.method, target]))]
         if self.additive and self.gap is not None:
             notes.append(f"gap {float(self.gap.max()):.1e}{self._shown_miss()}")
@@ -744,9 +737,9 @@ class Attribution(QueryScores):
 
     def _target_notes(self, batch: int, rows: list[int]) -> list[str]:
         """What is explained of a prompt and its queries, where the title cannot say it."""
-        if target_of_prompt(self, batch) == shown_target(self.target) and self.target == shown_target(self.target):
+        if self._target_of_prompt(batch) == shown_target(self.target) and self.target == shown_target(self.target):
             return []
-        texts = target_texts(self, batch)
+        texts = self._target_texts(batch)
         return list(dict.fromkeys(texts[row] for row in rows))
 
     def _generated_html(self, batch: int) -> str:

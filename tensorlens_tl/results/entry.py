@@ -5,7 +5,7 @@ from ast import literal_eval
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import plain, whole_number
@@ -41,9 +41,6 @@ OF_GENERATED = ("generated", "asked")
 
 TOKENS_OF_QUERIES = "explained"
 """Option of an attribution whose queries or prompts have tokens of their own: the texts of target and foil of each."""
-
-Explained = Any
-"""An `Attribution`, whose module imports this one."""
 
 
 class _Line(NamedTuple):
@@ -170,66 +167,6 @@ def mean_title(target: str, prompts: int) -> str:
     return f"mean of {prompts} prompts: {shown_target(target).replace('each ', '')}"
 
 
-def explained_positions(result: Explained, batch: int) -> list[list[int]]:
-    """The positions of the tokens that each query of a prompt is about: its own, or those that the model wrote."""
-    queries = result.queries[batch].tolist()
-    written = _spans(result, batch)
-    if written and len(queries) == 1:
-        return [list(dict.fromkeys(written))]  # a word may hold several of them
-    generated = iter(written)
-    return [[next(generated, position) if result.mask[batch, position] else position] for position in queries]
-
-
-def query_texts(result: Explained, batch: int) -> list[str]:
-    """What each query of a prompt is, in words: its token, or the stretch of text that it stands for."""
-    if isinstance(result.options.get("query"), str) and result.options["query"] == "mean":
-        return [MEAN_QUERY]
-    tokens = result.tokens[batch]
-    return [joined([tokens[place] for place in places]) for places in explained_positions(result, batch)]
-
-
-def target_texts(result: Explained, batch: int) -> list[str]:
-    """What is explained at each query of a prompt, in words, its own tokens named."""
-    tokens = result.tokens[batch]
-    explained = explained_positions(result, batch)
-    labels = list[str]()
-    for row, position in enumerate(result.queries[batch].tolist()):
-        label = _label_of_query(result, batch, row)
-        after = position + 1
-        if EACH_SPAN in label:
-            label = label.replace(EACH_SPAN, span_text([tokens[place] for place in _spans(result, batch)]))
-        elif EACH_GENERATED in label and result.mask[batch, position]:
-            label = label.replace(EACH_GENERATED, repr(tokens[explained[row][0]]))
-        elif EACH_NEXT in label and after < len(tokens) and MEAN_QUERY not in label:
-            label = label.replace(EACH_NEXT, repr(tokens[after]))
-        labels.append(label)
-    return labels
-
-
-def target_of_prompt(result: Explained, batch: int, row: int | None = None) -> str:
-    """What is explained of a prompt, its own tokens named where that is one thing.
-
-    Args:
-        result: the attribution.
-        batch: the prompt.
-        row: one of its queries; None is all of them.
-    """
-    shown = shown_target(result.target)
-    of_each = row is not None and (EACH_GENERATED in shown or EACH_NEXT in shown)
-    names_rank = any(rank in shown for rank in RANKED.values())
-    if len(result.tokens) == 1 and shown == result.target and not of_each and not names_rank:
-        return shown
-    texts = target_texts(result, batch)
-    if row is not None:
-        return texts[row]
-    real = result.mask[batch].tolist()
-    positions = result.queries[batch].tolist()
-    labels = {text for text, position in zip(texts, positions, strict=True) if real[position]}
-    if len(labels) == 1:
-        return labels.pop()
-    return shown
-
-
 def targets_of_queries(target: str, queries: Int[Tensor, "batch query"]) -> list[list[str]]:
     """A target in words for each prompt and query, with its own of the tokens that the words list.
 
@@ -265,54 +202,6 @@ def span_text(tokens: Sequence[str]) -> str:
     return f"{count} {joined(tokens)!r}"
 
 
-def _spans(result: Explained, batch: int) -> list[int]:
-    """The positions of the generated tokens that a prompt is asked about."""
-    rows: Sequence[list[int]] = result.options.get(OF_GENERATED[1], [])
-    return rows[batch] if rows else []
-
-
-def with_next_tokens(result: Any) -> dict[str, Any]:
-    """The options of a result, with each query's next token in words: a result of words has its tokens no more."""
-    options: dict[str, Any] = result.options
-    if EACH_NEXT not in result.target or MEAN_QUERY in result.target or TOKENS_OF_QUERIES in options:
-        return options
-    minus = plain(options.get("minus"))
-    others = [] if minus is None else [minus if isinstance(minus, str) else str(minus)]
-    texts = [
-        [[*row[position + 1 : position + 2], *others] for position in positions]
-        for row, positions in zip(result.tokens, result.queries.tolist(), strict=True)
-    ]
-    return {**options, TOKENS_OF_QUERIES: texts}
-
-
-def _label_of_query(result: Explained, batch: int, row: int) -> str:
-    """The target in words; where prompts or queries have tokens of their own, those of one query."""
-    if result.target == SEVERAL_TARGETS:
-        what = "logit of "
-    else:
-        what = number_of(result.target)
-    tokens = _tokens_of_query(result, batch, row)
-    if tokens and EACH_MINUS in result.target:
-        return result.target.replace(EACH_MINUS, tokens[-1])
-    if not tokens or not what or MEAN_QUERY in what:
-        return result.target
-    return what + " − ".join(tokens)
-
-
-def _tokens_of_query(result: Explained, batch: int, row: int) -> list[str]:
-    """Target and foil of one query of one prompt, in words; none where all queries have the same, or it is unknown."""
-    texts: Sequence[Sequence[Sequence[str]]] = result.options.get(TOKENS_OF_QUERIES, [])
-    if -len(texts) <= batch < len(texts) and row < len(texts[batch]):
-        return [repr(text) for text in texts[batch][row]]
-    named = [plain(result.options.get(name)) for name in ("target", "minus")]
-    prompts, queries = result.queries.shape
-    tokens = [_of_query(value, batch, row, prompts, queries) for value in named if value is not None]
-    is_known = not any(isinstance(token, list | tuple) for token in tokens)
-    if is_known and any(isinstance(value, list | tuple) for value in named):
-        return list(map(_named, tokens))
-    return []
-
-
 def _named(token: Any) -> str:
     """A token of an option, in words."""
     if token is NEXT:
@@ -331,3 +220,112 @@ def _of_query(value: Any, batch: int, row: int, prompts: int, queries: int) -> A
     if isinstance(value, list | tuple) and len(value) == queries:
         return value[row]
     return value
+
+
+class Explained:
+    """What an attribution explains, in words: in all, and at each query of each prompt."""
+
+    tokens: list[list[str]]
+    queries: Int[Tensor, "batch query"]
+    mask: Bool[Tensor, "batch pos"]
+    target: str
+    options: dict[str, Any]
+
+    def _explained(self, batch: int) -> list[list[int]]:
+        """The positions of the tokens that each query of a prompt is about: its own, or those that the model wrote."""
+        queries = self.queries[batch].tolist()
+        written = self._spans(batch)
+        if written and len(queries) == 1:
+            return [list(dict.fromkeys(written))]  # a word may hold several of them
+        generated = iter(written)
+        return [[next(generated, position) if self.mask[batch, position] else position] for position in queries]
+
+    def _query_texts(self, batch: int) -> list[str]:
+        """What each query of a prompt is, in words: its token, or the stretch of text that it stands for."""
+        if isinstance(self.options.get("query"), str) and self.options["query"] == "mean":
+            return [MEAN_QUERY]
+        tokens = self.tokens[batch]
+        return [joined([tokens[place] for place in places]) for places in self._explained(batch)]
+
+    def _target_texts(self, batch: int) -> list[str]:
+        """What is explained at each query of a prompt, in words, its own tokens named."""
+        tokens = self.tokens[batch]
+        explained = self._explained(batch)
+        labels = list[str]()
+        for row, position in enumerate(self.queries[batch].tolist()):
+            label = self._label_of_query(batch, row)
+            after = position + 1
+            if EACH_SPAN in label:
+                label = label.replace(EACH_SPAN, span_text([tokens[place] for place in self._spans(batch)]))
+            elif EACH_GENERATED in label and self.mask[batch, position]:
+                label = label.replace(EACH_GENERATED, repr(tokens[explained[row][0]]))
+            elif EACH_NEXT in label and after < len(tokens) and MEAN_QUERY not in label:
+                label = label.replace(EACH_NEXT, repr(tokens[after]))
+            labels.append(label)
+        return labels
+
+    def _target_of_prompt(self, batch: int, row: int | None = None) -> str:
+        """What is explained of a prompt, its own tokens named where that is one thing.
+
+        Args:
+            batch: the prompt.
+            row: one of its queries; None is all of them.
+        """
+        shown = shown_target(self.target)
+        of_each = row is not None and (EACH_GENERATED in shown or EACH_NEXT in shown)
+        names_rank = any(rank in shown for rank in RANKED.values())
+        if len(self.tokens) == 1 and shown == self.target and not of_each and not names_rank:
+            return shown
+        texts = self._target_texts(batch)
+        if row is not None:
+            return texts[row]
+        real = self.mask[batch].tolist()
+        positions = self.queries[batch].tolist()
+        labels = {text for text, position in zip(texts, positions, strict=True) if real[position]}
+        if len(labels) == 1:
+            return labels.pop()
+        return shown
+
+    def _with_next_tokens(self) -> dict[str, Any]:
+        """The options of a result, with each query's next token in words: a result of words has its tokens no more."""
+        options: dict[str, Any] = self.options
+        if EACH_NEXT not in self.target or MEAN_QUERY in self.target or TOKENS_OF_QUERIES in options:
+            return options
+        minus = plain(options.get("minus"))
+        others = [] if minus is None else [minus if isinstance(minus, str) else str(minus)]
+        texts = [
+            [[*row[position + 1 : position + 2], *others] for position in positions]
+            for row, positions in zip(self.tokens, self.queries.tolist(), strict=True)
+        ]
+        return {**options, TOKENS_OF_QUERIES: texts}
+
+    def _spans(self, batch: int) -> list[int]:
+        """The positions of the generated tokens that a prompt is asked about."""
+        rows: Sequence[list[int]] = self.options.get(OF_GENERATED[1], [])
+        return rows[batch] if rows else []
+
+    def _label_of_query(self, batch: int, row: int) -> str:
+        """The target in words; where prompts or queries have tokens of their own, those of one query."""
+        if self.target == SEVERAL_TARGETS:
+            what = "logit of "
+        else:
+            what = number_of(self.target)
+        tokens = self._tokens_of_query(batch, row)
+        if tokens and EACH_MINUS in self.target:
+            return self.target.replace(EACH_MINUS, tokens[-1])
+        if not tokens or not what or MEAN_QUERY in what:
+            return self.target
+        return what + " − ".join(tokens)
+
+    def _tokens_of_query(self, batch: int, row: int) -> list[str]:
+        """Target and foil of one query, in words; none where all queries have the same, or it is unknown."""
+        texts: Sequence[Sequence[Sequence[str]]] = self.options.get(TOKENS_OF_QUERIES, [])
+        if -len(texts) <= batch < len(texts) and row < len(texts[batch]):
+            return [repr(text) for text in texts[batch][row]]
+        named = [plain(self.options.get(name)) for name in ("target", "minus")]
+        prompts, queries = self.queries.shape
+        tokens = [_of_query(value, batch, row, prompts, queries) for value in named if value is not None]
+        is_known = not any(isinstance(token, list | tuple) for token in tokens)
+        if is_known and any(isinstance(value, list | tuple) for value in named):
+            return list(map(_named, tokens))
+        return []

@@ -17,31 +17,23 @@ part of the weight, links into heads have ``reads`` (values, queries, keys or a 
 library wrote the file and how exactly the sums hold.
 """
 
-import ast
 import io
 import json
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from math import isnan
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
-
-import numpy as np
 
 from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.drawing.marks import visible
 from tensorlens_tl.drawing.page import page
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.passes.inputs import joined
-from tensorlens_tl.results.entry import number_of
 from tensorlens_tl.results.result import check_folder
 from tensorlens_tl.results.scores import Scored
-
-Graph = Any
-"""A `ContributionGraph`, whose module imports this one."""
 
 FORMATS = ("html", "json", "circuit-tracer", "graphml", "csv")
 """What a graph is written as; ``json`` is networkx' node-link form."""
@@ -186,88 +178,6 @@ class Traced(NamedTuple):
     settings: Mapping[str, Any]
 
 
-def traced(graph: Graph) -> Traced:
-    """A `ContributionGraph` in circuit-tracer's fields."""
-    nodes = _nodes(graph)
-    tokens = _tokens(graph)
-    edges = graph.edges[["source", "target", "weight"]].itertuples(index=False, name=None)
-    links = [
-        {"source": nodes[source]["node_id"], "target": nodes[target]["node_id"], "weight": weight, "reads": reads}
-        for (source, target, weight), reads in zip(edges, graph.reads, strict=True)
-    ]
-    if graph.constant:
-        *_, logit = nodes
-        position = logit["ctx_idx"]
-        number = -2 - len(nodes)  # none of the others has it
-        constant = node_of("b_U", "bias", str(graph.n_layers), position, number, graph.constant, tokens[position])
-        nodes.insert(-1, constant)
-        source, target = constant["node_id"], logit["node_id"]
-        links.append({"source": source, "target": target, "weight": graph.constant, "reads": ""})
-    _note_influence(nodes)
-    what = "the frozen model"
-    if graph.target.startswith("change of"):
-        what = "the difference of two runs"
-    description = f"{graph.target} = {graph.total:.6g}: exact contributions of {what}"
-    facts = {name: getattr(graph, name) for name in ("target", "total", "constant", "gap", "completeness")}
-    return Traced(nodes, links, tokens, description, {**facts, **graph.provenance})
-
-
-def _tokens(graph: Graph) -> list[str]:
-    """The prompt's tokens; of a graph from an earlier file, those of its nodes."""
-    if graph.tokens:
-        return list(graph.tokens)
-    tokens = dict(zip(graph.nodes["pos"].tolist(), graph.nodes["token"].tolist(), strict=True))
-    return [tokens.get(pos, "") for pos in range(max(tokens) + 1)]
-
-
-def _nodes(graph: Graph) -> list[dict[str, Any]]:
-    """Every node in circuit-tracer's fields, the target last."""
-    nodes = list[dict[str, Any]]()
-    node_ids = set[str]()
-    first: dict[int, str] = {}  # the dictionary whose feature numbers a layer uses
-    numbers: dict[tuple[str, str], int] = {}  # of nodes that are no features, by layer and name; never a feature's own
-    columns = ["name", "kind", "layer", "pos", "token", "part", "weight", "bias"]
-    for name, kind, layer, pos, token, part, weight, bias in graph.nodes[columns].itertuples(index=False, name=None):
-        if kind == "target":
-            nodes.append(_logit(graph, pos, bias))
-            continue
-        level = _level(graph, kind, layer)
-        number = numbers.setdefault((level, name), -2 - len(numbers))
-        type_ = FEATURE_TYPES[kind]
-        if kind == "embedding" and name != "embed" and not name.endswith(" input"):
-            type_ = "other embedding"  # its page names every ``embedding`` by the token alone
-        node = node_of(name, type_, level, pos, number, weight, token, bias)
-        node["clerp"] = f"{graph.labelled(name)} at {visible(token)}"
-        if type_ == "embedding":
-            vocabulary = pos
-            if len(graph.token_ids):
-                vocabulary = graph.token_ids[pos]
-            node |= {"node_id": f"E_{vocabulary}_{pos}", "jsNodeId": f"E_{vocabulary}-{pos}", "feature": pos}
-        elif kind in ("feature", "error"):
-            dictionary = name.rpartition(".")[0]
-            in_first = first.setdefault(layer, dictionary) == dictionary
-            # an error keeps its long name where a feature of layer 0 has the short one
-            if kind == "error" and in_first and f"0_{layer}_{pos}" not in node_ids:
-                node |= {"node_id": f"0_{layer}_{pos}", "jsNodeId": f"{layer}_{pos}-0", "feature": -1}
-            elif kind == "feature" and in_first and part >= 0:  # numbered by layer and feature, as circuit-tracer does
-                node |= {"node_id": f"{layer}_{part}_{pos}", "jsNodeId": f"{layer}_{part}-0"}
-                node["feature"] = (layer + part) * (layer + part + 1) // 2 + part
-            elif kind == "feature":
-                node["feature_type"] = "other features"
-        node_ids.add(node["node_id"])
-        nodes.append(node)
-    return nodes
-
-
-def _level(graph: Graph, kind: str, layer: int) -> str:
-    """circuit-tracer's name of a layer; parts of none are behind the last."""
-    if kind == "embedding":
-        return "E"
-    if layer < 0:
-        return str(graph.n_layers)
-    return str(layer)
-
-
 def node_of(
     name: str, feature_type: str, layer: str, pos: int, number: int, weight: float, token: str, bias: float = 0.0
 ) -> dict[str, Any]:
@@ -288,35 +198,6 @@ def node_of(
         "activation": weight,
         "bias": bias,
     }
-
-
-def _logit(graph: Graph, pos: int, bias: float) -> dict[str, Any]:
-    """The target. What is no single token has the number behind the vocabulary's last, and no probability."""
-    layer = str(graph.n_layers + 1)
-    chance = graph.probability or 0.0
-    number = graph.token_id
-    if number is None:
-        number = graph.d_vocab
-    token = graph.target.removeprefix(number_of(graph.target))
-    with suppress(ValueError, SyntaxError):  # a single token stands there as Python writes it
-        token = str(ast.literal_eval(token))
-    return node_of("target", "logit", layer, pos, number, graph.total, "", bias) | {
-        "node_id": f"{layer}_{number}_{pos}",
-        "jsNodeId": f"L_{number}-{pos}",
-        "token_prob": chance,
-        "is_target_logit": True,
-        # circuit-tracer's page reads the token between the quotes, and p, from these words
-        "clerp": 'Output "{}" (p={:.3f})'.format(token.replace('"', "”"), chance),
-    }
-
-
-def _note_influence(nodes: list[dict[str, Any]]) -> None:
-    inner = nodes[:-1]
-    sizes = np.abs(np.array([node["activation"] for node in inner], dtype=float))
-    order = sizes.argsort(kind="stable")[::-1]
-    shares = sizes[order].cumsum() / (sizes.sum() or 1.0)
-    for number, share in zip(order.tolist(), shares.tolist(), strict=True):
-        inner[number]["influence"] = min(share, 1.0)
 
 
 def _as_html(graph: SharedGraph, options: Mapping[str, Any]) -> bytes:

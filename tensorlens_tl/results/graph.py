@@ -1,7 +1,9 @@
 """A logit as a weighted graph of heads, MLPs, neurons, embeddings and biases."""
 
 import re
+from ast import literal_eval
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,11 +13,11 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.drawing import figure, graphs, terminal
-from tensorlens_tl.drawing.marks import number
+from tensorlens_tl.drawing.marks import number, visible
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import exchange
 from tensorlens_tl.results.circuit import HEAD, READS
-from tensorlens_tl.results.entry import Entry, largest
+from tensorlens_tl.results.entry import Entry, largest, number_of
 from tensorlens_tl.results.exchange import SharedGraph
 from tensorlens_tl.results.scores import Parts
 
@@ -236,7 +238,90 @@ class ContributionGraph(SharedGraph):
         return graph
 
     def _traced(self) -> exchange.Traced:
-        return exchange.traced(self)
+        # a graph from an earlier file has no tokens but those of its nodes
+        of_nodes = dict(zip(self.nodes["pos"].tolist(), self.nodes["token"].tolist(), strict=True))
+        tokens = list(self.tokens) or [of_nodes.get(pos, "") for pos in range(max(of_nodes) + 1)]
+        nodes = self._exchanged()
+        edges = self.edges[["source", "target", "weight"]].itertuples(index=False, name=None)
+        links = [
+            {"source": nodes[source]["node_id"], "target": nodes[target]["node_id"], "weight": weight, "reads": reads}
+            for (source, target, weight), reads in zip(edges, self.reads, strict=True)
+        ]
+        if self.constant:
+            *_, logit = nodes
+            position = logit["ctx_idx"]
+            number = -2 - len(nodes)  # none of the others has it
+            level = str(self.n_layers)
+            constant = exchange.node_of("b_U", "bias", level, position, number, self.constant, tokens[position])
+            nodes.insert(-1, constant)
+            source, target = constant["node_id"], logit["node_id"]
+            links.append({"source": source, "target": target, "weight": self.constant, "reads": ""})
+        inner = nodes[:-1]
+        sizes = np.abs(np.array([node["activation"] for node in inner], dtype=float))
+        order = sizes.argsort(kind="stable")[::-1]
+        shares = sizes[order].cumsum() / (sizes.sum() or 1.0)
+        for number, share in zip(order.tolist(), shares.tolist(), strict=True):
+            inner[number]["influence"] = min(share, 1.0)
+        what = "the frozen model"
+        if self.target.startswith("change of"):
+            what = "the difference of two runs"
+        description = f"{self.target} = {self.total:.6g}: exact contributions of {what}"
+        facts = {name: getattr(self, name) for name in ("target", "total", "constant", "gap", "completeness")}
+        return exchange.Traced(nodes, links, tokens, description, {**facts, **self.provenance})
+
+    def _exchanged(self) -> list[dict[str, Any]]:
+        """Every node in circuit-tracer's fields, the target last."""
+        nodes = list[dict[str, Any]]()
+        node_ids = set[str]()
+        first: dict[int, str] = {}  # the dictionary whose feature numbers a layer uses
+        numbers: dict[tuple[str, str], int] = {}  # of what is no feature, by layer and name; never a feature's own
+        columns = ["name", "kind", "layer", "pos", "token", "part", "weight", "bias"]
+        rows = self.nodes[columns].itertuples(index=False, name=None)
+        for name, kind, layer, pos, token, part, weight, bias in rows:
+            if kind == "target":
+                nodes.append(self._exchanged_target(pos, bias))
+                continue
+            level = "E" if kind == "embedding" else str(layer if layer >= 0 else self.n_layers)
+            number = numbers.setdefault((level, name), -2 - len(numbers))
+            type_ = exchange.FEATURE_TYPES[kind]
+            if kind == "embedding" and name != "embed" and not name.endswith(" input"):
+                type_ = "other embedding"  # its page names every ``embedding`` by the token alone
+            node = exchange.node_of(name, type_, level, pos, number, weight, token, bias)
+            node["clerp"] = f"{self.labelled(name)} at {visible(token)}"
+            if type_ == "embedding":
+                vocabulary = self.token_ids[pos] if len(self.token_ids) else pos
+                node |= {"node_id": f"E_{vocabulary}_{pos}", "jsNodeId": f"E_{vocabulary}-{pos}", "feature": pos}
+            elif kind in ("feature", "error"):
+                dictionary = name.rpartition(".")[0]
+                in_first = first.setdefault(layer, dictionary) == dictionary
+                # an error keeps its long name where a feature of layer 0 has the short one
+                if kind == "error" and in_first and f"0_{layer}_{pos}" not in node_ids:
+                    node |= {"node_id": f"0_{layer}_{pos}", "jsNodeId": f"{layer}_{pos}-0", "feature": -1}
+                elif kind == "feature" and in_first and part >= 0:  # numbered by layer and feature, as there
+                    node |= {"node_id": f"{layer}_{part}_{pos}", "jsNodeId": f"{layer}_{part}-0"}
+                    node["feature"] = (layer + part) * (layer + part + 1) // 2 + part
+                elif kind == "feature":
+                    node["feature_type"] = "other features"
+            node_ids.add(node["node_id"])
+            nodes.append(node)
+        return nodes
+
+    def _exchanged_target(self, pos: int, bias: float) -> dict[str, Any]:
+        """The target. What is no single token has the number behind the vocabulary's last, and no probability."""
+        layer = str(self.n_layers + 1)
+        chance = self.probability or 0.0
+        number = self.d_vocab if self.token_id is None else self.token_id
+        token = self.target.removeprefix(number_of(self.target))
+        with suppress(ValueError, SyntaxError):  # a single token stands there as Python writes it
+            token = str(literal_eval(token))
+        return exchange.node_of("target", "logit", layer, pos, number, self.total, "", bias) | {
+            "node_id": f"{layer}_{number}_{pos}",
+            "jsNodeId": f"L_{number}-{pos}",
+            "token_prob": chance,
+            "is_target_logit": True,
+            # circuit-tracer's page reads the token between the quotes, and p, from these words
+            "clerp": 'Output "{}" (p={:.3f})'.format(token.replace('"', "”"), chance),
+        }
 
     def _html(self, k: int, *, title: str = "") -> str:
         """Positions side by side, layers upwards, the target on top; pruned until at most k edges are left.
