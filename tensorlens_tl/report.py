@@ -2,6 +2,7 @@
 
 * `compare`: several methods side by side for one prompt;
 * `explain`: everything about one prediction as one page;
+* `explain_difference`: why two prompts are answered differently, as one page;
 * `explain_generation`: everything about a text that a model wrote;
 * `Picture`: what both return; a notebook shows it, ``.save("page.html")`` keeps it.
 """
@@ -25,13 +26,13 @@ from tensorlens_tl.drawing.page import Picture, folded, panel, table
 from tensorlens_tl.errors import InvalidInputError, TensorLensError, warn_caller
 from tensorlens_tl.generation import FrozenGeneration, check_hops, freeze_generation
 from tensorlens_tl.models import RUNNER_UP, ModelLike, Query, TokenLike
-from tensorlens_tl.passes import FrozenPass, freeze, one_check
+from tensorlens_tl.passes import Difference, FrozenPass, freeze, one_check
 from tensorlens_tl.passes.inputs import joined, one_query
 from tensorlens_tl.passes.operator import logit_label, target_ids, token_label
 from tensorlens_tl.registry import Method, attribute, get_method, list_methods
 from tensorlens_tl.results import Attribution, Terms, array
 
-__all__ = ["Picture", "compare", "explain", "explain_generation"]
+__all__ = ["Picture", "compare", "explain", "explain_difference", "explain_generation"]
 
 if TYPE_CHECKING:
     Results = Attribution | Iterable[Attribution] | Mapping[str, Attribution]
@@ -433,8 +434,8 @@ def _prompt(tokens: Attribution) -> str:
 
 
 def tokens_card(tokens: Attribution, title: str = "The tokens that moved it") -> str:
-    """The tokens of largest score, all others, and what no token explains."""
-    entries = tokens.top(NAMED)
+    """The tokens of largest score, all others, and what no token explains; tokens of score 0 are named with none."""
+    entries = [entry for entry in tokens.top(NAMED) if entry.score] or tokens.top(1)
     scores = array(tokens.plane()[-1])[tokens.mask[0].cpu().numpy()]
     lines = [(f"{entry.name!r} · {entry.position}", entry.score) for entry in entries]
     lines += _rest(len(scores) - len(entries), float(scores.sum()) - sum(value for _, value in lines), "token")
@@ -732,18 +733,11 @@ def _circuits(frozen: FrozenPass, prediction: Prediction, heads: Terms) -> tuple
     paths = circuits.top_paths(frozen, k=12, width=16, **question)
     graph = circuits.contribution_graph(frozen, **question)
     label = prediction.label
-    lists = (
-        folded(
-            "The largest direct effects",
-            heads.to_html(15, title=f"The largest direct effects on the {label}", style=False),
-        ),
-        folded("The largest paths", paths.to_html(12, title=f"The largest paths to the {label}", style=False)),
-    )
     sections = "".join(
         (
             "<h2>Heads and MLPs</h2>",
             heads.heads_to_html(title=f"Direct effects of heads and MLPs on the {label}", style=False),
-            f'<div class="tlens">{"".join(lists)}</div>',
+            _lists(heads, paths, label),
             "<h2>The circuit</h2>",
             graph.to_html(title=f"How the {label} comes about", style=False),
         )
@@ -755,10 +749,161 @@ def _circuits(frozen: FrozenPass, prediction: Prediction, heads: Terms) -> tuple
     return sections, proved
 
 
+def _lists(heads: Terms, paths: Terms, label: str) -> str:
+    """The largest direct effects and paths, each folded."""
+    effects = heads.to_html(15, title=f"The largest direct effects on the {label}", style=False)
+    ways = paths.to_html(12, title=f"The largest paths to the {label}", style=False)
+    return (
+        f'<div class="tlens">{folded("The largest direct effects", effects)}{folded("The largest paths", ways)}</div>'
+    )
+
+
 def _claims(errors: Mapping[str, float], sums: dict[str, float]) -> str:
     """What is measured, as a table: parts of the model against their maps, then sums against their totals."""
     measured = {f"{part}: the composed map against the model's own": error for part, error in errors.items()} | sums
     return table(("claim", "gap"), ((claim, f"{gap:.1e}") for claim, gap in measured.items()), "words")
+
+
+# --------------------------------------------------------------------------- why two prompts differ
+
+
+@dataclass(frozen=True)
+class Change:
+    """Why two prompts are answered differently.
+
+    Attributes:
+        difference: of the two runs.
+        predictions: of either run, of the same tokens.
+        logits: the explained number in either run.
+        tokens: what each token that differs adds to its change.
+        components: the same of heads and MLPs.
+    """
+
+    difference: Difference
+    predictions: tuple[Prediction, Prediction]
+    logits: tuple[float, float]
+    tokens: Attribution
+    components: Terms
+
+    @property
+    def question(self) -> str:
+        """The question in words."""
+        explained, against = self._names
+        if against is None:
+            return f"Why does {explained} change?"
+        return f"Why {explained} and not {against}?"
+
+    @property
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Each token, with its probability after the first prompt and after the second."""
+        of_runs = [{chance.name: chance.probability for chance in run.chances} for run in self.predictions]
+        names = [chance.name for chance in self.predictions[0].chances if chance.role]
+        return [(repr(name), _percent(of_runs[0][name]), _percent(of_runs[1][name])) for name in names]
+
+    @property
+    def _names(self) -> tuple[str, str | None]:
+        view, prediction = self.difference.view, self.predictions[0]
+        assert prediction.target is not None
+        explained = repr(token_label(view, prediction.target))
+        return explained, None if prediction.minus is None else repr(token_label(view, prediction.minus))
+
+    @property
+    def statement(self) -> str:
+        """The explained number after both prompts, in words."""
+        first, second = self.logits
+        return (
+            f"The {self.predictions[0].label} is {first:+.4g} after the first prompt and {second:+.4g} after the "
+            f"second: {first - second:+.4g} between them."
+        )
+
+
+def change_of(
+    difference: Difference, target: TokenLike = None, minus: TokenLike = None, query: Query | None = None
+) -> Change:
+    """What is to be said about two prompts; see `explain_difference`."""
+    if not isinstance(difference, Difference):
+        raise InvalidInputError(
+            f"explain_difference: a difference of two runs is needed, got {type(difference).__name__}: "
+            "tlens.difference(first, second) returns one."
+        )
+    if len(difference.tokens) != 1:
+        raise InvalidInputError(f"explain_difference: {len(difference.tokens)} pairs of prompts; compare one.")
+    difference.check_fresh()
+    first = predict(difference.a, target, minus, query)
+    if first.target is None:
+        raise InvalidInputError(
+            f"explain_difference: {difference.view.description} predicts no tokens; use "
+            "tlens.attribute(difference, direction=...)."
+        )
+    if target is None and minus is None:
+        chosen = predict(difference.b, query=first.query).target
+        first = predict(difference.a, first.target, first.minus if chosen == first.target else chosen, first.query)
+    question: dict[str, Any] = {**first.options, "query": first.query}
+    second = predict(difference.b, **question)
+    tokens = attribute(difference, **question)
+    components = circuits.logit_attribution(difference, by="head", **question)
+    logits = [float(run.operator().totals(**question)) for run in difference.runs]
+    return Change(difference, (first, second), (logits[0], logits[1]), tokens, components)
+
+
+@checked_names
+def explain_difference(
+    difference: Difference, target: TokenLike = None, *, minus: TokenLike = None, query: Query | None = None
+) -> Picture:
+    """Why two prompts are answered differently, as one page that opens without a network.
+
+    The page begins with the question and both probabilities of both tokens. Then it says which of the tokens that
+    differ change the answer, and by which heads, MLPs and paths. All of it sums to the change of the logit.
+
+    Args:
+        difference: of the runs of two prompts, or of two models.
+        target, minus: the token that is explained, and one to compare it with. By default what the first run predicts
+            against what the second predicts, or against the first run's second choice where both predict the same.
+        query: the position whose prediction it is; by default as in `explain`.
+
+    Raises:
+        InvalidInputError: no difference, several prompts, an unknown token, a model that predicts no tokens.
+
+    Returns:
+        A Picture: a notebook shows it, and ``.save("page.html")`` writes it.
+
+    >>> other = tlens.freeze(model, text.replace("red", "blue"))
+    >>> tlens.report.explain_difference(tlens.difference(frozen, other), " value", minus=" file").title
+    "Why ' value' and not ' file'?"
+    """
+    return change_page(change_of(difference, target, minus, query))
+
+
+def change_page(change: Change) -> Picture:
+    """The page of `explain_difference`."""
+    difference, prediction = change.difference, change.predictions[0]
+    question: dict[str, Any] = {**prediction.options, "query": prediction.query}
+    with one_check(difference.a.model):
+        paths = circuits.top_paths(difference, k=12, width=16, **question)
+        graph = circuits.contribution_graph(difference, **question)
+    label = f"change of the {prediction.label}"
+    heads = ("token", "after the first prompt", "after the second")
+    cards = [_card("Both tokens", table(heads, change.rows))] if change.rows else []
+    cards += [
+        tokens_card(change.tokens, "The tokens that changed it"),
+        components_card(change.components, "The components that changed it"),
+    ]
+    sums = {"contribution graph: its sources against the change": graph.gap}
+    if change.tokens.gap is not None:
+        sums["tokens: Σ scores + bias against the change"] = float(change.tokens.gap.max())
+    claims = folded(f"{len(difference.errors) + len(sums)} measured gaps", _claims(difference.errors, sums))
+    parts = (
+        f"<h1>{escape(change.question)}</h1><p>{escape(change.statement)}</p>",
+        _prompt(change.tokens),
+        _cards(*cards),
+        "<h2>The circuit</h2>",
+        graph.to_html(title=f"How the {label} comes about", style=False),
+        "<h2>Heads and MLPs</h2>",
+        change.components.heads_to_html(title=f"Direct effects of heads and MLPs on the {label}", style=False),
+        _lists(change.components, paths, label),
+        f'<h2>The proofs</h2><div class="tlens">{claims}{note(repr(difference))}</div>',
+    )
+    return Picture(change.question, "".join(parts))
 
 
 # --------------------------------------------------------------------------- everything about a generated text

@@ -15,6 +15,7 @@ from conftest import some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, report
+from tensorlens_tl.commands import main
 from tensorlens_tl.drawing import charts, heat_maps, marks, matrix, page
 from tensorlens_tl.models.lifecycle import WeightState
 from tensorlens_tl.report import predict, stretch_components
@@ -254,6 +255,62 @@ def test_the_report_begins_with_an_answer_that_adds_up(frozen):
     prediction = next(card for name, card in cards_.items() if name.startswith("What it expects after"))
     assert ">explained</td>" in prediction
     assert ">against</td>" in prediction
+
+
+def test_the_page_of_two_prompts_begins_with_an_answer_that_adds_up():
+    model = tlens.load_demo_model()
+    first, second = (tlens.freeze(model, f"Open the {name} and read the") for name in ("file", "socket"))
+    change = tlens.difference(first, second)
+    page = report.explain_difference(change)
+    assert page.title == "Why ' file' and not ' socket'?"
+    why = tlens.attribute(change, " file", minus=" socket")
+    file, socket = map(model.to_single_token, (" file", " socket"))
+    live = [run.last_logits[0, file] - run.last_logits[0, socket] for run in (first, second)]
+    assert f"is {float(live[0]):+.4g} after the first prompt and {float(live[1]):+.4g}" in page.body
+    assert float(live[0] - live[1]) == pytest.approx(sum_of(why.total), rel=1e-5)
+    cards_ = dict(re.findall(r'<section class="card" aria-label="([^"]*)">(.*?)</section>', page.body))
+    assert [name for name, _ in rows_of(cards_["The tokens that changed it"])] == [
+        "' file| socket' · 4", "7 other tokens", "bias (no token)", "sum",
+    ]  # fmt: skip
+    for title in ("The tokens that changed it", "The components that changed it"):
+        *lines, (name, total) = rows_of(cards_[title])
+        assert name == "sum"
+        assert sum(value for _, value in lines) == pytest.approx(total, abs=5e-3)
+        assert total == pytest.approx(sum_of(why.total), rel=1e-3)
+    for run in (first, second):
+        chances = run.last_logits[0].double().softmax(-1)
+        for token in (file, socket):
+            assert f"{100 * float(chances[token]):.1f} %" in cards_["Both tokens"]
+
+
+def test_two_prompts_with_one_answer_are_compared_at_its_runner_up():
+    model = tlens.load_demo_model()
+    texts = [f"If the {name} is not found, a FileNotFoundError is" for name in ("file", "value")]
+    first, second = (tlens.freeze(model, text) for text in texts)
+    assert report.explain_difference(tlens.difference(first, second)).title == "Why ' raised' and not ' not'?"
+    assert report.explain_difference(tlens.difference(first, second), " raised").title == "Why does ' raised' change?"
+
+
+def test_what_a_page_of_two_prompts_refuses(frozen):
+    with pytest.raises(tlens.InvalidInputError, match="a difference of two runs is needed, got FrozenPass"):
+        report.explain_difference(frozen)
+    two = tlens.freeze(frozen.model, torch.cat([frozen.tokens, frozen.tokens]))
+    with pytest.raises(tlens.InvalidInputError, match="2 pairs of prompts; compare one"):
+        report.explain_difference(tlens.difference(two, two))
+
+
+def test_the_command_compares_two_prompts(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    texts = ["Open the file and read the", "Open the socket and read the"]
+    assert main(["compare", *texts, "-o", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Why ' file' and not ' socket'?")
+    assert f"page written to {page}" in said
+    assert "<h1>Why &#x27; file&#x27; and not &#x27; socket&#x27;?</h1>" in page.read_text()
+    assert main(["compare", texts[0], "Open the old file and read the", "-o", str(page)]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the prompts have 8 and 10 tokens" in said
+    assert "' o', 'ld'" in said
 
 
 @pytest.mark.parametrize("minus", [None, " the"])

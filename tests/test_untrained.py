@@ -225,6 +225,7 @@ def headless(tmp_path):
         ["attribute", TEXT, "--method", "leave-one-out"],
         ["report", TEXT, "-o", "{out}"],
         ["graph", TEXT, "-o", "{out}"],
+        ["compare", TEXT, TEXT, "-o", "{out}"],
         ["generate-report", TEXT, "-o", "{out}"],
         ["evaluate", "agreement", "--prompts", "{prompts}"],
     ],

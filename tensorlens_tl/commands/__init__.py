@@ -188,8 +188,8 @@ def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
 
 
 COMMANDS = (
-    "attribute", "dataset", "report", "generate-report", "graph", "methods", "evaluate", "reproduce", "compress",
-    "whiteness", "verify", "explore", "demo",
+    "attribute", "compare", "dataset", "report", "generate-report", "graph", "methods", "evaluate", "reproduce",
+    "compress", "whiteness", "verify", "explore", "demo",
 )  # fmt: skip
 
 
