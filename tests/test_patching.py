@@ -820,6 +820,21 @@ def test_live_edges_are_refused_by_name_where_they_are_not_defined(name, why, mo
         circuits.edge_scores(clean, corrupted, **ASKED, method="patching")
 
 
+@pytest.mark.parametrize("point", ["blocks.0.attn.q.hook_out", "blocks.1.hook_mlp_out"])
+def test_live_edges_are_refused_where_hooks_change_one_prompt(point):
+    model = tiny_model("bridge/gpt2")
+
+    def act(live, hook):
+        live = live.clone()
+        live[0, 3] += 1
+        return live
+
+    model.add_hook(point, act)
+    clean, corrupted = two(model, 1)
+    with pytest.raises(tlens.UnsupportedModelError, match=r"live edges .*(by the weights, differs|stands between)"):
+        circuits.edge_scores(clean, corrupted, **ASKED, method="patching")
+
+
 class Made(TorchDispatchMode):
     """The shapes and dtypes of everything that is made."""
 

@@ -569,7 +569,7 @@ def edge_layout(stream: Stream, queries: Int[Tensor, "batch query"] | None = Non
         encoder = queries < stream.frozen.maps.capture.prompt.encoder_length
         destinations[TARGET] = bool(encoder.any()), bool((~encoder).any())
     known.append(len(sources))
-    device = stream.x[0].device
+    device = stream.frozen.resid_pre(0).device
     before = torch.arange(len(sources), device=device)[:, None] < torch.tensor(known, device=device)
     together = torch.tensor(written, device=device)[:, None] & torch.tensor([*destinations.values()], device=device)
     return EdgeLayout(sources, [*destinations], before & together.any(-1))
@@ -725,7 +725,7 @@ def _config(readout: StreamTarget) -> dict[str, Any]:
     return {
         "n_layers": frozen.n_layers,
         "n_heads": max(heads, default=0),
-        "d_model": readout.stream.x[0].shape[-1],
+        "d_model": readout.vectors.shape[-1],
         "parallel_attn_mlp": any(layout.parallel for layout in frozen.layouts),
     }
 

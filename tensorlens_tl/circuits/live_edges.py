@@ -1,9 +1,10 @@
 """The live model with every edge apart: each destination reads a mix of its own of what nodes write for two prompts.
 
-Nothing is frozen, and nothing of a block is described but how a head's queries, keys and values follow from what the
-attention's norm gives. The model runs the corrupted prompt once. After each block that block is called again, for many
-circuits at a time: with what its heads' queries, keys and values are for their mixes, which shows what they give; and
-with the stream that the MLP's mix stands for, which shows its neurons.
+Nothing is frozen, and nothing of a block is described but the norm before attention and the weights of each head's
+queries, keys and values: the model's modules compute those of all heads from one stream, and here each reads its own.
+The model runs the corrupted prompt once. After each block that block is called again, for many circuits at a time: with
+what its heads' queries, keys and values are for their mixes, which shows what they give; and with a stream that makes
+the MLP read its mix, which shows its neurons.
 
 Blocks must add what attention and the MLP write to the stream as it is: pre-LN, sequential or parallel. With a norm
 between (post-LN, sandwich, OLMo 2) what a head writes by itself is not defined in the live model, and such blocks are
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from tensorlens_tl.algebra import Norm
@@ -77,7 +78,7 @@ class _Way:
 
     def __call__(self, x: Float[Tensor, "row head pos d_model"]) -> Float[Tensor, "row pos head d_head"]:
         """What each head has for what it reads; heads of a group have the same weights."""
-        x = self.norm(x[..., slice(*self.side), :].flatten(0, 1)).unflatten(0, x.shape[:2])
+        x = self.norm(x[..., slice(*self.side), :])
         each = x.shape[1] // len(self.W)
         wide = torch.promote_types(x.dtype, self.W.dtype)
         y = torch.einsum("rgepd,gdf->rgepf", x.unflatten(1, (-1, each)).to(wide), self.W.to(wide)).to(x)
@@ -163,7 +164,7 @@ class LiveEdges:
             before = layout.cross.before
             attention, weights, heads = block.require_cross_attention(), block.cross_query_key, points.cross
         assert heads is not None
-        norm: Callable[[Tensor], Tensor] = getattr(block.module, before) if before else nn.Identity()
+        norm = partial(self._normed, norm=block.norms[before] if before else None, name=f"{block.name}.{before}")
         attended: tuple[int, tuple[int, int], Callable[[Tensor], Tensor]] = (number, side, norm)
         if part.is_cross:
             attended = (encoder_end(self.readout.stream), (0, side[0]), self.encoder_norm)
@@ -189,11 +190,12 @@ class LiveEdges:
         return ways[0], ways[1], ways[2]
 
     def encoder_norm(self, x: Float[Tensor, "*rows pos d"]) -> Float[Tensor, "*rows pos d"]:
-        """What the norm at an encoder's end gives, as the live model computes it."""
-        return self._normed(x, self.frozen.view.encoder_norm, self.frozen.view.encoder_norm_name)
+        """What the norm at an encoder's end gives."""
+        view = self.frozen.view
+        return self._normed(x, view.encoder_norm, view.encoder_norm_name)
 
-    def _normed(self, x: Tensor, norm: NormWeights | None, name: str) -> Tensor:
-        """By a norm after the last block of a stack, whose gain may stand elsewhere than in its module."""
+    def _normed(self, x: Float[Tensor, "*rows d"], norm: NormWeights | None, name: str) -> Float[Tensor, "*rows d"]:
+        """What a norm gives, as the live model computes it; its gain may stand elsewhere than in its module."""
         if norm is None:
             return x
         view = self.frozen.view
@@ -252,7 +254,7 @@ class LiveEdges:
     ) -> Float[Tensor, "circuit batch"]:
         """The same for edges, of all prompts or of each, that are computed for a range of circuits when those run."""
         x, heads = self.x[0], max((len(part.nodes) for _, part in self.parts()), default=1)
-        per_row = 2 * (3 * heads + 4 * len(self.exists)) * x.numel() * x.element_size()
+        per_row = 2 * (6 * heads + len(self.exists)) * x.numel() * x.element_size()
         per_row += (1 + x.element_size()) * self.exists.numel()
         runs = chunks(circuits, per_row, memory, "circuits", parts=circuits if self.alone else 1)
         return torch.cat([_Run(self, clean_edges(rows)).numbers() for rows in runs])
@@ -282,18 +284,22 @@ class _Run:
         self.sources, self.destinations = 1, 0
         self.held: dict[str, Tensor] = {}
         self.given: dict[str, Tensor] = {}
+        self.outputs: dict[str, Any] = {}
+        self.entries = {block.resid_pre for block in edges.frozen.points.blocks}
         self.until = ""
-        self.shown = x
+        self.shown = self.rows = x
 
     def numbers(self) -> Float[Tensor, "row batch"]:
         """The target's number in every circuit."""
         edges, frozen = self.edges, self.edges.corrupted
-        points = [block.resid_pre for block in frozen.points.blocks]
+        points = [*self.entries]
         points += [way.point for ways in edges.ways.values() for way in ways]
         points += [str(hidden_point(frozen, part)) for _, part in edges.parts()]
         hooks = [(point, in_this_thread(partial(self._at, name=point))) for point in points]
         with lock_of(frozen.model), Placing() as placing, suppress(_ReachedError):
             for layer, block in enumerate(frozen.view.blocks):
+                for name in {block.parts.mixer_name, block.parts.cross_name} & {*block.module._modules}:
+                    replace_forward(placing, getattr(block.module, name), partial(self._attention, f"{layer}.{name}"))
                 replace_forward(placing, block.module, partial(self._block, layer))
             run(frozen.model, frozen.inputs, hooks)
         self._prove_stream(edges.end)
@@ -319,6 +325,15 @@ class _Run:
             raise _ReachedError
         return live
 
+    def _attention(self, name: str, computed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What attention gives; in a call for an MLP, once more what it gives for the corrupted prompts."""
+        if self.until and not self.given.keys() - self.entries:
+            return rows_of(self.outputs[name], self.rows, len(self.edges.corrupted.tokens))
+        output = computed(*args, **kwargs)
+        if not self.until:
+            self.outputs[name] = output
+        return output
+
     def _block(self, layer: int, computed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A block's output; meanwhile what its nodes write in every circuit."""
         output = computed(*args, **kwargs)
@@ -326,7 +341,7 @@ class _Run:
 
         def again(given: dict[str, Tensor], until: str) -> Tensor:
             copies = len(next(iter(given.values()))) // batch
-            rows = torch.arange(batch, device=self.changes.device).repeat(copies)
+            rows = self.rows = torch.arange(batch, device=self.changes.device).repeat(copies)
             values = [None if isinstance(value, Cache) else value for value in (*args, *kwargs.values())]
             first, named = rows_of(values[: len(args)], rows, batch), rows_of(values[len(args) :], rows, batch)
             self.given, self.until = given, until
@@ -405,19 +420,13 @@ class _Run:
     def _neurons(self, part: Sublayer, point: str, again: Again) -> Float[Tensor, "rows pos width"]:
         """What an MLP's neurons give.
 
-        Its block is called with the stream that makes of the heads' values for the corrupted prompts what it reads.
+        Its block is called with the stream to which attention adds what it adds for the corrupted prompts.
         """
-        frozen, rows = self.edges.frozen, len(self.changes)
+        frozen = self.edges.frozen
         first = self.edges.readout.stream.step_at(part.layer)
         start, stop = frozen.capture.side(part.layer)
         reads = self._reads(first, self._next(1))[:, :, 0, start:stop].flatten(0, 1)
-        points = frozen.points.blocks[part.layer]
-        given = {points.resid_pre: reads}
-        for heads in (points.heads, points.cross):
-            if heads is not None:
-                held = self.held[heads.z]
-                given[heads.z] = held.repeat(rows, *[1] * (held.ndim - 1))
-        return again(given, point).reshape(len(reads), stop - start, -1)
+        return again({frozen.points.blocks[part.layer].resid_pre: reads}, point).reshape(len(reads), stop - start, -1)
 
     # ------------------------------------------------------------------ the proof
 
