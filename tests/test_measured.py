@@ -278,6 +278,9 @@ def test_edges_are_refused_as_patchings_are(words, model_named):
     name = next(name for name in ("hooked/sandwich", "encoder/bert", "bridge/bert") if name in HERE)
     with pytest.raises(UnsupportedModelError, match="live edges of this"):
         circuits.edge_scores(*two(model_named(name)), **ASKED, method="measured")
+    for name in HERE & {"bridge/qwen3-next", "hooked/shortformer"}:  # one has gates, which are destinations as well
+        with pytest.raises(UnsupportedModelError, match="live edges of this"):
+            circuits.edge_scores(*two(model_named(name)), **ASKED, method="measured")
     with pytest.raises(InvalidInputError, match="no positions here"):
         circuits.patch_scores(*words, "N", method="measured").rest(keys=True)
     with pytest.raises(InvalidInputError, match="level=2: pass a confidence between 0 and 1"):

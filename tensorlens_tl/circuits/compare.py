@@ -428,15 +428,23 @@ def _measured_edges(
     comparison: _Comparison, budget: Budget, seed: int, memory: Memory
 ) -> tuple[Float[Tensor, "batch source destination"], dict[str, Tensor]]:
     """The largest edges patched live, the others by their gradient; and what a `MeasuredEdges` has besides."""
-    exists = comparison.layout.exists
+    sources, destinations, exists = comparison.layout
     first = budget.of(int(exists.sum()), "edges")
+    live = comparison.live_edges()
+
+    def by_edge(layout: EdgeLayout, scores: Float[Tensor, "batch s d"]) -> Float[Tensor, "batch edge"]:
+        """Scores of the edges that are patched; a difference also has what hooks add to one of the runs."""
+        rows, columns = (
+            [names.index(name) for name in chosen]
+            for names, chosen in ((layout.sources, sources), (layout.destinations, destinations))
+        )
+        return scores[:, rows][:, :, columns][:, exists]
+
     assert comparison.finder is not None
     readout, layout = comparison.finder.readout, comparison.finder.layout
-    assert layout.destinations == comparison.layout.destinations  # what parts the two, live runs refuse
-    assert layout.sources == comparison.layout.sources
-    differences = _products(comparison.finder.changes, layout, readout.stream.pull(readout.seed), False)[:, exists]
-    live = comparison.live_edges()
-    gradients = _live_scores(comparison, False)[1][:, exists]
+    pulled = readout.stream.pull(readout.seed)
+    differences = by_edge(layout, _products(comparison.finder.changes, layout, pulled, False))
+    gradients = by_edge(*_live_scores(comparison, False))
 
     def of_edges(values: Shaped[Tensor, "*rows edge"]) -> Shaped[Tensor, "*rows source destination"]:
         return values.new_zeros(*values.shape[:-1], *exists.shape).masked_scatter(exists, values)

@@ -330,6 +330,39 @@ def test_patching(real, pair):
     assert abs(float(scores["embed"]) - pair.change) <= pair.allowed
 
 
+PAIRS = {
+    ("The capital of Italy is the city of", "The capital of Spain is the city of"): (" Rome", " Madrid"),
+    ("The keys to the cabinet", "The key to the cabinet"): (" are", " is"),
+    ("The opposite of hot is", "The opposite of big is"): (" cold", " small"),
+}
+
+
+@pytest.mark.parametrize("texts", PAIRS, ids=lambda texts: texts[0])
+def test_scores_that_are_measured_agree_with_patching(real, texts):
+    """Five of the largest nodes and six others in live runs of 301 or 91, and the error of the rest as it is stated."""
+    clean, corrupted = (tlens.freeze(real.bridge(), torch.tensor([real.ids(text)])) for text in texts)
+    question = [real.token(word) for word in PAIRS[texts]]
+    measured, patched, found, gradient = (
+        circuits.patch_scores(clean, corrupted, *question, method=method)
+        for method in ("measured", "patching", "difference", "gradient")
+    )
+    truth = patched.scores[0, 0, 1:].double()
+
+    def agreement(scores):
+        return float(torch.corrcoef(torch.stack([scores.scores[0, 0, 1:].double(), truth]))[0, 1])
+
+    assert agreement(measured) > 0.98
+    assert agreement(measured) > max(agreement(found), agreement(gradient))
+    live = measured.measured
+    assert 6 < int(live.sum()) <= 12
+    assert float((measured.scores - patched.scores)[live].abs().max()) <= real.allowed
+    size = torch.maximum(found.scores.abs(), gradient.scores.abs())[0, 0, 1:]
+    misses = (gradient.scores[0, 0, 1:] - truth).abs().scatter(0, size.topk(5).indices, 0)
+    rest = measured.rest().iloc[0]
+    assert rest["low"] <= float(misses.sum() / measured.scores.abs().sum()) <= rest["high"]
+    assert float((measured.scores - patched.scores).abs().max()) <= rest["largest"]
+
+
 def test_a_contribution_graph(real, pair):
     graph = circuits.contribution_graph(pair.clean, **pair.question, threshold=0.05)
     assert abs(float(graph.total) - pair.contrast(real.logits(pair.ids[0]))) <= real.allowed
