@@ -396,9 +396,10 @@ def edge_scores(
     elif comparison.method == "patching":
         scores = comparison.live_edges().patched(memory)
     elif comparison.method == "frozen+qk":
+        changes = comparison.changes  # refuses two passes that hooks tell apart, before the live model is run
         responses = _pattern_responses(comparison, by_node=True)
         pulled = _pull_with_patterns(readout, responses)
-        scores = _products(comparison.changes, layout, pulled, positions, responses)
+        scores = _products(changes, layout, pulled, positions, responses)
     elif comparison.shares:
         layout, scores = _live_scores(comparison, positions)
     else:
