@@ -26,7 +26,7 @@ from tensorlens_tl.drawing.page import Picture, folded, panel, table
 from tensorlens_tl.errors import InvalidInputError, TensorLensError, warn_caller
 from tensorlens_tl.generation import FrozenGeneration, check_hops, freeze_generation
 from tensorlens_tl.models import RUNNER_UP, ModelLike, Query, TokenLike
-from tensorlens_tl.passes import Difference, FrozenPass, freeze, one_check
+from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, freeze, one_check
 from tensorlens_tl.passes.inputs import joined, one_query
 from tensorlens_tl.passes.operator import logit_label, target_ids, token_label
 from tensorlens_tl.registry import Method, attribute, get_method, list_methods
@@ -818,7 +818,7 @@ class Change:
 
 
 def change_of(
-    difference: Difference, target: TokenLike = None, minus: TokenLike = None, query: Query | None = None
+    difference: PassOrDifference, target: TokenLike = None, minus: TokenLike = None, query: Query | None = None
 ) -> Change:
     """What is to be said about two prompts; see `explain_difference`."""
     if not isinstance(difference, Difference):
@@ -848,7 +848,7 @@ def change_of(
 
 @checked_names
 def explain_difference(
-    difference: Difference, target: TokenLike = None, *, minus: TokenLike = None, query: Query | None = None
+    difference: PassOrDifference, target: TokenLike = None, *, minus: TokenLike = None, query: Query | None = None
 ) -> Picture:
     """Why two prompts are answered differently, as one page that opens without a network.
 

@@ -256,7 +256,6 @@ WRONG = {
     "live=3, method='gradient': how many": {"live": 3, "method": "gradient"},
     "live=3, method=None: how many": {"live": 3, "method": None},
     "seed=-1: pass at least 0": {"seed": -1},
-    "seed=0.5: pass an integer": {"seed": 0.5},
     "rule='gim', method='measured': a rule says": {"rule": "gim"},
 }
 

@@ -76,7 +76,7 @@ class _Way:
     W: Float[Tensor, "head d_model d_head"]
     b: Float[Tensor, "head 1 d_head"] | None
 
-    def __call__(self, x: Float[Tensor, "row head pos d_model"]) -> Float[Tensor, "row pos head d_head"]:
+    def __call__(self, x: Float[Tensor, "row head pos d_model"]) -> Float[Tensor, "row some head d_head"]:
         """What each head has for what it reads; heads of a group have the same weights."""
         x = self.norm(x[..., slice(*self.side), :])
         each = x.shape[1] // len(self.W)

@@ -33,7 +33,7 @@ from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.requirements import check_rule
 
-Start = Mapping[str, Float[Tensor, "batch pos d_model"]]
+Start = Mapping[str, Float[Tensor, "batch _pos d_model"]]
 """What enters the first block, by hook point, where it is not what the prompts of the pass give."""
 
 
