@@ -720,9 +720,8 @@ def _page(frozen: FrozenPass, prediction: Prediction, said: Answers) -> Picture:
         parts.append(f'<div class="tlens">{folded(f"{len(refused)} not shown, and why", reasons)}</div>')
     sums = {name: float(gaps.max()) for name, gaps in proofs.items() if gaps is not None}
     worst = max(frozen.errors.values(), default=0.0)
-    compared = note(f"On this prompt every part's map gives what the model itself gives, to {worst:.1e} at most.")
-    claims = folded(f"{len(frozen.errors) + len(sums)} measured gaps", _claims(frozen.errors, sums))
-    parts.append(f'<h2>The proofs</h2><div class="tlens">{compared}{claims}{note(repr(frozen))}</div>')
+    compared = f"On this prompt every part's map gives what the model itself gives, to {worst:.1e} at most."
+    parts.append(_proofs(frozen.errors, sums, compared, repr(frozen)))
     text = joined(frozen.str_tokens[0])
     return Picture(f"Where a prediction comes from: {short(text, 60)}", "".join(parts))
 
@@ -758,17 +757,21 @@ def _lists(heads: Terms, paths: Terms, label: str) -> str:
     )
 
 
-def _claims(errors: Mapping[str, float], sums: dict[str, float]) -> str:
-    """What is measured, as a table: parts of the model against their maps, then sums against their totals."""
-    measured = {f"{part}: the composed map against the model's own": error for part, error in errors.items()} | sums
-    return table(("claim", "gap"), ((claim, f"{gap:.1e}") for claim, gap in measured.items()), "words")
+def _proofs(errors: Mapping[str, float], sums: Mapping[str, float], *notes: str) -> str:
+    """What is measured, as a folded table: parts of the model against their maps, then sums against their totals."""
+    measured = {f"{part}: the composed map against the model's own": error for part, error in errors.items()} | dict(
+        sums
+    )
+    claims = table(("claim", "gap"), ((claim, f"{gap:.1e}") for claim, gap in measured.items()), "words")
+    summary = f"{len(measured)} measured gaps, {max(measured.values(), default=0.0):.1e} at most"
+    return f'<h2>The proofs</h2><div class="tlens">{folded(summary, claims)}{"".join(map(note, notes))}</div>'
 
 
 # --------------------------------------------------------------------------- why two prompts differ
 
 
 @dataclass(frozen=True)
-class Change:
+class ChangedAnswer:
     """Why two prompts are answered differently.
 
     Attributes:
@@ -788,10 +791,12 @@ class Change:
     @property
     def question(self) -> str:
         """The question in words."""
-        explained, against = self._names
-        if against is None:
+        view, prediction = self.difference.view, self.predictions[0]
+        assert prediction.target is not None
+        explained = repr(token_label(view, prediction.target))
+        if prediction.minus is None:
             return f"Why does {explained} change?"
-        return f"Why {explained} and not {against}?"
+        return f"Why {explained} and not {token_label(view, prediction.minus)!r}?"
 
     @property
     def rows(self) -> list[tuple[str, str, str]]:
@@ -799,13 +804,6 @@ class Change:
         of_runs = [{chance.name: chance.probability for chance in run.chances} for run in self.predictions]
         names = [chance.name for chance in self.predictions[0].chances if chance.role]
         return [(repr(name), _percent(of_runs[0][name]), _percent(of_runs[1][name])) for name in names]
-
-    @property
-    def _names(self) -> tuple[str, str | None]:
-        view, prediction = self.difference.view, self.predictions[0]
-        assert prediction.target is not None
-        explained = repr(token_label(view, prediction.target))
-        return explained, None if prediction.minus is None else repr(token_label(view, prediction.minus))
 
     @property
     def statement(self) -> str:
@@ -816,10 +814,40 @@ class Change:
             f"second: {first - second:+.4g} between them."
         )
 
+    def page(self) -> Picture:
+        """All of it as one page."""
+        difference, prediction = self.difference, self.predictions[0]
+        question: dict[str, Any] = {**prediction.options, "query": prediction.query}
+        with one_check(difference.a.model):
+            paths = circuits.top_paths(difference, k=12, width=16, **question)
+            graph = circuits.contribution_graph(difference, **question)
+        label = f"change of the {prediction.label}"
+        heads = ("token", "after the first prompt", "after the second")
+        cards = [_card("Both tokens", table(heads, self.rows))] if self.rows else []
+        cards += [
+            tokens_card(self.tokens, "The tokens that changed it"),
+            components_card(self.components, "The components that changed it"),
+        ]
+        sums = {"contribution graph: its sources against the change": graph.gap}
+        if self.tokens.gap is not None:
+            sums["tokens: Σ scores + bias against the change"] = float(self.tokens.gap.max())
+        parts = (
+            f"<h1>{escape(self.question)}</h1><p>{escape(self.statement)}</p>",
+            _prompt(self.tokens),
+            _cards(*cards),
+            "<h2>The circuit</h2>",
+            graph.to_html(title=f"How the {label} comes about", style=False),
+            "<h2>Heads and MLPs</h2>",
+            self.components.heads_to_html(title=f"Direct effects of heads and MLPs on the {label}", style=False),
+            _lists(self.components, paths, label),
+            _proofs(difference.errors, sums, repr(difference)),
+        )
+        return Picture(self.question, "".join(parts))
 
-def change_of(
+
+def changed_answer(
     difference: PassOrDifference, target: TokenLike = None, minus: TokenLike = None, query: Query | None = None
-) -> Change:
+) -> ChangedAnswer:
     """What is to be said about two prompts; see `explain_difference`."""
     if not isinstance(difference, Difference):
         raise InvalidInputError(
@@ -843,7 +871,7 @@ def change_of(
     tokens = attribute(difference, **question)
     components = circuits.logit_attribution(difference, by="head", **question)
     logits = [float(run.operator().totals(**question)) for run in difference.runs]
-    return Change(difference, (first, second), (logits[0], logits[1]), tokens, components)
+    return ChangedAnswer(difference, (first, second), (logits[0], logits[1]), tokens, components)
 
 
 @checked_names
@@ -871,39 +899,7 @@ def explain_difference(
     >>> tlens.report.explain_difference(tlens.difference(frozen, other), " value", minus=" file").title
     "Why ' value' and not ' file'?"
     """
-    return change_page(change_of(difference, target, minus, query))
-
-
-def change_page(change: Change) -> Picture:
-    """The page of `explain_difference`."""
-    difference, prediction = change.difference, change.predictions[0]
-    question: dict[str, Any] = {**prediction.options, "query": prediction.query}
-    with one_check(difference.a.model):
-        paths = circuits.top_paths(difference, k=12, width=16, **question)
-        graph = circuits.contribution_graph(difference, **question)
-    label = f"change of the {prediction.label}"
-    heads = ("token", "after the first prompt", "after the second")
-    cards = [_card("Both tokens", table(heads, change.rows))] if change.rows else []
-    cards += [
-        tokens_card(change.tokens, "The tokens that changed it"),
-        components_card(change.components, "The components that changed it"),
-    ]
-    sums = {"contribution graph: its sources against the change": graph.gap}
-    if change.tokens.gap is not None:
-        sums["tokens: Σ scores + bias against the change"] = float(change.tokens.gap.max())
-    claims = folded(f"{len(difference.errors) + len(sums)} measured gaps", _claims(difference.errors, sums))
-    parts = (
-        f"<h1>{escape(change.question)}</h1><p>{escape(change.statement)}</p>",
-        _prompt(change.tokens),
-        _cards(*cards),
-        "<h2>The circuit</h2>",
-        graph.to_html(title=f"How the {label} comes about", style=False),
-        "<h2>Heads and MLPs</h2>",
-        change.components.heads_to_html(title=f"Direct effects of heads and MLPs on the {label}", style=False),
-        _lists(change.components, paths, label),
-        f'<h2>The proofs</h2><div class="tlens">{claims}{note(repr(difference))}</div>',
-    )
-    return Picture(change.question, "".join(parts))
+    return changed_answer(difference, target, minus, query).page()
 
 
 # --------------------------------------------------------------------------- everything about a generated text
@@ -991,10 +987,7 @@ def explain_generation(
     for name, result in results.items():
         assert result.gap is not None
         sums[f"{name}: Σ scores + bias against the logits"] = float(result.gap.max())
-    errors = text.frozen.errors
-    summary = f"{len(errors) + len(sums)} measured gaps, {max(*errors.values(), *sums.values()):.1e} at most"
-    claims = folded(summary, _claims(errors, sums))
-    parts.append(f'<h2>The proofs</h2><div class="tlens">{claims}</div>')
+    parts.append(_proofs(text.frozen.errors, sums))
     title = f"What made a generated text: {visible(text.texts[0])[:60]}"
     return Picture(title, "".join(parts))
 

@@ -535,10 +535,10 @@ class GraphBuilder:
         row = len(self.rows)
         self.rows.append(Row(step.outer_name, "whitening", step.layer, weights, biases))
 
-        def alone(g: Tensor, nodes: Sequence[int]) -> Tensor:
+        def pull_whole(g: Tensor, nodes: Sequence[int]) -> Tensor:
             return step.outer.pull(g.flatten(-2))[None]
 
-        self.edges.into_mixing(row, alone, cotangent[:, None], self._carried(outputs))
+        self.edges.into_mixing(row, pull_whole, cotangent[:, None], self._carried(outputs))
         self.carried = [row]
         return output[None]
 

@@ -266,6 +266,10 @@ class _Run:
     Attributes:
         clean_edges: by destination and source 1 for a clean edge, 0 for a corrupted one, a row for each circuit.
         changes: what each source writes in each circuit more than for the corrupted prompts.
+        sources, destinations: how many have been reached so far, in the order of `EdgeLayout`.
+        held: what the corrupted prompts have at hook points; outputs: what their attention gives, by layer and module.
+        given, until: in a call of a block for circuits, what they have at hook points, and where the call ends.
+        shown, rows: what such a call has there, and of which prompt each of its copies is.
         clean_x: the stream of the clean prompts, for the proof: then all edges of the first circuit are clean, and none
             of the second.
     """

@@ -15,9 +15,8 @@ small nodes and blind to those behind a saturated softmax. So
    tells by random subsets in the same way.
 
 `live` largest are patched for each prompt, and of nodes the whole input besides; there are as many draws, and as many
-groups, at least 2. How draws and
-groups become an interval and a bound: `tensorlens_tl.results.measured`. Each prompt has nodes of its own in a run, so
-that several prompts take no more runs than one.
+groups, at least 2. `tensorlens_tl.results.measured` says how they become an interval and a bound. Each prompt has
+nodes of its own in a run, so that several prompts take no more runs than one.
 """
 
 import re
@@ -38,6 +37,8 @@ LARGEST = 5
 
 EVERYWHERE = 0.25
 """What is added to every probability of a draw, as a share of the mean difference of the two estimates."""
+
+WAYS = "how many of the largest are patched, a share of all (0.1), or the largest error of the rest ('error<5%')"
 
 Patched = Callable[[Bool[Tensor, "run batch part"]], Float[Tensor, "run batch"]]
 """What the target loses for each prompt in runs of the live model with some of its parts patched."""
@@ -93,9 +94,6 @@ def budget_of(live: Any, method: str | None) -> Budget:
     else:
         return Budget(whole_number("live", live, least=1, why=WAYS))
     raise InvalidInputError(f"live={live!r}: pass {WAYS}.")
-
-
-WAYS = "how many of the largest are patched, a share of all (0.1), or the largest error of the rest ('error<5%')"
 
 
 class Measurement(NamedTuple):

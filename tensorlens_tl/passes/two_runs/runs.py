@@ -9,6 +9,7 @@ two models. Each of those constants is the bias of its map.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -320,14 +321,30 @@ def _check_alike(a: FrozenPass, b: FrozenPass) -> None:
     if a.tokens.shape != b.tokens.shape or a.sides != b.sides or not torch.equal(a.mask, b.mask):
         lengths = [frozen.mask.sum(1).tolist() for frozen in (a, b)]
         raise InvalidInputError(
-            f"difference: the prompts do not match position by position: {lengths[0]} and {lengths[1]} tokens. Both "
-            "runs need as many prompts, each with the same number of tokens and the same padding: replace words by "
-            "others of as many tokens."
+            f"difference: the prompts do not match position by position: {lengths[0]} and {lengths[1]} tokens"
+            f"{_apart(a, b)}. Both runs need as many prompts, each with the same number of tokens and the same "
+            "padding: replace words by others of as many tokens."
         )
     refuse_without_secant(a.view)
     if a.model is not b.model:
         check_one_architecture(a.view, b.view)
         refuse_without_secant(b.view)
+
+
+def _apart(a: FrozenPass, b: FrozenPass) -> str:
+    """Which tokens stand between where two prompts first differ and where they last do; nothing of several prompts."""
+    if len(a.tokens) != 1 or len(b.tokens) != 1:
+        return ""
+    first, second = ([t for t, real in zip(of.str_tokens[0], of.mask[0], strict=True) if real] for of in (a, b))
+    start = _alike(first, second)
+    end = _alike(first[start:][::-1], second[start:][::-1])
+    return f", with {first[start : len(first) - end]} in the one and {second[start : len(second) - end]} in the other"
+
+
+def _alike(first: list[str], second: list[str]) -> int:
+    """How many tokens two prompts begin with alike."""
+    pairs = zip(first, second, strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def refuse_without_secant(view: ModelView) -> None:
