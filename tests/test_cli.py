@@ -253,6 +253,7 @@ def test_a_model_that_only_a_bridge_knows_is_tried_as_one(monkeypatch):
         raise ValueError("offline")
 
     monkeypatch.setattr(model_bridge.TransformerBridge, "boot_transformers", boot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # which retries for 20 s without a network
     assert main(["verify", "--model", "somebody/a-new-model"]) == 1
     assert tried == ["somebody/a-new-model"]
 

@@ -166,9 +166,8 @@ def test_draws_are_unbiased_and_intervals_and_bounds_hold():
         largest = torch.maximum(differences.abs(), gradients.abs()).topk(5).indices
         expected = (truth - gradients).abs().scatter(1, largest, 0).sum()
         ratios.append(float(result.draws.mean() / expected))
-        terms = as_terms(result)
         size = float(result.scores.abs().sum())
-        low, high, bound = (float(terms.rest()[name].iloc[0]) for name in ("low", "high", "largest"))
+        low, high, bound = as_terms(result).rest()[["low", "high", "largest"]].iloc[0]
         covered.append(low <= float(expected) / size <= high)
         bounded.append(float((truth - result.scores).abs().max()) <= bound)
         assert torch.equal(result.scores[result.measured], truth[result.measured])

@@ -14,6 +14,7 @@ what the other groups have: θ ≤ max abs(r) + t √(mean r²), with t of a one
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,6 +59,7 @@ def largest_miss(groups: Float[Tensor, "batch group"], level: float = LEVEL) -> 
     return size.amax(1) + student(level, count - 1) * size.square().mean(1).sqrt()
 
 
+@cache
 def student(level: float, freedom: int) -> float:
     """The quantile of Student's t: √n · tan θ, where the integral of cosⁿ⁻¹ up to θ is this share of all of it."""
     angles = torch.linspace(-torch.pi / 2, torch.pi / 2, 200_001, dtype=torch.float64)
