@@ -79,18 +79,11 @@ def coefficients(
     rule: str = "ratio",
     psi: Activation | None = None,
 ) -> Coefficients:
-    """The coefficients of one rule at captured pre-activations.
+    """Return the coefficients of a rule (table above) at pre-activations: z of a plain MLP; g, with `linear` u, of a
+    gated one.
 
-    Args:
-        phi: the activation function, elementwise.
-        pre: z of a plain MLP, or the gate's pre-activation g.
-        linear: u of a gated MLP; None for a plain one.
-        rule: see the table above.
-        psi: of a gated MLP φ(g)·ψ(u) (gpt-oss clamps u and adds 1): the rule at ψ(u), and ψ(u) by its own ratio
-            (``tangent``: by its derivative). None for the identity.
-
-    Raises:
-        InvalidInputError: no such rule.
+    `psi` belongs to an MLP φ(g)·ψ(u) (gpt-oss clamps u and adds 1): the rule is applied at ψ(u), and ψ(u) is written by
+    its own ratio (``tangent``: by its derivative). An unknown rule raises `InvalidInputError`.
     """
     check_rule(rule)
     if psi is not None and linear is not None:
@@ -184,13 +177,10 @@ LIBRARIES = ("transformer_lens.", "transformers.")
 
 
 def in_one_kernel(phi: Activation, dtype: torch.dtype) -> Activation:
-    """Torch's own kernel for an activation function that is GELU's tanh form, four times as fast; any other as it is.
+    """Return torch's own kernel for GELU's tanh form, four times as fast; any other function, or in half precision,
+    itself.
 
-    In half precision the function stays: it rounds after each operation, and the kernel once.
-
-    >>> from tensorlens_tl.models.activations import in_one_kernel
-    >>> in_one_kernel(torch.relu, torch.float32) is torch.relu
-    True
+    In half precision the composite rounds after each operation, and the kernel once.
     """
     if dtype not in (torch.float32, torch.float64) or not _is_written_out(phi):
         return phi

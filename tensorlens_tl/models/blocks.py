@@ -78,16 +78,10 @@ from tensorlens_tl.models.sublayers import (
 
 @dataclass(frozen=True, eq=False)
 class Owner:
-    """What a block needs of the view of its model.
+    """What a block needs of its model's view.
 
-    Not the view itself: the two would refer to each other, and the weights that a view has copied would stay in memory
-    until Python looks for such circles.
-
-    Attributes:
-        model, cfg: as of the view.
-        description: class and name, for messages.
-        is_hooked_encoder_decoder: whether it is TransformerLens' own class of encoder–decoders.
-        device: where results are, and what is read of the weights: that of the model's first weight.
+    A reference to the view itself would be circular, and keep the weights that it has copied in memory until Python
+    collects such circles.
     """
 
     model: Any
@@ -109,11 +103,7 @@ class Owner:
 
 @dataclass(frozen=True, eq=False)
 class BlockParts:
-    """The parts of one block.
-
-    Attributes:
-        module: the block.
-    """
+    """The parts of one block, read from its `module`."""
 
     module: Any
 
@@ -234,13 +224,13 @@ class BlockView:
     """The parts of one transformer block.
 
     Attributes:
-        layer: which of all the model's blocks, those of an encoder before those of its decoder.
-        stack, number: the list of blocks that it is in, and its place there.
-        name: where its hook points are: ``"blocks.0"``, ``"decoder_blocks.0"``, ``"L_blocks.0@3"``.
-        call: of a block that runs in a loop, the call of its stack; None of any other.
-        offloaded: whether its weights are read when they are needed, and dropped after.
+        layer: its number among all blocks, an encoder's before its decoder's.
+        stack, number: its list of blocks, and its place in that list.
+        name: the prefix of its hook points: ``"blocks.0"``, ``"decoder_blocks.0"``, ``"L_blocks.0@3"``.
+        call: the call of its stack, where stacks run in a loop; else None.
+        offloaded: whether its weights are read when needed, and dropped after.
         device: where the block runs.
-        moved: whether what is read of its weights is moved to another device, that of the results, and dropped after.
+        moved: whether its weights are copied to another device, that of the results, and dropped after.
 
     >>> block = frozen.view.blocks[0]
     >>> block.name, list(block.norms), block.attention.heads, tuple(block.mlp.W_in.shape)
@@ -331,10 +321,9 @@ class BlockView:
 
     @weights_read
     def mixer(self) -> Mixer | NoMixing | None:
-        """What mixes positions in place of attention, from what it reads to its map; None where attention does.
+        """What mixes positions in place of attention (zero in a block that is an MLP alone); None where attention does.
 
-        Of a block that is an MLP alone, what gives zero. Refuses two of them beside each other, and a mixer that is
-        not read.
+        Raises `UnsupportedModelError` for two mixers in one block, and for one that cannot be read.
         """
         if self.parts.has_attention:
             return None
@@ -522,11 +511,8 @@ class BlockView:
         return self.branch_factor * self.parts.multiplier("ssm_out_multiplier")
 
     def require_cross_attention(self) -> AttentionWeights:
-        """The weights of cross-attention; refuses a block without it.
-
-        Raises:
-            UnsupportedModelError: the block has none, or one that is not read.
-        """
+        """The weights of cross-attention; raises `UnsupportedModelError` where there are none, or they cannot be
+        read."""
         if self.cross_attention is None:
             raise self.refuse("it has no cross-attention.")
         return self.cross_attention
@@ -658,11 +644,9 @@ def require_scaled_weights(block: BlockView) -> None:
 
 
 def require_attention_alone(block: BlockView) -> AttentionWeights:
-    """The attention weights, of a block in which nothing else mixes positions.
+    """Return the attention weights; raise `UnsupportedModelError` where anything else mixes positions too.
 
-    Raises:
-        UnsupportedModelError: nothing that mixes positions is attention, a mixer stands beside it, or its softmax
-            is also over the encoder's tokens.
+    That is a mixer, or a softmax that runs over the encoder's tokens as well.
     """
     if block.parts.is_merged:
         raise block.refuse(
@@ -690,16 +674,10 @@ def require_scores(block: BlockView) -> None:
 
 
 def with_weights(block: BlockView, weights: Mapping[str, Tensor]) -> BlockView:
-    """A block's reading with other weights; what the block itself holds is not touched.
+    """Return a block's reading with other weights, by TransformerLens' names and in its shapes; the block is unchanged.
 
-    Args:
-        block: the reading.
-        weights: by TransformerLens' names, ``W_V``, ``b_V``, ``W_O``, ``W_Q``, ``b_Q``, ``W_K``, ``b_K``, ``W_in``,
-            ``W_gate`` and ``W_out``, in TransformerLens' shapes.
-
-    Raises:
-        UnsupportedModelError: constants stand beside the block's weights, or more than weights and pattern inside
-            attention, or a norm inside the MLP.
+    Raises `UnsupportedModelError` where the weights alone do not say what the block computes: constants added to it,
+    a gate or norm inside attention, a norm inside the MLP.
     """
     if block.parts.is_multiplied:
         raise block.refuse("its branches are multiplied by a constant; other weights for it are not read.")

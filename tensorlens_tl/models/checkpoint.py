@@ -47,10 +47,7 @@ CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuesti
 class Untrained:
     """The weights that a model's checkpoint lacks, and what depends on them.
 
-    They hold random numbers (or zeros and ones): what they compute is noise.
-
-    Attributes:
-        model: any TransformerLens model.
+    They are random (or zeros and ones), so what they compute is noise.
     """
 
     model: Any
@@ -104,11 +101,7 @@ class Untrained:
         return next(named, None)
 
     def noise(self, *, logits: bool) -> str | None:
-        """Why numbers of this model are noise, in words; None where nothing is known against them.
-
-        Args:
-            logits: whether logits are meant, or the hidden state alone.
-        """
+        """Say why the logits (or else the hidden state) are noise; None where nothing is known against them."""
         missing = self.stack
         if logits:
             missing += self.head
@@ -180,9 +173,9 @@ def _is_plain(weight: nn.Parameter) -> bool:
 
 
 def _was_read(config: Any, weight: nn.Parameter) -> bool:
-    """Whether a matrix of the checkpoint, where that is at hand, begins with the row that this one begins with.
+    """True if a matrix of the checkpoint begins with the same row as this one.
 
-    By numbers, not by name: checkpoints call weights by other names than models do.
+    Numbers are compared, as checkpoints and models name weights differently.
     """
     if weight.ndim < 2:
         return False

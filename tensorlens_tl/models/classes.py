@@ -12,15 +12,15 @@ ATTRIBUTE = "tensorlens_classes"
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes that stand in the place of tokens in a model's logits.
+    """The classes that take the place of tokens in a model's logits.
 
     Attributes:
         classifier: transformers' class of the classifier.
         labels: their names.
-        at_first: whether they are read at a prompt's first token ([CLS]); else at its last one, or at any.
-        exclude: whether each answer excludes the others, so that the first choice is compared with the runner-up.
-        padding: the token that a prompt must not end in, as the classifier reads the last one that is another.
-        renamed: how the checkpoint calls the modules of the head, by their names here.
+        at_first: whether they are read at a prompt's first token ([CLS]); else at its last, or at any.
+        exclude: whether answers exclude each other, so that the first choice is compared with the runner-up.
+        padding: the token that a prompt must not end in: the classifier reads the last token that is another.
+        renamed: the checkpoint's name of each module of the head.
     """
 
     classifier: str
@@ -39,9 +39,7 @@ class Classes:
 class ClassScores(nn.Module):
     """The head of an encoder's classifier, at every position: ``φ(x·W + b)`` where there is a pooler, then linear.
 
-    Attributes:
-        dense, act: of the pooler; both None where the linear layer reads the last hidden state.
-        seq_relationship: the linear layer. TransformerLens looks for it by this name and takes it as the unembedding.
+    `seq_relationship` is the linear layer: TransformerLens looks for this name, and takes it as the unembedding.
     """
 
     def __init__(self, dense: nn.Module | None, act: nn.Module | None, linear: nn.Module):

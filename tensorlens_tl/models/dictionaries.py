@@ -200,13 +200,8 @@ class Normalised(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """What a dictionary makes of some tokens.
-
-    Attributes:
-        where: token and feature of every active feature, `[active, 2]`, tokens in order.
-        values: what they are worth.
-        decoded: the reconstruction, `[token, d_out]`.
-    """
+    """The active features of some tokens: `where` `[active, 2]` (token, feature), `values`, and the reconstruction
+    `decoded`."""
 
     where: Int[Tensor, "active 2"]
     values: Float[Tensor, "active"]

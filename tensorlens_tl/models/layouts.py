@@ -87,11 +87,9 @@ LAYOUTS: tuple[Layout, ...] = (
 
 @dataclass(frozen=True, eq=False)
 class Within:
-    """Where a block of an encoder–decoder acts: the positions of its side of the stream.
+    """The positions `start:stop` of `length` on which a block of an encoder–decoder acts.
 
-    Attributes:
-        start, stop, length: the positions, of so many.
-        read, out: of a decoder block, what cross-attention gives each of its positions, and what writes it.
+    Of a decoder block `read` is what cross-attention gives each of them, and `out` what writes it.
     """
 
     start: int
@@ -127,12 +125,11 @@ def compose(
     middle: Sequence[AffineMap] = (),
     late: Sequence[AffineMap] = (),
 ) -> AffineMap:
-    """The block's map from its parts; a sublayer that is None is left out with its branch.
+    """Return the block's map from its parts; a sublayer that is None is left out with its branch.
 
-    A mixer `beside` attention reads and writes in the same place.
-    The outer norm of a left-out sublayer stays: it is part of the stream, not of the branch. A block of an
-    encoder–decoder becomes a map of both sides' positions. The stream goes through `middle` after attention's sum, and
-    through `late` after the MLP's; in a parallel block through both after the one sum.
+    Its outer norm stays: that is part of the stream. A mixer `beside` attention reads and writes in the same place. The
+    stream goes through `middle` after attention's sum and through `late` after the MLP's; in a parallel block through
+    both after the one sum. A block of an encoder–decoder becomes a map of both sides' positions.
     """
     halves = [(layout.attn, (attention, beside), middle), (layout.mlp, (mlp,), late)]
     stages: list[AffineMap] = [] if whitening is None else [*whitening.stages]
@@ -171,8 +168,8 @@ def _placed(inner: AffineMap, within: Within | None) -> AffineMap:
 
 
 def _crossing(place: Place, norms: Mapping[str, AffineMap], within: Within) -> list[AffineMap]:
-    """Cross-attention: it reads the encoder's output and writes to the decoder's positions. What its queries go through
-    first is part of the pattern."""
+    """Return cross-attention as a map from the encoder's output to the decoder's positions; queries are in the
+    pattern."""
     assert within.read is not None
     assert within.out is not None
     written = within.out if place.after is None else Chain((within.out, norms[place.after]))

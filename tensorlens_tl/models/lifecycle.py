@@ -39,17 +39,14 @@ from tensorlens_tl.models.protocol import HookedModel
 
 @dataclass(frozen=True, eq=False)
 class WeightState:
-    """What tells the weights of now from those of another time, without a copy of them.
+    """What distinguishes a model's weights from those of another time, without a copy.
 
-    `versions` (storage and torch's own count of writes) change when a weight is replaced, moved, cast, or written to in
-    place. Writes through ``.data`` are not counted by torch, so some numbers are stored as well (`sample`: of every
-    row and every column of each matrix of each attention head) and the sum of the bits of each weight (`sums`).
-    A head, neuron, channel, token embedding or any single number that was changed is seen; two numbers whose bits
-    change by opposite amounts, or a buffer, may not be. Where a write was counted, `hashes` tell whether the numbers
-    are those of before again: a weight that was ablated and restored in place is the same weight. Of weights that are
-    offloaded to disk the time and size of their files are stored, and no numbers. `adapters` is what adapters are
-    switched to, which changes no weight. A copy, or what a pickle gives back, knows no versions: it takes those of its
-    model when `holds` is first called, if the numbers agree.
+    `versions` (storage, and torch's count of writes) change when a weight is replaced, moved, cast or written in place.
+    Torch does not count writes through ``.data``, so numbers of every row and column of each head's matrices (`sample`)
+    and the sum of each weight's bits (`sums`) are stored too: any change of a single number, head, neuron, channel or
+    token embedding is seen; opposite changes of two numbers' bits, or a buffer, may not be. `hashes` recognise a weight
+    that was ablated and restored. Offloaded weights are known by the times and sizes of their files, adapters by which
+    are active. A copied or unpickled state takes its model's versions at the first `holds`, if the numbers agree.
     """
 
     versions: list[tuple[Any, ...]] | None
@@ -164,9 +161,9 @@ def _remembered_hash(weight: Tensor, total: int) -> int:
 
 @torch.no_grad()
 def _hash(weight: Tensor) -> int:
-    """A weight's bits, each place with a factor of its own.
+    """Return the sum of a weight's bits, each place with a factor of its own.
 
-    Words have half the length of the sum and factors are odd, so that no single change vanishes in its overflow.
+    Words have half the length of the sum and factors are odd, so no single change vanishes in its overflow.
     """
     bits = _bits(weight)
     words = bits[: len(bits) // 4 * 4].view(torch.int32)
@@ -213,9 +210,9 @@ def _steps(shape: torch.Size, device: torch.device) -> Int[Tensor, "n"]:
 
 
 def refuse_devices(model: nn.Module) -> None:
-    """Raise `UnsupportedModelError` for a block on several devices, and weights packed, spread or without numbers.
+    """Raise `UnsupportedModelError` for a block on several devices, and for weights packed, spread or without numbers.
 
-    Offloaded weights count for the device that they are brought to.
+    Offloaded weights count for the device that they are loaded to.
     """
     brought: set[nn.Module] = set()
     empty: list[tuple[str, nn.Module]] = []  # weights without numbers, and whose they are
@@ -339,19 +336,12 @@ _readings: "WeakKeyDictionary[Any, _Reading]" = WeakKeyDictionary()  # by model
 
 
 def configuration(model: nn.Module) -> Mapping[str, str]:
-    """What decides a model's numbers besides its weights, as it is now: where it lies, and its value as text.
+    """Return everything but weights that decides a model's numbers now, as text by place: ``{"cfg.eps": "1e-05", …}``.
 
-    The same mapping, read-only, is returned until something changes; another call compares every value, and writes no
-    text. Attributes without influence on the numbers of a run are left out, as are hooks, devices and dtypes, and what
-    a run itself leaves in a model. Functions and classes of modules are known by their names, functions without a name
-    by their code; buffers by a digest of a sample (`sampled`), so that a lone changed number in a large one may go
-    unnoticed, as does a method that is put into a class.
-
-    Args:
-        model: a TransformerLens model.
-
-    Returns:
-        Texts by place, in the order of the modules: ``{"cfg.eps": "1e-05", "blocks.0.attn.attn_scale": "8", …}``.
+    The same read-only mapping is returned until a value changes; only then is text written. Hooks, devices, dtypes and
+    what a run leaves behind are left out. Functions and classes are known by their names, nameless functions by their
+    code, buffers by a digest of a sample: a single changed number of a large buffer, or a method set on a class, may go
+    unnoticed.
     """
     reading = _readings.get(model)
     if reading is None or not reading.is_of(model):
@@ -383,11 +373,7 @@ def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
 
 
 def compact(texts: Mapping[str, str]) -> dict[str, str]:
-    """A configuration in which what is the same in every layer stands once, under ``"blocks.*.…"``; for files.
-
-    Nothing is lost: an attribute stands once only where all parts of that name have it, and parts that are not in every
-    layer are listed one by one.
-    """
+    """Return a configuration in which what every layer shares stands once, as ``"blocks.*.…"``; nothing is lost."""
     values = defaultdict[str, list[str]](list)
     for place, text in texts.items():
         values[_pattern(place)].append(text)
@@ -419,10 +405,7 @@ def _difference(pattern: str, then: str, now: str, places: Sequence[str]) -> str
 
 
 class _Reading:
-    """Where a model's configuration lies, collected once, and what was read there last.
-
-    It holds modules and configurations by weak references alone, so that it keeps no model alive.
-    """
+    """Where a model's configuration lies, collected once, and its last values; weak references keep no model alive."""
 
     def __init__(self, model: nn.Module):
         parts = dict(_parts(model))
@@ -613,16 +596,9 @@ Value = TypeVar("Value")
 
 
 class OncePerWeights(Generic[Value]):
-    """One value for each model, which holds as long as its weights have the versions that they had.
+    """One value for each model, valid while its weights keep their versions.
 
-    A model is held weakly: its value goes with it. Weights whose versions are unknown (those of a copied pass) have no
-    value, and none is stored for them.
-
-    >>> from tensorlens_tl.models.lifecycle import OncePerWeights
-    >>> layouts = OncePerWeights()
-    >>> layouts.set(model, frozen.capture.weights, "pre")
-    >>> layouts.get(model, frozen.capture.weights)
-    'pre'
+    Models are referred to weakly. Weights of unknown versions (of a copied pass) have no value, and store none.
     """
 
     def __init__(self) -> None:
@@ -647,19 +623,11 @@ Model = TypeVar("Model")
 
 
 def copied(model: Model) -> Model:
-    """A deep copy of a model, whatever it has run.
+    """Return a deep copy of a model, whatever it has run.
 
-    Modules keep tensors of their last run (the attention of a Bridge of GPT-2 its patterns), which have a gradient's
-    history that torch refuses to copy; the copy has them without.
-
-    Raises:
-        TypeError, RuntimeError, AttributeError: a part of the model cannot be copied.
-
-    >>> from tensorlens_tl.models.lifecycle import copied
-    >>> bridge = tlens.load_demo_model(kind="bridge")
-    >>> logits = bridge(text)
-    >>> torch.equal(copied(bridge)(text), logits)
-    True
+    Modules keep tensors of their last run (a Bridge of GPT-2 its patterns) with an autograd history, which torch does
+    not
+    copy; the copy has none. Parts that cannot be copied raise `TypeError`, `RuntimeError` or `AttributeError`.
     """
     without_history: dict[int, Any] = {}
     module: Any = model

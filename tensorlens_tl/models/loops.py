@@ -21,14 +21,8 @@ SLOW, FAST = LOOPS
 
 @dataclass(frozen=True)
 class StackCall:
-    """One call of a stack.
-
-    Attributes:
-        stack: `SLOW` or `FAST`.
-        number: how many calls of the same stack came before.
-        length: how many blocks the stack has.
-        ends: whether it is the model's last.
-    """
+    """One call of a stack: the `number` of earlier calls of it, its `length` in blocks, and whether it `ends` the
+    model."""
 
     stack: str
     number: int
@@ -50,9 +44,8 @@ class Loop:
     """The calls of both stacks, in the order of the forward pass.
 
     Attributes:
-        calls: of the stacks.
-        scale: what the embedding is multiplied by; that is the state of the slow stack before its first call.
-        start: the state of the fast stack before its first call.
+        scale: what the embedding is multiplied by; that is the slow stack's first state.
+        start: the fast stack's first state.
         without_gradients: how many calls the model runs without recording gradients.
     """
 
@@ -82,11 +75,7 @@ def call_counts(model: Any) -> dict[str, int]:
 
 
 def read_loop(model: Any) -> Loop | None:
-    """The loop of a model; None of any other model.
-
-    Raises:
-        UnsupportedModelError: its weights are offloaded.
-    """
+    """Return the loop of a model, else None; raise `UnsupportedModelError` for one with offloaded weights."""
     if not is_looped(model):
         return None
     config = model.original_model.config

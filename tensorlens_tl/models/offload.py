@@ -70,10 +70,10 @@ def offloaded(*parts: Any) -> bool:
 
 @contextmanager
 def loaded(*parts: Any) -> Generator[bool, None, None]:
-    """Bring in the weights of every offloaded module inside some parts; they are dropped afterwards.
+    """Load the weights of every offloaded module of some parts, and drop them afterwards; yields whether any was
+    loaded.
 
-    Modules whose weights are loaded already stay as they are, so that this may be nested, also in the module's own run.
-    Yields whether anything was brought in.
+    Modules that are loaded already stay so: this may be nested, also in a module's own run.
     """
     opened: list[tuple[nn.Module, Any]] = []
     try:
@@ -120,10 +120,7 @@ class Reader(Protocol):
 
 
 class weights_read(cached_property[Read]):  # noqa: N801 — used as functools.cached_property is
-    """A `cached_property` of weights: its value stays where the weights are resident.
-
-    Of an offloaded part it is read again each time, or stays until the end of the `opened` that it is read inside.
-    """
+    """A `cached_property` of weights; an offloaded part's are read each time, or once in the innermost `opened`."""
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Read it, with the weights loaded."""
@@ -137,12 +134,7 @@ class weights_read(cached_property[Read]):  # noqa: N801 — used as functools.c
 
 
 class Residence:
-    """How long what is read of parts of a model stays, if their weights are brought in: as long as they are loaded.
-
-    Attributes:
-        near: what is likely to be read next: its files are read ahead.
-        loads: how often weights were brought in from where they are offloaded.
-    """
+    """Whether parts of a model are loaded for as long as they are read; `near` is read ahead, `loads` counts loads."""
 
     def __init__(self, model: Any, *parts: Any, near: Sequence[nn.Module] = ()):
         self.model = model
@@ -182,10 +174,7 @@ class Residence:
 
 
 def read_ahead(parts: Iterable[nn.Module]) -> None:
-    """Have the system read the files of some parts' weights into its cache, while this process goes on.
-
-    A hint that changes no number. Does nothing for weights in memory, and on a system that takes no such hint.
-    """
+    """Have the system read the files of some parts' weights into its cache, where it takes such a hint."""
     if not hasattr(os, "posix_fadvise"):
         return
     for part in parts:
@@ -208,10 +197,8 @@ def _places(path: str, changed: int) -> dict[str, tuple[int, int]]:
 
 
 def sources(model: nn.Module) -> tuple[list[Tensor], list[tuple[Any, ...]]]:
-    """Where a model's numbers lie: tensors in memory, and the files of the others with their times and sizes.
-
-    An offloaded weight that is loaded just now counts as its file.
-    """
+    """Return where a model's numbers lie: tensors in memory, and the files of offloaded ones with their times and
+    sizes."""
     weights = _parameters_of(model)
     files: list[tuple[Any, ...]] = []
     if not any(weight.is_meta for weight in weights):
@@ -327,10 +314,10 @@ Weights = dict[int, list[tuple[nn.Module, str]]]
 
 @contextmanager
 def saved_by_name(model: Any) -> Generator[None, None, None]:
-    """Inside, a graph of this model holds no offloaded matrix, and its backward passes read them again.
+    """Inside, a graph of this model stores no offloaded matrix; its backward passes read them again.
 
-    Both the run and its backward passes belong inside; the model's lock is held. Weights take no gradient there, as a
-    graph would hold those that do. Of a model in memory nothing is different.
+    Run and backward passes both belong inside, under the model's lock. Offloaded weights take no gradient there, as a
+    graph stores those that do.
     """
     with lock_of(model):
         weights = _matrices(model)
@@ -358,9 +345,9 @@ def _matrices(model: nn.Module) -> Weights:
 
 
 def _packed(saved: Tensor, weights: Weights) -> Tensor | Place:
-    """A saved tensor, or where its numbers are, if it is a weight that was brought in.
+    """Return a saved tensor, or a loaded weight's place, if it is one.
 
-    Detached, as an output that its own node holds in Python would never be freed.
+    Detached: an output that its own node keeps in Python would never be freed.
     """
     if saved.ndim < 2 or saved.layout is not torch.strided:
         return saved.detach()

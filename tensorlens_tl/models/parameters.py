@@ -39,10 +39,10 @@ def innermost(module: Any) -> Any:
 
 
 def widened(module: nn.Module) -> nn.Module:
-    """The same module with its weights in float32 at least, to see what it computes without half precision's rounding.
+    """Return the module with weights in float32 at least, to see its output without half precision's rounding.
 
-    It stands beside the module, which nobody else sees changed, and runs the same hooks. A module whose `forward` was
-    replaced runs with the weights that the replacement knows, and is returned itself.
+    It is a copy with the same hooks. A module whose `forward` was replaced runs with the weights that the replacement
+    closes over, and is returned itself.
     """
     accelerated = "_hf_hook" in vars(module)  # its weights are loaded now, and its `forward` is accelerate's
     narrow = any(upcast(tensor) is not tensor for tensor in (*module.parameters(), *module.buffers()))
@@ -145,9 +145,9 @@ def adapter_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def copied(layer: nn.Module) -> nn.Module:
-    """A copy of an adapter's layer in float32 at least: a small adapter would be lost in a half-precision sum.
+    """Return an adapter's layer in float32 at least: a small adapter would be lost in a half-precision sum.
 
-    Hooks of accelerate, which hold the weights of a whole model, are not copied: what they bring in is loaded now.
+    Hooks of accelerate, which keep a whole model's weights, are not copied: their weights are loaded now.
     """
     dtype = torch.float32
     shared = dict[int, Any]()
@@ -234,10 +234,11 @@ UNPACKED = (
 
 
 def read_linear(module: Any, name: str, refuse: Refuse) -> LinearWeights:
-    """What a linear layer, or what a Bridge wraps it in, does, as a weight and a bias.
+    """Return weight and bias of a linear layer, or of what a Bridge wraps it in.
 
-    The weight of a plain module is a view of its own. An adapter's layer is read with its adapters merged, in float32
-    at least; that is a copy. Refused by its `name` where it is quantised, or is not what it computes.
+    A plain module's weight is a view; an adapter's layer is a copy with its adapters merged, in float32 at least.
+    Raises
+    an error with its `name` where it is quantised, or computes something else.
     """
     module = innermost(module)
     if is_plain(module):
@@ -424,10 +425,8 @@ def unlike_shown(owner: Any, part: str) -> Any:
 
 
 def refuse_bypassed(owner: Any, parts: tuple[str, ...], name: str, refuse: Refuse) -> None:
-    """Refuse adapters on a joint projection that a Bridge split when it wrapped the model: it runs without them.
-
-    `parts` are what attention or an MLP runs.
-    """
+    """Raise an error for adapters on a joint projection that a Bridge split when it wrapped the model: they do not
+    run."""
     if not is_bridge_component(owner):
         return
     runs = [innermost(owner._modules.get(part)) for part in parts]
@@ -449,10 +448,10 @@ def refuse_bypassed(owner: Any, parts: tuple[str, ...], name: str, refuse: Refus
 
 @dataclass(frozen=True)
 class NormWeights:
-    """Gain and shift of a norm (None where it has none); `centre` is True for LayerNorm, False for RMSNorm.
+    """Gain and shift of a norm (None for none); `centre` is True for LayerNorm, False for RMSNorm.
 
-    `epsilon` is set where TransformerLens has no `hook_scale` for it that can be read and replaced: the scale then
-    follows from what the norm reads, and the norm is held as a whole.
+    `epsilon` is set where TransformerLens has no `hook_scale` to replace: the norm is then frozen as a whole, its scale
+    computed from its input.
     """
 
     gain: Float[Tensor, "d"] | None
@@ -495,8 +494,7 @@ def is_norm(norm: Any) -> bool:
 def norm_weights(norm: Any, cfg: Any) -> NormWeights:
     """Read a norm of either class; gains stored as an offset from 1 (Gemma) come back whole.
 
-    Raises:
-        UnsupportedModelError: a part of a Bridge that is neither a LayerNorm nor an RMSNorm.
+    Raises `UnsupportedModelError` for a Bridge's part that is neither a LayerNorm nor an RMSNorm.
     """
     if not is_bridge_component(norm):
         gain = detached(getattr(norm, "w", None))
@@ -514,10 +512,8 @@ def norm_weights(norm: Any, cfg: Any) -> NormWeights:
 
 
 def _subtracts_mean(norm: nn.Module, gain: Tensor | None, cfg: Any) -> bool:
-    """Whether a norm of TransformerLens is a LayerNorm, which gives the same of a vector plus a constant.
-
-    Its hook points stand aside, so that nobody's hooks are called.
-    """
+    """True if a norm of TransformerLens gives the same for a vector plus a constant, as a LayerNorm does; hooks do
+    not run."""
     aside = object.__new__(type(norm))  # a module with a parametrization refuses to be copied
     vars(aside).update(vars(norm))
     modules: dict[str, nn.Module | None] = {name: nn.Identity() for name in norm._modules}
@@ -535,10 +531,7 @@ def _subtracts_mean(norm: nn.Module, gain: Tensor | None, cfg: Any) -> bool:
 
 
 def computes_in_float32(norm: Any) -> bool:
-    """Whether a norm with float64 weights gives the very same of a vector and of that vector rounded to float32.
-
-    Hugging Face's RMSNorms do.
-    """
+    """True if a float64 norm gives the same for a vector rounded to float32, as Hugging Face's RMSNorms do."""
     inner = innermost(norm)
     weight = getattr(inner, "weight", None)
     if weight is None or weight.dtype != torch.float64:
@@ -549,10 +542,9 @@ def computes_in_float32(norm: Any) -> bool:
 
 
 def tried_norm(inner: nn.Module, cfg: Any, *, width: int) -> NormWeights:
-    """Read a norm of another library by what it does to random vectors; its epsilon is set.
+    """Read another library's norm from its outputs on random vectors; `epsilon` is set, `width` needed without a gain.
 
-    The config may know an epsilon that the module does not show; `width` is of what it reads, if it has no gain.
-    Refused where it is neither a LayerNorm nor an RMSNorm.
+    The config may know an epsilon that the module does not show. Raises for what is neither LayerNorm nor RMSNorm.
     """
     return _measured_norm(inner, cfg, width).weights
 
@@ -565,10 +557,9 @@ class _Measured(NamedTuple):
 
 
 def _measured_norm(inner: nn.Module, cfg: Any, width: int) -> _Measured:
-    """The reading whose output is nearest to the module's, channel by channel, in float32 at least.
+    """Return the reading whose output is nearest to the module's, channel by channel, in float32 at least.
 
-    In half precision, a gain of 100 and one of 101 are the same within rounding; and where one channel has a gain of a
-    million, they are the same beside it.
+    In half precision gains of 100 and 101 are equal within rounding, and next to a gain of a million they would vanish.
     """
     stored = detached(getattr(inner, "weight", None))
     shift = detached(getattr(inner, "bias", None))
@@ -646,12 +637,12 @@ class InverseScale:
 
 @dataclass(frozen=True)
 class InnerValues:
-    """Values through a norm: that of each head's values (Gemma 4), or of a latent vector before them (DeepSeek).
+    """Values through a norm: each head's (Gemma 4), or a latent vector's before them (DeepSeek).
 
     Attributes:
-        entry: from what attention reads to what the norm reads.
-        norm: with one scale for each of `groups` of channels; one that only scales, if there are several.
-        out: from there to the values; None where the norm gives them.
+        entry: from attention's input to the norm's.
+        norm: one scale for each of `groups` of channels; without a shift or mean, if there are several.
+        out: from the norm to the values; None where they are its output.
     """
 
     entry: Linear
@@ -675,12 +666,12 @@ class InnerValues:
 
 @dataclass(frozen=True)
 class HeadRouting:
-    """Which experts a token's queries are read by, of a mixture of attention heads (JetMoe).
+    """Which experts read a token's queries, in a mixture of attention heads (JetMoe).
 
     Attributes:
-        linear: from what attention reads to a number for every expert.
-        count: how many experts there are.
-        choices: how many a token is sent to: those with the largest numbers, which count by their softmax.
+        linear: from attention's input to one number for every expert.
+        count: of experts.
+        choices: experts per token, those with the largest numbers, weighted by their softmax.
     """
 
     linear: Linear
@@ -690,11 +681,9 @@ class HeadRouting:
     def patterns(
         self, pattern: Float[Tensor, "batch choice_kv query key"], x: Float[Tensor, "batch query d_model"]
     ) -> Float[Tensor, "batch head query key"]:
-        """The pattern of every expert's heads, times what the expert counts for the query; zero for one not chosen.
+        """Return every expert's patterns times its weight for the query; zero for an expert that is not chosen.
 
-        Args:
-            pattern: of the choices, the first choice's heads first.
-            x: what attention reads.
+        `pattern` is that of the choices, the first choice's heads first; `x` is attention's input.
         """
         numbers, index = self.linear(x).topk(self.choices, dim=-1)
         weight = numbers.float().softmax(-1).to(pattern)  # the router computes in float32, whatever the dtype
@@ -705,18 +694,18 @@ class HeadRouting:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Value and output weights with heads side by side; values keep the key-value heads of grouped attention.
+    """Value and output weights with heads side by side; grouped attention has one value per key-value head.
 
-    With the pattern held, attention is ``(output_factor ⊙ (pattern · values(x)))·W_O + b_O``. Values are most often
-    x·W_V + b_V, and there is seldom a factor.
+    With the pattern frozen, attention is ``(output_factor ⊙ (pattern · values(x)))·W_O + b_O``, values mostly x·W_V +
+    b_V.
 
     Attributes:
         value_matrix, b_V: W_V and its bias; no matrix where values go through a norm inside (latent attention).
-        inner_values: values where they are more than x·W_V + b_V.
-        output_factor: what multiplies what the heads give: a gate, or the scale of a norm before W_O. None for 1.
-        routing: where heads belong to experts that a token is sent to; None where every token has all heads.
+        inner_values: values that are more than x·W_V + b_V.
+        output_factor: multiplies the heads' outputs: a gate, or the scale of a norm before W_O. None for 1.
+        routing: which experts' heads a token has; None where every token has all heads.
         shared: whether values are those of an earlier block, read from the stream there.
-        shown: whether values and what heads give have hook points.
+        shown: whether values and heads' outputs have hook points.
     """
 
     value_matrix: Float[Tensor, "d_model kv_width"] | None
@@ -752,11 +741,7 @@ class AttentionWeights:
 
     @property
     def W_V(self) -> Float[Tensor, "d_model kv_width"]:
-        """The value weights.
-
-        Raises:
-            UnsupportedModelError: values, or what heads give, depend on more than weights and pattern.
-        """
+        """The value weights; raises `UnsupportedModelError` where values or heads' outputs depend on more than them."""
         if self.value_matrix is None or not self.is_plain:
             raise UnsupportedModelError(
                 "attention with a gate, a norm or a latent inside: what a head reads and writes is no product of its "
@@ -767,13 +752,8 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class Latent:
-    """What queries or keys are read from in place of the stream (DeepSeek): x·W + b, its first channels normed.
-
-    Attributes:
-        entry: the matrix.
-        norm: one that only scales.
-        rank: how many channels it norms.
-    """
+    """What queries or keys read in place of the stream (DeepSeek): x·`entry` + b, its first `rank` channels through
+    `norm`."""
 
     entry: Linear
     norm: NormWeights
@@ -792,10 +772,10 @@ class Latent:
 
 @dataclass(frozen=True)
 class QueryKeyWeights:
-    """Query and key weights with heads side by side, and the norms of queries and keys where there are any.
+    """Query and key weights with heads side by side (from a latent vector where there is one), and norms of queries and
+    keys.
 
-    `epsilon` is those norms'. Keys keep the key-value heads of grouped attention. With a latent, the weights are from
-    that to heads.
+    `epsilon` is that of these norms. Grouped attention has one key per key-value head.
     """
 
     W_Q: Float[Tensor, "d_read width"]
@@ -823,10 +803,8 @@ class MLPWeights:
 
     Attributes:
         linear_activation: ψ of a gated MLP φ(gate)·ψ(in) (the clamp of gpt-oss); None for the identity.
-        post_factor: what multiplies the hidden vector after the activation: the scale of a norm inside (BitNet); None
-            without.
-        hooked: whether its pre-activations have hook points; else they follow from what it reads, and it is held as a
-            whole.
+        post_factor: multiplies the hidden vector after the activation: the scale of a norm inside (BitNet); None for 1.
+        hooked: whether pre-activations have hook points; without, they are computed and the MLP is frozen as a whole.
     """
 
     W_in: Float[Tensor, "d_model d_mlp"]
@@ -856,10 +834,9 @@ class MLPWeights:
 
 @dataclass(frozen=True)
 class MLMHead:
-    """The transform between a masked language model's encoder and its unembedding: norm(φ(x·W + b)).
+    """What stands between a masked language model's encoder and its unembedding: norm(φ(x·W + b)).
 
-    `norm` is None in a classifier's pooler, which has none. `scale_name` is the hook point of its norm's scale, or None
-    where that follows from what the norm reads.
+    `norm` is None in a classifier's pooler. `scale_name` is the hook point of its scale; None where it is computed.
     """
 
     W: Float[Tensor, "d_model d_model"]

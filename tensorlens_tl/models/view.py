@@ -63,11 +63,8 @@ HOOKED_STACKS = ("encoder", "decoder")
 
 
 def stacks_of(model: Any) -> tuple[str, ...]:
-    """What a model calls its lists of blocks.
-
-    Raises:
-        UnsupportedModelError: it is none of TransformerLens' classes.
-    """
+    """Return the names of a model's lists of blocks; raise `UnsupportedModelError` for a class not of
+    TransformerLens."""
     stacks: tuple[str, ...] = ("blocks",)
     if is_looped(model):
         stacks = LOOPS
@@ -116,14 +113,14 @@ def _hint(model: Any) -> str:
 
 @dataclass(frozen=True)
 class PatchWeights:
-    """A patch embedding: ``patch · weightᵀ + bias`` for every patch, then what is added whatever the image shows.
+    """A patch embedding: ``patch · weightᵀ + bias`` for every patch, plus a constant.
 
     Attributes:
         weight: one row of pixels (channel, row, column) for each number of the residual stream.
         bias: of the convolution.
-        constant: what the stream begins with besides: position embeddings, and the special tokens in front.
+        constant: position embeddings, and the special tokens in front.
         kernel, stride: of a patch, in pixels; patches overlap where they differ.
-        transposed: whether the input is a spectrogram `[batch, time, mel]`, whose image has one row for each mel bin.
+        transposed: the input is a spectrogram `[batch, time, mel]`; its image has one row for each mel bin.
     """
 
     weight: Float[Tensor, "d_model pixel"]
@@ -319,7 +316,7 @@ class ModelView:
     """What a TransformerLens model is made of, whichever its class.
 
     Attributes:
-        device: where its first weight is: results are there, whichever devices its blocks run on.
+        device: of its first weight and of all results, whichever devices its blocks run on.
 
     >>> from tensorlens_tl.models import ModelView
     >>> view = ModelView(model)
@@ -330,11 +327,8 @@ class ModelView:
     def __init__(self, model: Any):
         """Read a model.
 
-        Args:
-            model: any TransformerLens model.
-
         Raises:
-            UnsupportedModelError: none of TransformerLens' classes, or a configuration that cannot be frozen.
+            UnsupportedModelError: not a class of TransformerLens, or a configuration that cannot be frozen.
             InvalidInputError: inside ``torch.autocast``.
         """
         self._stacks = stacks_of(model)
@@ -413,11 +407,7 @@ class ModelView:
         return [getattr(module, "original_component", module) for module in rotary]
 
     def refuse_split_inputs(self) -> None:
-        """Refuse a model that runs with a copy of its residual stream for each head.
-
-        Raises:
-            UnsupportedModelError: it is configured so.
-        """
+        """Raise `UnsupportedModelError` for a model that runs with a copy of its residual stream for each head."""
         if getattr(self.cfg, "use_split_qkv_input", False) or getattr(self.cfg, "use_attn_in", False):
             raise UnsupportedModelError(
                 "cfg.use_split_qkv_input and cfg.use_attn_in add a head axis to the residual stream; "
@@ -425,29 +415,21 @@ class ModelView:
             )
 
     def require_chain(self, what: str) -> None:
-        """Refuse a model whose blocks are no chain, each a map of what the one before it gives.
+        """Raise `UnsupportedModelError` unless every block is a map of the output of the one before.
 
-        Raises:
-            UnsupportedModelError: an encoder–decoder, a loop, or keys and values of an earlier block.
+        An encoder–decoder, a loop, and keys and values of an earlier block are not.
         """
         self.refuse_encoder_decoder(what)
         self.refuse_shared_values(what)
 
     def require_single_streams(self, what: str) -> None:
-        """Refuse a model with a block that reads another stream of its own stack besides the one it adds to.
-
-        Raises:
-            UnsupportedModelError: a loop, or keys and values of an earlier block.
-        """
+        """Raise `UnsupportedModelError` for a block that reads a second stream of its stack: loops, shared keys and
+        values."""
         self.refuse_loop(what)
         self.refuse_shared_values(what)
 
     def refuse_encoder_decoder(self, what: str) -> None:
-        """Refuse an encoder–decoder where something reads blocks as those of one stack.
-
-        Raises:
-            UnsupportedModelError: the model is one, or its blocks run in a loop.
-        """
+        """Raise `UnsupportedModelError` for an encoder–decoder or a loop, where blocks are read as one stack."""
         self.refuse_loop(what)
         if self.is_encoder_decoder:
             raise UnsupportedModelError(
@@ -504,18 +486,18 @@ class ModelView:
 
     @property
     def sliding_window(self) -> int | None:
-        """How many keys a Bridge's layers of sliding-window attention see; None of any other model.
+        """Return how many keys a Bridge's sliding-window layers see; None for other models.
 
-        A query of padding all of whose keys are padding as well is NaN there, and so is what later layers make of it.
+        There a padded query whose keys are all padding is NaN, and so is what later layers compute from it.
         """
         window = getattr(self.text_config, "sliding_window", None)
         return window if isinstance(window, int) and window > 0 else None
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's tokenizer, or None where it has none that can read a text.
+        """The model's tokenizer, or None without one that can read a text.
 
-        Of a folder without one transformers makes an empty placeholder, which knows nothing but special tokens.
+        For a folder without one transformers builds a placeholder of special tokens only.
         """
         tokenizer = getattr(self.model, "tokenizer", None)
         if tokenizer is None or len(tokenizer) <= len(set(tokenizer.all_special_ids)):
@@ -626,11 +608,7 @@ class ModelView:
         return self.classes is None or self.classes.exclude
 
     def require_probabilities(self, what: str) -> None:
-        """Refuse a classifier whose outputs do not exclude each other.
-
-        Raises:
-            UnsupportedModelError: the model is one.
-        """
+        """Raise `UnsupportedModelError` for a classifier whose outputs do not exclude each other."""
         if not self.has_probabilities:
             raise self._refuse(
                 f"{what}: the outputs of this classifier do not exclude each other, so they have no probabilities that "
@@ -680,8 +658,7 @@ class ModelView:
     def encoder_norm(self) -> NormWeights | None:
         """The norm after an encoder–decoder's last encoder block, or None.
 
-        A HookedEncoderDecoder shows what it gives before its gain, which belongs to what reads it; see
-        `Owner.encoder_gain`.
+        A HookedEncoderDecoder shows its output before the gain, which belongs to its readers (`Owner.encoder_gain`).
         """
         norm = end_norm(self.model, self.encoder_norm_name)
         if norm is None or not self.is_hooked_encoder_decoder:
@@ -712,10 +689,9 @@ class ModelView:
         return projection(self.model, "project_out")
 
     def logits(self, x: Float[Tensor, "*any d_model"]) -> Float[Tensor, "*any d_vocab"]:
-        """``cap((x·W_U + b_U) · factor)`` of what is unembedded (in a masked model, what its prediction head gives).
+        """Return ``cap((x·W_U + b_U) · factor)`` of what is unembedded (a masked model's head output).
 
-        Raises:
-            UnsupportedModelError: the model predicts no tokens.
+        Raises `UnsupportedModelError` if the model predicts no tokens.
         """
         if self.unembedding is None:
             raise UnsupportedModelError(f"{self.description} predicts no tokens.")
@@ -747,10 +723,7 @@ class ModelView:
 
     @weights_read
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
-        """W_E, as stored: some models (Gemma) multiply it by a constant on its way into the residual stream.
-
-        Where a matrix widens it on that way (OPT-350m), it is part of it.
-        """
+        """W_E, as stored (Gemma multiplies it by a constant on its way), with a matrix that widens it (OPT-350m)."""
         return embedding_weights(self.model, self._refuse)
 
     @property
@@ -771,8 +744,8 @@ class ModelView:
         return Untrained(self.model)
 
     def provenance(self) -> dict[str, str]:
-        """What a result depends on besides the prompt: names, versions, weight processing, dtype, and where there are
-        any, adapters and the weights that no checkpoint had."""
+        """What a result depends on besides the prompt: names, versions, weight processing, dtype, adapters,
+        untrained weights."""
         optional = {
             "newly_initialised": ", ".join(self.untrained.names or ()),
             "adapters": ", ".join(adapter_names(self.model)),
@@ -790,8 +763,8 @@ class ModelView:
     def weight_processing(self) -> str:
         """How the weights were rewritten: logits and residual basis depend on it, logit differences do not.
 
-        It is read off themselves: norms without gain and shift (folded into what reads them, or never trained), and
-        zero means of what is written or unembedded.
+        Read from the weights: norms without gain and shift (folded, or never trained), and zero means of output
+        weights.
         """
         norms = (norm for block in self.blocks for norm in block.norms.values())  # the first one tells most often
         first = self.blocks[0]

@@ -31,13 +31,8 @@ MLP = ("W_in", "W_gate", "W_out")
 
 @dataclass(frozen=True, eq=False)
 class JointCopy:
-    """A parameter that holds several of the weights once more.
-
-    Attributes:
-        parameter: the joint one.
-        parts: the names of what it holds.
-        interleaved: whether each key-value group's parts lie together, instead of each part as a whole.
-    """
+    """A `parameter` that stores several of the weights again; `interleaved` if each key-value group's parts lie
+    together."""
 
     parameter: Tensor
     parts: tuple[str, ...]
@@ -45,13 +40,9 @@ class JointCopy:
 
 
 def writable(block: BlockView) -> dict[str, Tensor]:
-    """A block's weights by TransformerLens' names, as views that can be written to.
+    """Return a block's weights by TransformerLens' names, as writable views; missing biases are left out.
 
-    Keys and values have the key-value heads of grouped attention. Biases that the model does not have are left out.
-
-    Raises:
-        UnsupportedModelError: attention that cannot be read, or a weight that is quantised, or only a copy of what the
-            model computes with.
+    Raises `UnsupportedModelError` for attention that cannot be read, quantised weights, and mere copies.
     """
     where = f"blocks.{block.layer} of this {block.model.description}"
     refuse_offloaded(block.module, where)
@@ -159,20 +150,16 @@ def _oriented(joint: Tensor, parameter: Tensor) -> Tensor | None:
 
 @contextmanager
 def written(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> Generator[None, None, None]:
-    """The model with other weights in some blocks; the old ones are back afterwards, bit for bit.
+    """Inside, the model has other weights in some blocks (by layer and name, see `writable`); the old return bit for
+    bit.
 
     A model that is cast or moved inside has the old weights, cast or moved, afterwards.
 
-    Args:
-        view: the reading of the model.
-        weights: by layer and name (see `writable`), cast to the model's dtype.
-
     Raises:
-        UnsupportedModelError: weights that cannot be written, or are shared between blocks; nothing was written.
-        InvalidInputError: a name or shape that the model does not have; nothing was written.
-        NumericalError: weights that are not finite in the model's dtype; nothing was written.
-        FrozenModelError: afterwards, if the weights were changed inside (a state dict loaded, weights processed): what
-            was changed is left as it is.
+        UnsupportedModelError: weights that cannot be written, or are shared between blocks.
+        InvalidInputError: a name or shape that the model does not have.
+        NumericalError: weights that are not finite in the model's dtype. In these three cases nothing was written.
+        FrozenModelError: afterwards, if weights were changed inside; those changes stay.
     """
     writes = _writes(view, weights)
     copies = _copies(view, weights)
@@ -295,12 +282,7 @@ def _overwrite(weight: Tensor, value: Tensor) -> None:
 
 
 def checked(where: str, name: str, value: Tensor, views: Mapping[str, Tensor]) -> Tensor:
-    """A new weight as the model holds it.
-
-    Raises:
-        InvalidInputError: a name or shape that the model does not have.
-        NumericalError: not finite in the model's dtype.
-    """
+    """Return a new weight as the model stores it; raise for a wrong name or shape, or one not finite in its dtype."""
     if name not in views:
         raise InvalidInputError(f"{where} has no {name}; it has {', '.join(views)}.")
     if value.shape != views[name].shape:

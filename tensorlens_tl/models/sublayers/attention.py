@@ -37,11 +37,7 @@ PROJECTIONS = ("q", "k", "v", "o")
 
 
 def read_attention(attn: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
-    """The weights of one attention layer.
-
-    Raises:
-        UnsupportedModelError: what is not softmax attention with readable weights.
-    """
+    """Return one attention layer's weights; raise `UnsupportedModelError` where it is no readable softmax attention."""
     inner = innermost(attn)
     if isinstance(getattr(inner, "kv_b_proj", None), nn.Module):
         return _latent(inner, cfg, refuse)
@@ -76,16 +72,9 @@ def read_attention(attn: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
 
 
 def read_shared_attention(attn: Any, source: Any, cfg: Any, refuse: Refuse) -> AttentionWeights:
-    """The weights of attention that takes keys and values from an earlier block's (Gemma 4).
+    """Return the weights of attention that takes keys and values from the earlier `source` (Gemma 4).
 
-    Args:
-        attn: the attention.
-        source: that of the earlier block.
-        cfg: of the model.
-        refuse: as elsewhere.
-
-    Raises:
-        UnsupportedModelError: a gate or a norm after the heads of either, or weights that are not read.
+    Raises `UnsupportedModelError` for a gate or norm after either's heads, and weights that cannot be read.
     """
     values = read_attention(source, cfg, refuse)
     inner = innermost(attn)
@@ -97,10 +86,12 @@ def read_shared_attention(attn: Any, source: Any, cfg: Any, refuse: Refuse) -> A
 
 
 def pattern_reader(attn: Any) -> Callable[[Any], Any] | None:
-    """How the pattern is read from what attention's module returns; None where a Bridge shows it at a hook point.
+    """Return how to read the pattern from the outputs of attention's module; None where a Bridge has a hook point for
+    it.
 
-    A Bridge may have no hook point for it (NemotronH), or show the second output there, which is a bias of relative
-    positions with the pattern behind it (Switch Transformers; of T5 TransformerLens knows that).
+    A Bridge may have none (NemotronH), or show the second output there, which is a bias of relative positions before
+    the
+    pattern (Switch Transformers; of T5 TransformerLens knows that).
     """
     if not is_bridge_component(attn):
         return None
@@ -118,10 +109,9 @@ def _returned(outputs: Any, number: int) -> Any:
 
 
 def shared_source(attentions: Sequence[Any]) -> int | None:
-    """Which earlier attention the last of several takes its keys and values from; None where it has its own.
+    """Return which earlier attention the last of several takes keys and values from, None for its own.
 
-    Raises:
-        UnsupportedModelError: it takes those of another, and no earlier one stores any.
+    Raises `UnsupportedModelError` where no earlier layer stores what it takes.
     """
     *earlier, last = (innermost(attn) for attn in attentions)
     if not getattr(last, "is_kv_shared_layer", False):
@@ -134,11 +124,10 @@ def shared_source(attentions: Sequence[Any]) -> int | None:
 
 
 def projection(attn: Any, letter: str, cfg: Any, refuse: Refuse) -> tuple[Any, Any]:
-    """One of the projections Q, K, V and O by head, as its module computes it, and its bias.
+    """Return one of Q, K, V, O by head, as its module computes it, `[head, d_model, d_head]` (O: `[head, d_head,
+    d_model]`).
 
-    Returns:
-        `[head, d_model, d_head]` (of O `[head, d_head, d_model]`) and the bias; keys and values have the key-value
-        heads of grouped attention. None for what is not there, or not shown by head.
+    And its bias. Grouped attention has key-value heads; None where it is missing or not shown by head.
     """
     module = unlike_shown(attn, letter.lower())
     if is_bridge_component(attn) and not hasattr(attn, "hook_pattern"):  # nothing of it is shown (NemotronH)
@@ -164,7 +153,7 @@ def projection(attn: Any, letter: str, cfg: Any, refuse: Refuse) -> tuple[Any, A
 
 
 def _by_module(inner: Any, refuse: Refuse) -> AttentionWeights | None:
-    """The weights of a layer with another head size (Gemma 4), which a Bridge does not show; None without them.
+    """Return the weights of a layer with another head size (Gemma 4), which a Bridge does not show; None without them.
 
     Values may be read through the keys' projection.
     """
@@ -226,7 +215,7 @@ def _gate_beside_queries(inner: Any, width: int, refuse: Refuse) -> Gate | None:
 
 
 def _of_experts(inner: Any, refuse: Refuse) -> AttentionWeights:
-    """A mixture of attention heads (JetMoe): every expert has queries and an output of its own, and all share values.
+    """Return a mixture of attention heads (JetMoe): experts have queries and outputs of their own, and share values.
 
     A key-value head has one head of each expert.
     """

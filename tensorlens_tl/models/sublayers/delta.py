@@ -64,14 +64,7 @@ def delta_pattern(
     log_decay: Float[Tensor, "batch pos head"],
     strength: Float[Tensor, "batch pos head"],
 ) -> Float[Tensor, "batch head query key"]:
-    """M of every head, by one triangular solve.
-
-    Args:
-        q: what reads the state, scaled as the model scales it.
-        k: the keys, of the length that the model gives them.
-        log_decay: log α.
-        strength: β.
-    """
+    """Return M of every head, by one triangular solve; `q` and `k` as the model scales them, `strength` is β."""
     q = q.transpose(1, 2)
     k = k.transpose(1, 2)
     passed = log_decay.transpose(1, 2).cumsum(-1)
@@ -101,11 +94,8 @@ def _has(module: nn.Module, names: Sequence[str]) -> bool:
 
 
 def read_delta(module: Any) -> MixerWeights:
-    """What a mixer of the gated delta rule is made of.
-
-    Raises:
-        UnsupportedModelError: naming the part that is missing or not as expected.
-    """
+    """Return the parts of a gated-delta-rule mixer; raise `UnsupportedModelError` with the part that is not as
+    expected."""
     from transformers.activations import ACT2FN  # transformers is slow to import
 
     names = ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")
@@ -154,11 +144,7 @@ def read_delta(module: Any) -> MixerWeights:
 
 
 def _first_name(module: nn.Module, *names: str) -> str:
-    """The first of some names under which a module has a part.
-
-    Raises:
-        UnsupportedModelError: it has none of them.
-    """
+    """Return the first of some names that a module has; raise `UnsupportedModelError` without one."""
     present = [name for name in names if hasattr(module, name)]
     require(bool(present), module, names[0], "is missing")
     return present[0]

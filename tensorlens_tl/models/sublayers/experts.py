@@ -44,18 +44,16 @@ class Routing:
 
     Attributes:
         module: called in every forward pass.
-        index, weight: names of its forward's arguments: which experts a token is sent to, `[token, choice]`, and what
-            each of them counts, the same; `weight` may be the name of its output instead.
-        dense: whether `weight` counts every expert, `[token, expert]`, zero for those that are not chosen, and `index`
-            is not given.
-        scales_input: whether the weight scales what an expert reads, instead of what it gives (Llama 4).
-        factor: of all the weights (Laguna).
-        shown: whether `index` and `weight` are hook points of a HookedTransformer's mixture instead: the first as
-            above, the second for every expert, `[token, expert]`, whether it is chosen or not.
-        softmax: whether `weight` is a router's numbers, of which the largest choose, and what those count is their
-            softmax (JetMoe).
-        normalised: whether the weights of a token's choices are divided by their sum after that.
-        router: gives a number for every expert as its first output, `[token, expert]`, or None where none is known.
+        index, weight: arguments of its forward, `[token, choice]`: a token's experts, and their weights; `weight` may
+            be
+            the name of its output.
+        dense: `weight` is `[token, expert]`, zero where not chosen, and `index` is not given.
+        scales_input: the weight scales an expert's input, not its output (Llama 4).
+        factor: multiplies all weights (Laguna).
+        shown: `index` and `weight` are hook points of a HookedTransformer, the second `[token, expert]`, chosen or not.
+        softmax: `weight` is a router's numbers: the largest choose, and count by their softmax (JetMoe).
+        normalised: a token's weights are then divided by their sum.
+        router: its first output is a number for every expert, `[token, expert]`; None where none is known.
         read: from the output to the weights, where they are not its first tensor.
     """
 
@@ -91,20 +89,18 @@ class Routing:
 
 @dataclass(frozen=True)
 class ExpertsWeights:
-    """``Σ_e weight_e · expert_e(x)``, and what every token goes through besides: ``gate(x) · shared(x)``.
+    """``Σ_e weight_e · expert_e(x)``, and ``gate(x) · shared(x)`` for every token.
 
     Attributes:
-        count: how many experts there are.
+        count: of experts.
         expert: from a number to that expert's weights, views of the model's own.
         routing: where the routing is seen.
-        shared: the shared expert or experts as one MLP; None without.
-        shared_gate: what the shared expert is scaled by, from what the layer reads; None for 1.
-        shared_module: what is called for the shared expert, where it is one of the layer's own modules.
-        module: what is called for all of it, and `modules` for each expert: of a HookedTransformer's mixture, whose
-            experts are held from inside.
-        around: for experts that stand beside an MLP with norms of their own (Gemma 4), the names of the norms before
-            and after each: ``{"experts": (before, after), "shared": ...}``.
-        choices: how many experts a token is sent to (of all, where the model does not say).
+        shared, shared_gate: the shared experts as one MLP, and what scales it; None for none, and for 1.
+        shared_module: the module called for the shared expert, where the layer has one.
+        module, modules: called for all of it, and for each expert, where a HookedTransformer's are frozen from inside.
+        around: for experts next to an MLP, the names of the norms before and after each:
+            ``{"experts": (before, after), "shared": ...}`` (Gemma 4).
+        choices: experts per token (all, where the model does not say).
         branch_factor: what the block multiplies all of it by.
     """
 
@@ -144,9 +140,9 @@ def _on_device(expert: Callable[[int], MLPWeights], device: torch.device, number
 
 @dataclass(frozen=True)
 class PerLayerWeights:
-    """What a block adds for an input that each token has at each layer (Gemma 3n, Gemma 4): out(φ(gate(x)) ⊙ input).
+    """What a block adds for a token's own input at each layer (Gemma 3n, Gemma 4): out(φ(gate(x)) ⊙ input).
 
-    `module` is called with the inputs, as its argument `argument`.
+    The input is `module`'s argument `argument`.
     """
 
     W_gate: Float[Tensor, "d_model d_input"]
@@ -179,10 +175,9 @@ def _is_parallel(layer: Any) -> bool:
 
 
 def read_experts(mlp: Any, cfg: Any, refuse: Refuse) -> ExpertsWeights:
-    """The experts of one layer: of an MLP, or of a block where they stand beside its MLP.
+    """Return the experts of an MLP, or of a block where they stand next to its MLP.
 
-    Raises:
-        UnsupportedModelError: their weights, or the arguments they are called with, are not of a known form.
+    Raises `UnsupportedModelError` for weights, or arguments of their call, of an unknown form.
     """
     layer = innermost(mlp)
     if not is_bridge_component(mlp):
@@ -283,9 +278,9 @@ def _glu_constants(module: Any) -> tuple[float, float] | None:
 
 
 def _first_child(layer: Any, *names: str) -> nn.Module | None:
-    """The first module that a layer has under one of these names, as the layer calls it.
+    """Return the first of a layer's modules with one of these names, as the layer calls it.
 
-    A Bridge's component may compute without calling what it wraps (compatibility mode).
+    In compatibility mode a Bridge's component computes without calling what it wraps.
     """
     parts = (getattr(layer, name, None) for name in names)
     return next((part for part in parts if isinstance(innermost(part), nn.Module)), None)
@@ -325,9 +320,9 @@ def _choices(layer: Any, routing: Routing, count: int) -> int:
 
 
 def _within_capacity(output: tuple[Tensor, ...]) -> Float[Tensor, "batch pos expert"]:
-    """What every expert counts, from a router that sends each token to one expert, or to none where that is full.
+    """Return every expert's weight from a router that sends each token to one expert, or to none if that is full.
 
-    It gives a 1 for the expert and zeros, and what that expert counts (Switch Transformers).
+    It gives a one-hot choice and its probability (Switch Transformers).
     """
     sent, weight, *_ = output
     return sent * weight

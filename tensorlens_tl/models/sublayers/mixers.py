@@ -42,18 +42,15 @@ from tensorlens_tl.models.sublayers.scans import read_scan
 
 @torch.no_grad()
 def mixer_map(module: nn.Module, x: Float[Tensor, "batch pos d_model"], mask: Mask | None = None) -> Chain:
-    """A mixer as an exact affine map of its input, with everything that depends on it held at `x`.
+    """A mixer as an exact affine map of its input, with everything that depends on it frozen at `x`.
 
     Args:
-        module: the mixer, as Hugging Face has it (see the table above).
-        x: what it is given, after the block's norm.
-        mask: True at real tokens, as the mixer is given it; None for all.
-
-    Returns:
-        The chain; `scan_of` finds the scan in that of a state-space layer.
+        module: Hugging Face's module (see the table above).
+        x: its input, after the block's norm.
+        mask: True at real tokens, as the mixer takes it; None for all.
 
     Raises:
-        UnsupportedModelError: a module of another kind, naming the part that is missing or not as expected.
+        UnsupportedModelError: a module of another kind; names the part that is missing or not as expected.
         InvalidInputError: vectors of another width, or a mask of another shape.
     """
     weights = _weights(module)
@@ -69,13 +66,8 @@ def mixer_map(module: nn.Module, x: Float[Tensor, "batch pos d_model"], mask: Ma
 class Mixer:
     """A mixer in place of attention, read from its module each time that it is used.
 
-    The map refuses padding on the left that would change what real tokens give: there the mixer itself lets a bias
-    through from padded positions.
-
-    Attributes:
-        module: the mixer, as Hugging Face has it.
-        refuse: makes an error that names the block.
-        leaking: what, if anything, gives padded positions something that reaches later ones.
+    Its map raises an error for padding on the left that would reach real tokens (`leaking` says how): the mixer lets a
+    bias through from there.
     """
 
     module: nn.Module
@@ -115,28 +107,12 @@ PLAIN = ("torch_forward", "slow_forward", "forward")
 
 
 def read_mixer(module: nn.Module, refuse: Callable[[str], UnsupportedModelError] = UnsupportedModelError) -> Mixer:
-    """A mixer, whose map follows from what it reads.
-
-    Args:
-        module: the mixer, as Hugging Face has it.
-        refuse: makes an error that names the block.
-
-    Raises:
-        UnsupportedModelError: a mixer of no known kind; names the part.
-    """
+    """Return a mixer of a known kind; raise `UnsupportedModelError` with the part that is not as expected."""
     return Mixer(module, refuse, _weights(module).leaking)
 
 
 def read_only_mixer(mixers: Mapping[str, Any], refuse: Callable[[str], UnsupportedModelError]) -> Mixer | None:
-    """The one mixer of a block, or None.
-
-    Args:
-        mixers: by name.
-        refuse: makes an error that names the block.
-
-    Raises:
-        UnsupportedModelError: two mixers, or one that is not read.
-    """
+    """Return the one mixer of a block, or None; raise `UnsupportedModelError` for two, or one that cannot be read."""
     names = list(mixers)
     if len(names) > 1:
         raise refuse(f"{' and '.join(names)} beside each other, which is not read.")

@@ -40,11 +40,11 @@ class MixerWeights:
     """A mixer whose parts are as expected.
 
     Attributes:
-        kind: its kind, in a word.
-        ends: what comes before what mixes all positions, and after it.
-        hold: from what it reads, and which tokens are real, to its map with all that depends on its input held.
-        rates: those of its states, if it has any.
-        leaking: what, if anything, gives padded positions something that reaches later ones.
+        kind: in a word.
+        ends: what comes before all positions are mixed, and after.
+        hold: from input and mask to its map, with all that depends on the input frozen.
+        rates: of its states, if any.
+        leaking: what carries something from padded positions to later ones, if anything does.
     """
 
     kind: str

@@ -42,11 +42,7 @@ PARTS = ("in", "out", "gate")
 
 
 def read_mlp(mlp: Any, cfg: Any, refuse: Refuse) -> MLPWeights:
-    """The weights of a plain or gated MLP.
-
-    Raises:
-        UnsupportedModelError: it is neither.
-    """
+    """Return the weights of a plain or gated MLP; raise `UnsupportedModelError` for anything else."""
     refuse_bypassed(mlp, PARTS, "mlp", refuse)
     (W_in, b_in), (W_out, b_out), (W_gate, b_gate) = (_projection(mlp, part, refuse) for part in PARTS)
     if not isinstance(W_in, Tensor) or not isinstance(W_out, Tensor) or W_in.ndim != 2:
@@ -123,11 +119,8 @@ def has_projections(module: nn.Module) -> bool:
 
 
 def read_module(module: nn.Module, cfg: Any, refuse: Refuse) -> MLPWeights:
-    """The weights of a Hugging Face MLP that TransformerLens does not show (an expert, a shared expert).
-
-    Raises:
-        UnsupportedModelError: its projections are not found.
-    """
+    """Return the weights of a Hugging Face MLP that TransformerLens does not show (an expert), else
+    `UnsupportedModelError`."""
     fused = [innermost(getattr(module, name, None)) for name in ("input_linear", "output_linear")]
     if all(isinstance(getattr(part, "weight", None), Tensor) and part.weight.ndim == 2 for part in fused):
         both, out = (read_linear(part, "shared_mlp", refuse).weight for part in fused)
@@ -154,11 +147,7 @@ def read_module(module: nn.Module, cfg: Any, refuse: Refuse) -> MLPWeights:
 
 
 def read_activation(owner: Any, cfg: Any, refuse: Refuse) -> Activation:
-    """An MLP's activation function.
-
-    Raises:
-        UnsupportedModelError: it is not found, not elementwise, or has a norm inside.
-    """
+    """Return an MLP's activation; raise `UnsupportedModelError` if it has none, none by element, or a norm inside."""
     phi = find_activation(owner, cfg)
     if phi is None:
         raise refuse(f"mlp has no activation function called {cfg.act_fn!r} that we can find.")

@@ -25,16 +25,9 @@ from tensorlens_tl.models.sublayers.attention import projection
 
 
 def read_query_key(attn: Any, cfg: Any, refuse: Refuse, factor: float = 1.0) -> QueryKeyWeights:
-    """The weights that make the scores of one attention layer.
+    """Return the weights of one layer's scores; `factor` is what the block multiplies its input by.
 
-    Args:
-        attn: the attention.
-        cfg: of the model.
-        refuse: as elsewhere.
-        factor: what the block multiplies by what attention reads.
-
-    Raises:
-        UnsupportedModelError: queries of experts, or what has no readable W_Q and W_K.
+    Raises `UnsupportedModelError` for queries of experts, and without readable W_Q and W_K.
     """
     inner = innermost(attn)
     if hasattr(inner, "kv_proj") and hasattr(inner, "experts"):
@@ -71,9 +64,9 @@ def _multiplied(weight: Tensor, factor: float) -> Tensor:
 
 
 def read_latent_scores(attn: Any, cfg: Any, refuse: Refuse) -> QueryKeyWeights | None:
-    """Queries and keys of latent attention, each head's rotated channels before the others; None of any other.
+    """Return queries and keys of latent attention, each head's rotated channels first; None for other attention.
 
-    A key is read from the latent vector that values are read from, and from channels that all heads share.
+    A key is read from the values' latent vector, and from channels that all heads share.
     """
     inner = innermost(attn)
     if not isinstance(getattr(inner, "kv_b_proj", None), nn.Module):

@@ -57,13 +57,10 @@ class Mix:
 def weighted_mean(
     k: Float[Tensor, "batch pos channel"], A: Float[Tensor, "channel"], bonus: Tensor, dtype: torch.dtype
 ) -> Sum:
-    """What every channel takes from earlier values, and what it takes from the token's value.
+    """Return what a channel takes from earlier values, and what from the token's own.
 
-    Args:
-        k: the keys.
-        A: the rates at which weights decay.
-        bonus: added to a token's key where the token itself reads it.
-        dtype: of the vectors that go through.
+    `A` are the rates at which weights decay, `bonus` is added to a token's key where it reads itself; computed in
+    `dtype`.
     """
     keys = k.double()  # weights of far tokens are small beside those of a channel's largest key, and must not vanish
     largest = keys.amax(1, keepdim=True)
@@ -80,12 +77,7 @@ def weighted_mean(
 
 @dataclass(frozen=True)
 class ChannelMixWeights:
-    """Channel mixing, in the place of an MLP; it is held as a whole, by what it reads.
-
-    Attributes:
-        key, receptance: what the neurons and the gate are read by.
-        W_out, b_out: of what the neurons write.
-    """
+    """Channel mixing, in the place of an MLP, frozen as a whole: neurons read by `key`, gated by `receptance`."""
 
     key: Mix
     receptance: Mix
@@ -103,9 +95,9 @@ class ChannelMixWeights:
         return 2 * self.W_out.shape[0] + 2 * self.W_out.shape[1]
 
     def hold(self, x: Float[Tensor, "batch pos d_model"], rule: str) -> Chain:
-        """The sublayer as a map, with neurons and gate held at `x` by an activation rule.
+        """Return the sublayer as a map, with neurons and gate frozen at `x` by an activation rule.
 
-        The neurons are those of a plain MLP; the product of what they write and the gate is that of a gated one.
+        The neurons are a plain MLP's; their output times the gate is a gated MLP's product.
         """
         length = x.shape[1]
         pre = self.key(x)
@@ -134,11 +126,7 @@ def is_time_mix(module: nn.Module) -> bool:
 
 
 def read_time_mix(module: Any) -> MixerWeights:
-    """What a time mixing is made of.
-
-    Raises:
-        UnsupportedModelError: a part is not as expected.
-    """
+    """Return the parts of a time mixing; raise `UnsupportedModelError` with the part that is not as expected."""
     names = ("key", "value", "receptance")
     key, value, receptance = mixes = [_mix(module, name) for name in names]
     W_out, b_out = read_linear(module, "output")
@@ -165,11 +153,7 @@ def is_channel_mix(module: Any) -> bool:
 
 
 def channel_mix_weights(module: Any) -> ChannelMixWeights:
-    """What a channel mixing is made of.
-
-    Raises:
-        UnsupportedModelError: a part is not as expected.
-    """
+    """Return the parts of a channel mixing; raise `UnsupportedModelError` with the part that is not as expected."""
     return ChannelMixWeights(_mix(module, "key"), _mix(module, "receptance"), *read_linear(module, "value"))
 
 

@@ -45,13 +45,7 @@ from tensorlens_tl.models.sublayers.mixing import (
 
 
 def scan_of(mixer: Chain) -> SelectiveScan:
-    """The scan of a mixer's map, whose `implicit_attention` shows which positions it takes from.
-
-    Args:
-        mixer: the map of a state-space layer, such as `mixer_map` returns.
-
-    Returns:
-        The scan.
+    """The scan of a state-space mixer's map, whose `implicit_attention` shows which positions it reads.
 
     Raises:
         InvalidInputError: there is none, or more than one.
@@ -68,11 +62,7 @@ def scan_of(mixer: Chain) -> SelectiveScan:
 
 
 def read_scan(module: nn.Module) -> MixerWeights:
-    """What a state-space layer is made of.
-
-    Raises:
-        UnsupportedModelError: neither Mamba 1 nor Mamba 2, naming the part that is missing or not as expected.
-    """
+    """Return the parts of a Mamba 1 or 2 layer; raise `UnsupportedModelError` with the part that is not as expected."""
     for name in ("in_proj", "conv1d", "A_log", "D", "out_proj"):
         require(hasattr(module, name), module, name, "is missing")
     axes = module.A_log.ndim
