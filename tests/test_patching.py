@@ -1195,7 +1195,7 @@ def test_agreement_finds_what_acts_through_patterns():
     task = evaluate.recall(3)
     source = evaluate.patching_agreement(model, evaluate.prompt_pairs(task))
     question = evaluate.patching_agreement(model, evaluate.prompt_pairs(task, "question"))
-    screens = ["frozen", "frozen+qk", "gradient", "integrated", "integrated, left", "difference"]
+    screens = ["frozen", "frozen+qk", "gradient", "integrated", "integrated, left", "atp*", "difference"]
     assert source.methods == [*screens, "measured"]
     assert question.mean("pearson", "measured") > question.mean("pearson", "difference") > 0.95
     assert source.mean("pearson", "frozen") > 0.95
@@ -1215,7 +1215,7 @@ def test_methods_that_a_model_does_not_allow_are_left_out(model_named, monkeypat
 
     monkeypatch.setattr("tensorlens_tl.circuits.compare._pattern_responses", refused)
     made = evaluate.patching_agreement(model_named("bridge/gemma2"), pairs, only_correct=False)
-    assert made.methods == ["frozen", "gradient", "integrated", "integrated, left", "difference", "measured"]
+    assert made.methods == ["frozen", "gradient", "integrated", "integrated, left", "atp*", "difference", "measured"]
     assert "no hook points" in made.skipped["frozen+qk"]
     with pytest.raises(tlens.InvalidInputError, match="nothing to explain"):
         evaluate.patching_agreement(model_named("bridge/gemma2"), pairs)

@@ -14,6 +14,7 @@ node reads the earlier one's corrupted output in place of its clean one, all els
 | `frozen+qk` | the same, the pull joined by live gradients at queries and keys | the same | as `integrated` |
 | `gradient` | Δa · ∂target/∂a at the clean prompt | Δa · ∂target/∂(what is read) | the same |
 | `integrated` | the same, averaged from the corrupted to the clean embeddings | the same | the same |
+| `atp*` | as `gradient`, queries and keys through their softmax, sizes by GradDrop | – | – |
 | `difference` | Δa · pull of the target through the exact difference of the runs | the same | the same |
 | `measured` | of the largest as `patching`, of the others as `gradient` | the same | the same |
 | `patching` | target(clean) − target(node patched), a live run each | a live run for each edge | the same |
@@ -41,6 +42,9 @@ hook point. A gate after heads is a destination as their values are (``"L1H0.g"`
 run such models. Between two runs an edge shares what it does with the others symmetrically; patching, the live model's
 own answer, takes all others at the clean prompt.
 
+`atp*` is for nodes (`tensorlens_tl.circuits.atp_star`): with ``by="qkv"`` queries, keys and values of heads are nodes
+of their own, whose effect on their head is exact.
+
 `measured` patches those that `difference` or `gradient` takes for the largest, and says how far the others are off
 (`tensorlens_tl.circuits.measured`).
 
@@ -61,6 +65,7 @@ from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.algebra.secants import Offset
+from tensorlens_tl.circuits import atp_star
 from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
 from tensorlens_tl.circuits.live import NodeChange, NodeGradients, NodeValues, sublayer_nodes
 from tensorlens_tl.circuits.live_edges import LiveEdges, encoder_end, refuse_hooks
@@ -87,8 +92,8 @@ from tensorlens_tl.results import TARGET, Circuit, EdgeScores, MeasuredEdges, Me
 
 # ------------------------------------------------------------------ the two prompts and the target
 
-METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "difference", "measured", "patching")
-"""The ways to get a score of a node or an edge."""
+METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "atp*", "difference", "measured", "patching")
+"""The ways to get a score of a node; of an edge all but ``"atp*"``."""
 
 SYNONYMS = {
     "eap": "gradient",
@@ -97,6 +102,8 @@ SYNONYMS = {
     "integrated-gradients": "integrated",
     "attribution-patching": "gradient",
     "atp": "gradient",
+    "atp-star": "atp*",
+    "atpstar": "atp*",
     "activation-patching": "patching",
     "causal-tracing": "patching",
     "exact": "difference",
@@ -118,7 +125,9 @@ def gradient_shares(method: str, steps: Whole, points: str = "midpoint") -> list
     check_choice("points", points, POINTS)
     steps = whole_number("steps", steps, least=1)
     on_the_way = [(step + POINTS[points]) / steps for step in range(steps)]
-    return {"gradient": [1.0], "measured": [1.0], "integrated": on_the_way, "frozen+qk": on_the_way}.get(method, [])
+    if method in ("gradient", "atp*", "measured"):
+        return [1.0]
+    return on_the_way if method in ("integrated", "frozen+qk") else []
 
 
 def ruled_method(method: str | None, rule: Any, clean: PassLike) -> tuple[str, Rule | None]:
@@ -381,6 +390,10 @@ def edge_scores(
     >>> edges.scores.shape  # prompt source destination
     torch.Size([1, 21, 53])
     """
+    if method == "atp*":
+        raise InvalidInputError(
+            "method='atp*' scores nodes (patch_scores); for edges use another, such as 'integrated'."
+        )
     if positions and method in ("measured", "patching"):
         raise InvalidInputError("positions: patching measures whole edges; use another method, or leave it out.")
     seed, budget = whole_number("seed", seed, least=0), budget_of(live, method)
@@ -741,7 +754,7 @@ def _config(readout: StreamTarget) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ nodes
 
-BY = ("component", "head", "neuron", "stream")
+BY = ("component", "head", "qkv", "neuron", "stream")
 
 NODES = "nodes besides the input"
 
@@ -773,6 +786,8 @@ def patch_scores(
 
     * ``"component"``: each layer's attention and MLP, and cross-attention (``"L2.cross"``);
     * ``"head"``: heads one by one (``"L0H1"``, ``"L2.cross.H1"``), MLPs whole;
+    * ``"qkv"``: the same, and what each head has of its query, key and value (``"L0H1.q"``), under ``"atp*"`` and
+      ``"patching"``;
     * ``"neuron"``: heads and neurons one by one (``"MLP1.N7"``);
     * ``"stream"``: the residual stream before each block, ``"L1.stream"``; in an encoder–decoder, the stream of
       the block's own stack.
@@ -783,13 +798,13 @@ def patch_scores(
         target, minus, direction: as in `FrozenOperator.target`, of the clean prompt.
         by: what a node is.
         method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by gradients),
-            ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"difference"`` (exact between the two
-            runs), ``"measured"`` (the largest by live runs) or ``"patching"`` (a live run for each node). None is
-            ``"frozen"``, and with a rule ``"gradient"``.
+            ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"atp*"`` (AtP*: a gradient without each
+            layer), ``"difference"`` (exact between the two runs), ``"measured"`` (the largest by live runs) or
+            ``"patching"`` (a live run for each node). None is ``"frozen"``, and with a rule ``"gradient"``.
         rule: what gradients follow in place of the model's own: one of ``tlens.list_rules()``, or a `Rule`.
         positions: also each node at each position, in `Terms.keys`, `[batch, query, node, pos]`. They sum to the
-            node's score, except under ``"measured"`` and ``"patching"``, where each is patched by itself. Of an
-            encoder–decoder they are zero at the positions of the other side.
+            node's score, except under ``"atp*"``, ``"measured"`` and ``"patching"``, where each is a node by itself.
+            Of an encoder–decoder they are zero at the positions of the other side.
         query: one position of each prompt, the last by default.
         activation: the rule for MLPs, of the frozen methods.
         steps: gradients of ``"integrated"`` and ``"frozen+qk"``, one in each of as many equal steps.
@@ -825,6 +840,11 @@ def patch_scores(
     True
     """
     check_choice("by", by, BY)
+    if by == "qkv" and (method not in ("atp*", "patching") or positions):
+        raise InvalidInputError(
+            f"by='qkv', method={method!r}, positions={positions}: queries, keys and values are nodes of method='atp*' "
+            "and 'patching', each at all positions together; use one of these, or by='head'."
+        )
     seed, budget = whole_number("seed", seed, least=0), budget_of(live, method)
     comparison = _Comparison.of(
         clean, corrupted, target, minus, direction=direction, query=query, activation=activation, method=method,
@@ -834,12 +854,8 @@ def patch_scores(
     keys = None
     if comparison.method == "measured":
         return _measured_nodes(comparison, by, positions, budget, seed, memory)
-    if comparison.method == "patching":
-        nodes, other = _live_nodes(comparison, by)
-        names = [node.name for node in nodes.nodes]
-        scores = nodes.live.losses([[node] for node in nodes.nodes], other, memory, "patches")
-        if positions:
-            keys = _patched_at_positions(nodes, other, memory)
+    if comparison.method in ("atp*", "patching"):
+        names, scores, keys = _of_live_nodes(comparison, by, positions, memory)
     else:
         along = _along_gradients if comparison.method in ("gradient", "integrated") else _along_pull
         names, by_position = along(comparison, by)
@@ -887,6 +903,30 @@ def _along_pull(comparison: _Comparison, by: str) -> tuple[list[str], Float[Tens
             names.append(step.outer_name)
             scores.append((upcast(pulled.stream[number + 1][0]) * added[0]).sum(-1)[:, None])
     return summed_by_name(names, torch.cat(scores, dim=1), 1)
+
+
+def _of_live_nodes(
+    comparison: _Comparison, by: str, positions: bool, memory: Memory
+) -> tuple[list[str], Float[Tensor, "batch 1 node"], Float[Tensor, "batch 1 node pos"] | None]:
+    """Names and scores of nodes that are patched, or of which AtP* says what patching would give; and by position."""
+    nodes, other = _live_nodes(comparison, by)
+    replaced = {"": other}
+    if by == "qkv":
+        replaced |= atp_star.attended(nodes, other, comparison.corrupted)
+    heads = atp_star.head_nodes(nodes)
+    groups = {suffix: heads if suffix else nodes.nodes for suffix in replaced}  # queries, keys and values are of heads
+    names = [node.name + suffix for suffix, of_suffix in groups.items() for node in of_suffix]
+    if comparison.method == "patching":
+        lost = [
+            nodes.live.losses([[node] for node in groups[suffix]], values, memory, "patches")
+            for suffix, values in replaced.items()
+        ]
+        return names, torch.cat(lost, -1), _patched_at_positions(nodes, other, memory) if positions else None
+    (start,) = comparison.starts()
+    every = atp_star.dropped_scores(nodes, [*replaced.values()], start)
+    rows = [[nodes.nodes.index(node) for node in of_suffix] for of_suffix in groups.values()]
+    scores = torch.cat([of_suffix[:, row] for of_suffix, row in zip(every, rows, strict=True)], 1)[:, None]
+    return names, scores[..., -1], scores[..., :-1] if positions else None
 
 
 def _along_gradients(comparison: _Comparison, by: str) -> tuple[list[str], Float[Tensor, "batch node pos"]]:

@@ -6,10 +6,10 @@ at nodes are the model's own, or those of a rule.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -424,10 +424,45 @@ class NodeGradients:
 
     def at(self, start: Mapping[str, Tensor], memory: Memory = None) -> NodeValues:
         """The target's gradients by every node, a row for each query; `start` is what enters the first block."""
+        with self._graph(start) as (number, leaves):
+            per_query = 4 * sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+            queries = number.shape[1]
+            rows = [
+                self._pulled(number, leaves, of_queries)
+                for of_queries in chunks(queries, per_query, memory if queries > 1 else None, "gradients")
+            ]
+        gradients = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+        return self._of_leaves(gradients, queries)
+
+    def without(self, start: Mapping[str, Tensor], dropped: Sequence[Sequence[str]]) -> Iterator[NodeValues]:
+        """The gradients of a target's one query, with nothing passed back through some hook points: once for each."""
+        closed: list[str] = []
+        with self._graph(start, {*chain(*dropped)}, closed) as (number, leaves):
+            for points in dropped:
+                closed[:] = points
+                yield self._of_leaves(self._pulled(number, leaves, range(1)), 1)
+
+    def _of_leaves(self, gradients: Sequence[Tensor], rows: int) -> NodeValues:
+        refuse_nan("gradients of the live model", *gradients)
+        return self._by_point(dict(zip(self.points, gradients, strict=True)), rows)
+
+    @contextmanager
+    def _graph(
+        self, start: Mapping[str, Tensor], gates: Collection[str] = (), closed: Collection[str] = ()
+    ) -> Iterator[tuple[Float[Tensor, "batch query"], list[Tensor]]]:
+        """A run of the model, from what enters the first block: the target's number and a leaf at every point of nodes.
+
+        Of gates, those that are closed while gradients are taken pass nothing on to what is before them.
+        """
         added: dict[str, Tensor] = {}
 
         def add(live: Tensor, *, hook: Any, name: str) -> Tensor:
             # the tensor that a Bridge shows a hook need not be the one that it uses; what the hook returns is
+            if name in gates:
+                live = live.view_as(live)
+                live.register_hook(lambda gradient: torch.zeros_like(gradient) if name in closed else gradient)
+            if name not in self.points:
+                return live
             added[name] = torch.zeros_like(live, requires_grad=True)
             return live + added[name]
 
@@ -437,23 +472,15 @@ class NodeGradients:
         with saved_by_name(self.frozen.model), torch.enable_grad():
             added |= {name: value.detach().clone().requires_grad_(True) for name, value in start.items()}
             entry: list[FwdHook] = [(name, in_this_thread(partial(enter, name=name))) for name in start]
-            nodes = [(name, in_this_thread(partial(add, name=name))) for name in self.points if name not in added]
+            points = dict.fromkeys([*self.points, *gates])
+            nodes = [(name, in_this_thread(partial(add, name=name))) for name in points if name not in added]
             with ruled(self.frozen.model, self.rule):
                 number = self._number([*entry, *nodes])
             if self.rule is not None:
                 refuse_other_functions([number])
                 with torch.no_grad():
                     refuse_other_values(self.frozen, number, self._number(entry))
-            leaves = [added[point] for point in self.points]
-            per_query = 4 * sum(leaf.numel() * leaf.element_size() for leaf in leaves)
-            queries = number.shape[1]
-            rows = [
-                self._pulled(number, leaves, of_queries)
-                for of_queries in chunks(queries, per_query, memory if queries > 1 else None, "gradients")
-            ]
-        gradients = [torch.cat(parts) for parts in zip(*rows, strict=True)]
-        refuse_nan("gradients of the live model", *gradients)
-        return self._by_point(dict(zip(self.points, gradients, strict=True)), queries)
+            yield number, [added[point] for point in self.points]
 
     def _number(self, hooks: Sequence[FwdHook]) -> Float[Tensor, "batch query"]:
         """The target's number in a run with these hooks."""

@@ -27,9 +27,9 @@ known. What is explained is the logit of the answer minus that of the corrupted 
 * `logit_attribution`: direct effects of embeddings, heads, MLPs and biases, compared with the last node of each path.
 * `contribution_graph`: weights of nodes at positions and of edges between them, compared with the paths' nodes and
   steps.
-* `frozen`, `frozen+qk`, `gradient`, `integrated`, `difference`, `measured`, `patching`: `circuits.patch_scores` by
-  head, held to `nodes`, and `circuits.edge_scores`, held to `edges`; `integrated, left` is `integrated` with
-  ``points="left"``.
+* `frozen`, `frozen+qk`, `gradient`, `integrated`, `atp*`, `difference`, `measured`, `patching`:
+  `circuits.patch_scores` by head, held to `nodes`, and except for `atp*` `circuits.edge_scores`, held to `edges`;
+  `integrated, left` is `integrated` with ``points="left"``.
 
 The first two explain the clean prompt by itself, along values: what chose the attention is outside their question. The
 others explain what differs between two prompts. Where heads attend elsewhere in the corrupted one, the difference goes
@@ -59,7 +59,7 @@ from tensorlens_tl.circuits.effects import logit_attribution
 from tensorlens_tl.circuits.graph import contribution_graph
 from tensorlens_tl.circuits.scores import qk_attribution
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.evaluate.patching import ROWS, FrozenPairs, PairWork, checked_methods
+from tensorlens_tl.evaluate.patching import EDGE_ROWS, ROWS, FrozenPairs, PairWork, checked_methods
 from tensorlens_tl.evaluate.perturbation import rank
 from tensorlens_tl.evaluate.scorers import (
     PROMPTS_AT_ONCE,
@@ -470,23 +470,27 @@ def _scored(
             [(scores, _known(frozenset(path[-1][0] for path in prompt_paths), scores, "node"))]
             for (scores,), prompt_paths in zip(parts, paths, strict=True)
         ]
+    known = ((task.nodes, "node"), (task.edges, "edge"))
     return [
-        [(nodes, _known(task.nodes, nodes, "node")), (edges, _known(task.edges, edges, "edge"))]
-        for nodes, edges in parts
+        [(scores, _known(true, scores, what)) for scores, (true, what) in zip(part, known, strict=False)]
+        for part in parts
     ]
 
 
 def _of_pairs(part: FrozenPairs, method: str, steps: int, memory: Memory) -> list[tuple[Scored, ...]]:
-    """Scores of each prompt's nodes, and except for direct effects of its edges."""
+    """Scores of each prompt's nodes, and where the method has any of its edges."""
     if method == "logit_attribution":
         terms = logit_attribution(part.clean, part.answers, part.others, by="head")
         return [(dict(zip(terms.names, row, strict=True)),) for row in terms.scores[:, 0].tolist()]
     nodes = part.nodes(method, steps=steps, memory=memory)
+    rows = nodes.scores[:, 0].tolist()
+    if method not in EDGE_ROWS:
+        return [(dict(zip(nodes.names, row, strict=True)),) for row in rows]
     edges = part.edges(method, steps=steps, memory=memory)
     pairs = edges.exists.nonzero().tolist()
     names = [ARROW.join((edges.sources[source], edges.destinations[end])) for source, end in pairs]
-    rows = zip(nodes.scores[:, 0].tolist(), edges.scores[:, edges.exists].tolist(), strict=True)
-    return [(dict(zip(nodes.names, a, strict=True)), dict(zip(names, b, strict=True))) for a, b in rows]
+    of_both = zip(rows, edges.scores[:, edges.exists].tolist(), strict=True)
+    return [(dict(zip(nodes.names, a, strict=True)), dict(zip(names, b, strict=True))) for a, b in of_both]
 
 
 def _of_graph(frozen: FrozenPass, answer: int, other: int, paths: Paths) -> list[tuple[Scored, frozenset[Any]]]:

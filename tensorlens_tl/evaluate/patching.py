@@ -42,6 +42,9 @@ VARIANTS = {"integrated, left": {"method": "integrated", "points": "left"}}
 ROWS = (*METHODS[: METHODS.index("integrated") + 1], *VARIANTS, *METHODS[METHODS.index("integrated") + 1 :])
 """The methods of `circuits.patch_scores` and `circuits.edge_scores`, and their variants beside them."""
 
+EDGE_ROWS = tuple(name for name in ROWS if name != "atp*")
+"""Those that score edges."""
+
 PROPORTIONS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The benchmark's proportions of edges."""
 
@@ -104,7 +107,7 @@ def patching_agreement(
     ['pearson', 'spearman']
     """
     check_choice("by", by, PATCHED_BY)
-    known = [name for name in ROWS if name != "patching"]
+    known = [name for name in (EDGE_ROWS if by == "edge" else ROWS) if name != "patching"]
     chosen = checked_methods(methods, known)
     work = PairWork(model, pairs, only_correct)
     skipped = dict[str, str]()
@@ -184,7 +187,9 @@ def circuit_faithfulness(
         if Path(folder).exists() or not Path(folder).parent.is_dir():
             raise InvalidInputError(f"folder: {folder} is a file, or there is no folder to make it in.")
         Path(folder).mkdir()
-    chosen = checked_methods(methods, [*ROWS, RANDOM], [name for name in (*ROWS, RANDOM) if name != "patching"])
+    chosen = checked_methods(
+        methods, [*EDGE_ROWS, RANDOM], [name for name in (*EDGE_ROWS, RANDOM) if name != "patching"]
+    )
     work = PairWork(model, pairs, only_correct)
     parts = work.parts()
     scores = {name: _mean_scores(parts, name, steps, seed, memory) for name in chosen}

@@ -234,12 +234,21 @@ CALLS: dict[str, Callable[[Setting], Any]] = {
     "circuits.edge_scores [method=integrated]": lambda s: circuits.edge_scores(
         s.frozen, s.corrupted, TARGET, MINUS, method="integrated", steps=3
     ),
+    "circuits.edge_scores [method=measured]": lambda s: circuits.edge_scores(
+        s.frozen, s.corrupted, TARGET, MINUS, method="measured"
+    ),
     "circuits.edge_scores [method=patching]": lambda s: circuits.edge_scores(
         s.frozen, s.corrupted, TARGET, MINUS, method="patching"
     ),
     "circuits.patch_scores": lambda s: circuits.patch_scores(s.frozen, s.corrupted, TARGET, MINUS),
     "circuits.patch_scores [method=gradient]": lambda s: circuits.patch_scores(
         s.frozen, s.corrupted, TARGET, MINUS, method="gradient"
+    ),
+    "circuits.patch_scores [method=measured]": lambda s: circuits.patch_scores(
+        s.frozen, s.corrupted, TARGET, MINUS, method="measured"
+    ),
+    "circuits.patch_scores [method=atp*]": lambda s: circuits.patch_scores(
+        s.frozen, s.corrupted, TARGET, MINUS, method="atp*"
     ),
     "circuits.patch_scores [method=patching]": lambda s: circuits.patch_scores(
         s.frozen, s.corrupted, TARGET, MINUS, method="patching"
