@@ -65,32 +65,32 @@ class Shown(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Attribution(Explained, QueryScores):
-    """What every method returns.
+    """Scores of source tokens, the result of every method.
 
-    Of several prompts or queries, `top`, `show` and `plot` take `batch` and `query`; `plot` also `values`: whether
-    numbers stand in the cells of a heat map.
+    `top`, `show` and `plot` take `batch` and `query`; `plot` also `values`, which writes numbers into a heat map.
 
     Attributes:
-        scores: `[batch, query, key]` unless `axes` says otherwise: how much source token `key` gave to `query`.
+        scores: `[batch, query, key]` unless `axes` says otherwise: what source token `key` gave to `query`.
         tokens: readable tokens, one list per prompt.
-        queries: the positions the query axis stands for, `[batch, query]`.
+        queries: the positions of the query axis, `[batch, query]`.
         mask: True at real tokens, `[batch, pos]`; padding has zero scores.
         axes: names of the axes of `scores`.
-        layers: the method's local map per layer, `[layer, batch, query, key]`, where it has them.
+        layers: the method's local map per layer, `[layer, batch, query, key]`, if it has one.
         bias: what no source token explains, `[batch, query]`.
         total: what scores and bias sum to where `additive`, `[batch, query]`.
         gap: measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)), `[batch, query]`.
         stderr: standard error of estimated scores.
         additive: whether scores and bias sum to `total`.
-        sides: of an encoder–decoder, which side each token is on, ``"encoder"`` or ``"decoder"`` (``""`` of a source
-            that is no token), one list per prompt; None of any other model.
-        word_starts: which tokens begin a word, for `merge_words`; None reads it off white space.
-        image: of an image model, what its patches tile, `[batch, channel, height, width]`: pictures show it.
-        target: what the scores explain, in words.
-        method, options: how they were made.
+        sides: an encoder–decoder's side of each token, ``"encoder"`` or ``"decoder"`` (``""`` for what is no token),
+            one
+            list per prompt; None for other models.
+        word_starts: which tokens begin a word, for `merge_words`; None reads it from white space.
+        image: what an image model's patches tile, `[batch, channel, height, width]`.
+        target: what the scores explain.
+        method, options: how they were computed.
         provenance: model name, class, TransformerLens version, weight processing, dtype, user-installed hooks.
         special: positions of special tokens, such as BOS, one list per prompt; None where no tokenizer names them.
-        left_out: positions that `without` leaves out of pictures, tables and shares, one list per prompt.
+        left_out: positions that `without` hides from pictures, tables and shares, one list per prompt.
     """
 
     NUMBERS: ClassVar = ("scores", "layers", "bias", "total")
@@ -121,21 +121,22 @@ class Attribution(Explained, QueryScores):
     def of(
         cls, frozen: FrozenPass | Difference, scores: Tensor, *, method: str, query: Query = "all", **fields: Any
     ) -> "Attribution":
-        """An Attribution of a frozen pass: tokens, mask, query positions and provenance are filled in.
+        """Build an Attribution of a frozen pass: tokens, mask, positions and provenance are filled in.
 
-        Where a bias and a total are given and no gap, it is measured; of an additive result it is also compared with
-        what the proof of the pass allows, as `FrozenPass.checked` does.
+        A missing gap is measured where bias and total are given; that of an additive result is compared with what the
+        pass's proof allows, as in `FrozenPass.checked`.
 
         Args:
-            frozen: the pass, or the difference of two, that the scores were made from.
+            frozen: the pass, or the difference of two.
             scores: `[batch, query, key]`.
             method: the method's name.
-            query: the queries that the second axis holds, as the method was asked for them.
+            query: the queries of the second axis, as passed to the method.
             fields: any other field of Attribution.
 
         Raises:
-            NumericalError: the sum of an additive result misses its total, and the pass was frozen with
-                ``strict=True``; else that is a `GapWarning`. Or the gap is NaN.
+            NumericalError: an additive sum misses its total in a pass frozen with ``strict=True`` (else a
+                `GapWarning`),
+                or the gap is NaN.
 
         >>> scores = torch.rand(1, 7, 7)
         >>> tlens.Attribution.of(frozen, scores, method="random").scores.shape
@@ -177,38 +178,32 @@ class Attribution(Explained, QueryScores):
     # ------------------------------------------------------------------ reading
 
     def _parts(self, query: int | str = -1, batch: int = 0) -> Parts:
-        """The source tokens of one query that are not left out.
-
-        Args:
-            query: which of the held queries, counted over the prompt's real ones, or a text: its last token, where it
-                occurs last; of generated text, the row that explains this token.
-            batch: the prompt.
-        """
+        """Return the source tokens of one query that `without` left in; `query` as in `query_row`."""
         row = self._row(query, batch)
         positions = self.listed(batch)
         return Parts(row[positions], [self.tokens[batch][i] for i in positions], positions)
 
     def __getitem__(self, where: Any) -> list[Entry]:
-        """What the tokens of a text gave to the last query of the first prompt: ``attribution["file"]``.
+        """Return what the tokens of a text gave to the first prompt's last query: ``attribution["file"]``.
 
-        One entry for every place where the text occurs, whole tokens only, the scores of its tokens summed; an integer
-        or a slice picks positions. `score` asks about other queries and prompts.
+        There is one entry, with summed scores, for each place where the text occurs as whole tokens. An integer or a
+        slice
+        picks positions. `score` takes other queries and prompts.
         """
         return self.score(where)
 
     def score(self, where: Any, query: int | str = -1, batch: int = 0) -> list[Entry]:
-        """What some source tokens gave to one query.
+        """Return what some source tokens gave to one query.
 
         Args:
-            where: a text of one token or several (outer spaces do not count), a position (a negative one counts from
-                the last token), or a slice of positions.
+            where: a text of whole tokens (outer spaces are ignored), a position (negative: from the end), or a slice.
             query, batch: as in `top`.
 
         Returns:
-            One entry for every occurrence of the text: its first position, its tokens, the sum of their scores.
+            One entry for each occurrence: its first position, its tokens, the sum of their scores.
 
         Raises:
-            InvalidInputError: the text does not occur, or a position out of range.
+            InvalidInputError: the text does not occur, or a position is out of range.
         """
         row = self._row(query, batch)
         tokens = self.tokens[batch]
@@ -241,20 +236,20 @@ class Attribution(Explained, QueryScores):
         return row.masked_fill(~self.mask[batch].to(row.device), 0)
 
     def without(self, *what: str | int) -> "Attribution":
-        """The same result with some source tokens left out of tables, pictures and shares.
+        """Hide some source tokens from tables, pictures and shares.
 
-        The first token of a prompt often receives most of the score of a logit and says little about the text. The
-        scores stay as they are, so that the sum still holds: tables show what was left out as one line.
+        A prompt's first token often receives most of a logit and says little about the text. Scores do not change, so
+        the
+        sum still holds: tables show what is hidden as one line.
 
         Args:
-            what: ``"special"`` for the tokenizer's special tokens (BOS, EOS, marks of a chat), texts of whole tokens,
-                or positions, negative ones counted from the last token. Of several prompts, a text may be missing in
-                some.
+            what: ``"special"`` for special tokens (BOS, EOS, marks of a chat), texts of whole tokens, or positions
+                (negative: from the end). Some prompts may lack a text.
 
         Raises:
-            InvalidInputError: nothing named, ``"special"`` where no tokenizer names special tokens, a text that occurs
-                in no prompt, a position out of range, a token of generated text (these are explained), or nothing would
-                remain.
+            InvalidInputError: nothing is named, no tokenizer names special tokens, no prompt has the text, a position
+                is out
+                of range or in the generated text that is explained, or nothing would remain.
 
         >>> attribution = tlens.attribute(frozen, " value").without(0)
         >>> 0 in [entry.position for entry in attribution.top(7)], len(attribution.top(7))
@@ -301,9 +296,7 @@ class Attribution(Explained, QueryScores):
         return by_prompt
 
     def normalize(self) -> "Attribution":
-        """Scores divided by the sum of their absolute values, per query; no longer additive.
-
-        What `without` left out is zero.
+        """Divide scores by the sum of their absolute values, per query; no longer additive, zero where `without` hides.
 
         >>> shares = tlens.attribute(frozen, " value").normalize()
         >>> round(shares.scores[0, -1].abs().sum().item(), 5)
@@ -318,10 +311,9 @@ class Attribution(Explained, QueryScores):
         return replace(self, scores=scores, additive=False, bias=None, total=None, gap=None, stderr=None)
 
     def merge_words(self) -> "Attribution":
-        """Sub-word tokens joined into words: scores are summed over a word's keys and averaged over its queries.
+        """Join sub-word tokens into words: sum scores over a word's keys, average them over its queries.
 
-        Where a word starts is the tokenizer's own mark (`word_starts`), else white space. Sums over keys, and so
-        completeness, are kept.
+        Words start where the tokenizer says (`word_starts`), else at white space. Sums over keys are kept.
 
         >>> words = tlens.attribute(frozen, " value").merge_words()
         >>> len(words.tokens[0])
@@ -381,12 +373,11 @@ class Attribution(Explained, QueryScores):
         return {"scores": scores, "bias": bias, "total": total, "gap": None}
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """A long table: one line per prompt, query and source token, and one for each query's bias and total.
+        """Return a long table: a line per prompt, query and source token, and one for each query's bias and total.
 
-        Columns (`COLUMNS` says what each one is): the axes, ``query_token`` (of generated text the token or the
-        stretch that is explained), ``key_token``, of an encoder–decoder the sides of both, ``kind``, ``generated``,
-        ``method``, ``target`` and ``score``. Lines of the kinds ``"token"`` and ``"bias"`` sum to the line of the kind
-        ``"total"`` where the result is additive.
+        Columns (see `COLUMNS`): the axes, ``query_token`` (in generated text, what is explained), ``key_token``, an
+        encoder–decoder's sides, ``kind``, ``generated``, ``method``, ``target`` and ``score``. Lines of the kinds
+        ``"token"`` and ``"bias"`` sum to the ``"total"`` line where the result is additive.
 
         >>> frame = tlens.attribute(frozen, " value").to_dataframe()
         >>> frame["kind"].value_counts().to_dict()
@@ -475,9 +466,7 @@ class Attribution(Explained, QueryScores):
         return ""
 
     def _aligned(self, other: Any) -> tuple[Any, Any]:
-        """Of the same prompt, queries and weight processing: only logit differences are invariant to folding and
-        centring.
-        """
+        """Return another result of the same prompt, queries and weight processing, on which logits depend."""
         processing = [result.provenance.get("weight_processing") for result in (self, other)]
         for name, left, right in (
             ("tokens", self.tokens, other.tokens),
@@ -515,12 +504,8 @@ class Attribution(Explained, QueryScores):
         return self.describe()
 
     def describe(self, batch: int | None = None, row: int | None = None) -> str:
-        """What the scores are, in one line.
-
-        Args:
-            batch: a prompt, whose own target is named; None for all of them.
-            row: one of its queries.
-        """
+        """Say in one line what the scores are, of one prompt's own target or (None) of all, for one query `row` or
+        all."""
         target = shown_target(self.target)
         if batch is not None:
             target = self._target_of_prompt(batch, row)
@@ -551,9 +536,8 @@ class Attribution(Explained, QueryScores):
         return scores
 
     def _html(self, k: int, batch: int | None = None) -> str:
-        """Heat maps: coloured text for one query, a matrix for several, patches over an image; of one prompt, or (None)
-        of the first few.
-        """
+        """Draw coloured text for one query, a matrix for several, patches over an image; without `batch` the first
+        few prompts."""
         prompts, left = self._prompts(batch)
         parts = [self._prompt_html(prompt) for prompt in prompts]
         if left:
@@ -611,15 +595,9 @@ class Attribution(Explained, QueryScores):
     def _figure(
         self, k: int, batch: int | None = None, query: int | str | None = None, values: bool | None = None, *, ax: Any
     ) -> Any:
-        """One prompt. One query is drawn as coloured text, or over an image as a map of its patches; several as a heat
-        map, of which generated tokens are the rows.
+        """Draw one prompt: one query as coloured text or over an image, several as a heat map; `k` has no effect.
 
-        Args:
-            k: every token is drawn.
-            batch: the prompt, the first by default.
-            query: one of the held queries, as in `top`; None for all of them.
-            values: write numbers into the cells of a heat map; None does so where they fit.
-            ax: draw here; None makes a figure of fitting size.
+        `values` writes numbers into the cells; None does so where they fit.
         """
         batch = batch or 0
         keys, tokens, rows, plane = self._shown(batch, query)
@@ -794,13 +772,9 @@ class Attribution(Explained, QueryScores):
 
 
 def one_query(result: Attribution, *, mean: bool) -> Attribution:
-    """Scores of every prompt's real queries, summed or averaged; bias and total likewise, so that sums still hold.
+    """Return the sum (or mean) of the scores of every prompt's real queries, at the last of them.
 
-    The one query of the result is at the last of them. Standard errors, which are not independent, are left out.
-
-    Args:
-        result: with any number of queries.
-        mean: the mean over the queries, instead of their sum.
+    Bias and total likewise, so that sums hold. Standard errors are not independent, and left out.
     """
     queries = result.queries.to(result.mask.device)
     real = torch.take_along_dim(result.mask, queries, dim=1)

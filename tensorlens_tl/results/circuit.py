@@ -84,9 +84,8 @@ def node_read_at(destination: str) -> str:
 
 
 def place(name: str) -> tuple[int, int, str, int]:
-    """Where a name comes in the order of the forward pass: a layer's heads and those of cross-attention, its MLP, what
-    hooks add.
-    """
+    """Return where a name comes in the forward pass: a layer's heads (and cross-attention's), its MLP, what hooks
+    add."""
     if name == TARGET:
         return sys.maxsize, 0, "", 0
     match = re.fullmatch(r"L(\d+)(\.cross\.)?H(\d+)(?:\.([qkvg]))?", name)
@@ -116,19 +115,18 @@ def kind_of(name: str) -> str:
 class EdgeScores(Scored):
     """A score for every edge and prompt: what the target loses when the edge carries its corrupted value.
 
-    `top`, `show` and `plot` take `batch`, and are of the mean over prompts without it.
+    `top`, `show` and `plot` take `batch`; without it they show the mean over prompts.
 
     Attributes:
-        sources, destinations: what the two axes are, in the order of the forward pass.
+        sources, destinations: names along the two axes, in the order of the forward pass.
         scores: `[batch, source, destination]`, zero where there is no edge.
         exists: which pairs are edges, `[source, destination]`.
         clean, corrupted: the target's number for the two prompts, before any final soft cap, `[batch]`.
-        target: what the scores explain, in words.
-        method: how they were made.
+        target: what the scores explain.
+        method: how they were computed.
         config: `n_layers`, `n_heads`, `d_model` and `parallel_attn_mlp`, for files.
-        by_position: each edge at each position where its destination reads, `[batch, source, destination, pos]`; None
-            where not asked for.
-        provenance: what they depend on besides the prompts, as of `Attribution`.
+        by_position: scores by the position where the destination reads, `[batch, source, destination, pos]`, or None.
+        provenance: as in `Attribution`.
     """
 
     NAMES: ClassVar = {"source": "sources", "destination": "destinations"}
@@ -156,11 +154,7 @@ class EdgeScores(Scored):
         return f"{type(self).__name__}({len(self)} edges, {prompts}, {self.target!r}, method={self.method!r})"
 
     def __getitem__(self, edge: Any) -> Float[Tensor, "batch"]:
-        """One edge's score for every prompt.
-
-        Raises:
-            InvalidInputError: no such edge.
-        """
+        """Return one edge's score for every prompt; raise `InvalidInputError` for an unknown edge."""
         source, _, destination = str(edge).partition(ARROW)
         if source not in self.sources or destination not in self.destinations:
             some = ARROW.join((self.sources[0], self.destinations[0]))
@@ -187,16 +181,16 @@ class EdgeScores(Scored):
         choice: str = "top",
         prune: bool = True,
     ) -> "Circuit":
-        """The circuit of so many edges, without those that no path from the input to the target goes through.
+        """Return the circuit of the best edges, without those on no path from the input to the target.
 
         Args:
-            edges: how many are chosen. Those on no path from the input to the target are then taken out: of a small
-                circuit of a deep model that may be half of them.
-            batch: by one prompt's scores, or (None) by the mean over prompts.
-            absolute: choose by size; else by score, the most positive first.
-            choice: ``"top"`` takes the best edges wherever they are, ``"greedy"`` the best of those that lead into
-                what is already reached, from the target backwards.
-            prune: False keeps all that are chosen, those on no such path as well; they do not act.
+            edges: how many are chosen, before pruning: in a small circuit of a deep model half of them may go.
+            batch: choose by one prompt's scores, or (None) by the mean.
+            absolute: choose by size; else the most positive first.
+            choice: ``"top"`` takes the best edges anywhere; ``"greedy"`` the best of those that lead into what is
+                already
+                reached, from the target backwards.
+            prune: False keeps the edges on no such path, which have no effect.
 
         Raises:
             InvalidInputError: more edges than there are, or no such choice or prompt.
@@ -302,10 +296,7 @@ def edge_order(
 def pruned(
     selection: Bool[Tensor, "*row source destination"], sources: Sequence[str], destinations: Sequence[str]
 ) -> Bool[Tensor, "*row source destination"]:
-    """A selection of edges without those that no path from the input, or from what hooks add, to the target uses.
-
-    Many circuits at once: any leading rows.
-    """
+    """Drop the edges on no path from the input (or what hooks add) to the target; leading axes are many circuits."""
     node_of = [node_read_at(name) for name in destinations]
     entries = torch.tensor(
         [[node == name for node in node_of] for name in sources], device=selection.device
@@ -326,23 +317,22 @@ def pruned(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Circuit(SharedGraph):
-    """Some edges of a model. Everything else is to carry what it carries for the corrupted prompt.
+    """Some edges of a model; all others carry what they carry for the corrupted prompt.
 
-    ``plot(kind="matrix")`` draws every edge in a matrix, `plot` and `to_html` the k largest as a graph.
-
-    `show`, `plot` and a notebook draw it as a graph, in which edges that a head reads by its queries, keys and values
-    have lines of their own. `save` writes what `load` reads back as the Mechanistic Interpretability Benchmark's JSON,
-    to a name without an ending, or one in ``.json`` or, as every edge of the model is in it, ``.json.gz``; a multigraph
-    for Gephi, Cytoscape or yEd to one in ``.graphml``; a page, a table or a figure as every result does. `export`
+    `show`, `plot` and `to_html` draw the k largest edges as a graph, with lines of their own for a head's queries, keys
+    and values; ``plot(kind="matrix")`` draws all. `save` writes the Mechanistic Interpretability Benchmark's JSON,
+    which
+    `load` reads, to a name without an ending, in ``.json`` or ``.json.gz`` (every edge of the model is in it); a
+    multigraph for Gephi, Cytoscape or yEd to ``.graphml``; and pages, tables and figures as every result does. `export`
     writes the JSON of networkx and of circuit-tracer.
 
     Attributes:
-        sources, destinations, exists: as of `EdgeScores`.
+        sources, destinations, exists: as in `EdgeScores`.
         scores: by which it was chosen, `[source, destination]`.
         selection: which edges are in it, `[source, destination]`.
         config: `n_layers`, `n_heads`, `d_model` and `parallel_attn_mlp`.
-        target: what the scores explain, in words.
-        provenance: what they depend on besides the prompts, as of `Attribution`.
+        target: what the scores explain.
+        provenance: as in `Attribution`.
         method: how the scores were computed.
     """
 
@@ -419,10 +409,9 @@ class Circuit(SharedGraph):
         return Bars(f"{self.heading} · {len(lines)} shown", lines, columns=("edge", "score"))
 
     def _html(self, k: int) -> str:
-        """The graph of the k largest edges, layers upwards, and below it a matrix: a row for each node that an edge
-        leads from, and a column for each place that one leads to.
+        """Draw the k largest edges as a graph, layers upwards, above a matrix of source nodes and destinations.
 
-        Where scripts run, small edges can be hidden, nodes pinned, grouped and searched for, and the picture saved.
+        Scripts let readers hide small edges, pin, group and search nodes, and save the picture.
         """
         drawn = self._picture(k)
         parts = ["<p>No edge.</p>"]
@@ -445,12 +434,11 @@ class Circuit(SharedGraph):
         return figure.heat_map(scores, rows, columns, self.heading, ax, values=False, names=("from", "to"))
 
     def to_networkx(self) -> "networkx.MultiDiGraph":
-        """The circuit as networkx has graphs, which come with torch; several edges can lead between two nodes.
+        """Return the circuit as a networkx multigraph (networkx comes with torch).
 
-        Returns:
-            Nodes by name, with `name`, `kind` (embedding, head, mlp, target) and `layer` (−1 for none). Edges by name
-            as well, with `name`, `weight` (the score) and `reads`: queries, keys or values of a head, or an empty text.
-            The graph's attributes are `target`, `method`, `edges`, `edges_of_model` and every fact of `provenance`.
+        Nodes have `name`, `kind` (embedding, head, mlp, target) and `layer` (−1 for none); edges `name`, `weight` (the
+        score) and `reads` (a head's queries, keys or values, else empty); the graph `target`, `method`, `edges`,
+        `edges_of_model` and every fact of `provenance`.
 
         >>> corrupted = tlens.freeze(model, "Return the name. Return the")
         >>> circuit = tlens.circuits.edge_scores(frozen, corrupted, " value", " name").circuit(20)
@@ -498,13 +486,10 @@ class Circuit(SharedGraph):
     def load(cls, path: str | os.PathLike[str]) -> "Circuit":
         """Read the JSON that `save` wrote, or the benchmark's, packed by gzip or not.
 
-        Scores and edges of neurons are not read; null is NaN.
-
-        What `export` writes is for other tools, and is not read back.
+        Scores and edges of neurons are not read; null is NaN. Files that `export` wrote cannot be loaded.
 
         Raises:
-            FileFormatError: another kind of file, or one that lacks edges of its nodes: those outside the circuit are
-                needed as well.
+            FileFormatError: another kind of file, or one without the edges outside the circuit.
             OSError: there is no such file.
         """
         content = _content(Path(path))

@@ -52,13 +52,13 @@ class _Line(NamedTuple):
 class Entry(_Line):
     """One part of a result and its score: a source token, a component, a path, a pair of tokens.
 
-    A tuple of name, score and position; the label stands beside it.
+    A tuple of name, score and position, with the label as an attribute.
 
     Attributes:
         name: the token's text, or the part's name.
         score: what it gives.
-        position: where the token stands; of a pair, both positions; None for a part of the model.
-        label: what the part is called besides, such as a feature of a dictionary; an empty text for nothing.
+        position: of the token; both positions of a pair; None for a part of the model.
+        label: another name, such as a feature's in a dictionary; may be empty.
     """
 
     label: str
@@ -93,11 +93,7 @@ def largest(
     positions: Sequence[Any] | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> list[Entry]:
-    """The k parts of largest absolute score, equal ones in their order; `labels` by name, of those that have one.
-
-    Raises:
-        InvalidInputError: k below 1.
-    """
+    """Return the k parts of largest absolute score, ties in their order; raise `InvalidInputError` for k below 1."""
     k = whole_number("k", k, least=1, why="how many parts to show")
     order: list[int] = scores.abs().argsort(descending=True, stable=True)[:k].tolist()
     positions = positions or [None] * len(names)
@@ -147,7 +143,7 @@ def shown_prompt(batch: int, prompts: int) -> str:
 
 
 def shown_target(target: str) -> str:
-    """A target as a title names it: lists of tokens, one for each prompt, by what they are.
+    """Shorten a target for a title: lists of tokens, one for each prompt, by what they are.
 
     >>> from tensorlens_tl.results.entry import shown_target
     >>> shown_target("logit of [5, 12, 7] − [1, 2, 3]"), shown_target("logit of ' a' − [1, 2]")
@@ -168,7 +164,7 @@ def mean_title(target: str, prompts: int) -> str:
 
 
 def targets_of_queries(target: str, queries: Int[Tensor, "batch query"]) -> list[list[str]]:
-    """A target in words for each prompt and query, with its own of the tokens that the words list.
+    """Return the target of each prompt and query, with its own of the tokens that the target lists.
 
     >>> from tensorlens_tl.results.entry import targets_of_queries
     >>> targets_of_queries("logit of [' a', ' b'] − [1, 2]", torch.tensor([[4], [5]]))
@@ -265,12 +261,8 @@ class Explained:
         return labels
 
     def _target_of_prompt(self, batch: int, row: int | None = None) -> str:
-        """What is explained of a prompt, its own tokens named where that is one thing.
-
-        Args:
-            batch: the prompt.
-            row: one of its queries; None is all of them.
-        """
+        """Return a prompt's target, for one query `row` or (None) all, with its own tokens where these are one
+        thing."""
         shown = shown_target(self.target)
         of_each = row is not None and (EACH_GENERATED in shown or EACH_NEXT in shown)
         names_rank = any(rank in shown for rank in RANKED.values())

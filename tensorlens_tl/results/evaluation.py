@@ -37,9 +37,9 @@ def area(
 
 
 class Comparison(NamedTuple):
-    """Two methods on the same prompts: mean difference, its interval, and the p-value of a sign-flip test.
+    """Two methods on the same prompts: mean difference, its interval, and the p-value of one sign-flip test.
 
-    The p-value is that of one test by itself; `Evaluation.paired` corrects those of several.
+    `Evaluation.paired` corrects the p-values of several.
     """
 
     difference: float
@@ -50,9 +50,9 @@ class Comparison(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Evaluation(Result):
-    """What every evaluation returns.
+    """Metrics of methods over units, the result of every evaluation.
 
-    `plot` takes one `metric`, and some of the `methods`; a panel for each metric, and every method, by default.
+    `plot` takes one `metric`, and some of the `methods`; by default it has a panel for each metric, with every method.
 
     Attributes:
         kind: which evaluation.
@@ -63,7 +63,7 @@ class Evaluation(Result):
         curves: `[metric, method, unit, step]` where values are areas under curves.
         axis: `[step]`, what the curves run over (fractions perturbed, layers randomised), called `axis_name`.
         settings: how it was run: model, prompts, options, seed.
-        skipped: methods left out because the model does not allow them, with their reasons.
+        skipped: methods that do not run on the model, with their reasons.
     """
 
     NAMES: ClassVar = {"metric": "metrics", "method": "methods", "unit": "units"}
@@ -96,7 +96,7 @@ class Evaluation(Result):
     # ------------------------------------------------------------------ reading
 
     def mean(self, metric: str, method: str) -> float:
-        """A method's mean over units.
+        """Return a method's mean over units.
 
         Raises:
             InvalidInputError: no such metric or method.
@@ -116,7 +116,7 @@ class Evaluation(Result):
 
     @property
     def same_numbers(self) -> list[list[str]]:
-        """Methods that have the same numbers everywhere here, to rounding: they are no independent evidence.
+        """Methods whose numbers are all equal here, to rounding: they are no independent evidence.
 
         >>> result = tlens.evaluate.completeness(model, text, ["tensorlens target", "cp-lrp", "decompx target"])
         >>> result.same_numbers
@@ -138,11 +138,9 @@ class Evaluation(Result):
         return [f"the same numbers: {', '.join(names)}" for names in self.same_numbers]
 
     def table(self, metric: str | None = None, *, level: Any = 0.95) -> "pd.DataFrame":
-        """Means with bootstrap intervals, one row per method, best first by one metric (the first unless named).
+        """Return means with bootstrap intervals, one row per method, best first by one metric (default: the first).
 
-        A single unit has no interval: its ends are NaN. Printed, it has every column, with three digits of a number.
-
-        Columns are ``(metric, "mean" | "low" | "high")``.
+        Columns are ``(metric, "mean" | "low" | "high")``; ends are NaN for a single unit. Printed with three digits.
 
         Raises:
             InvalidInputError: no such metric, or a level outside (0, 1).
@@ -169,7 +167,7 @@ class Evaluation(Result):
         return PrintedFrame(ordered)
 
     def compare(self, first: str, second: str, metric: str | None = None, *, level: Any = 0.95) -> Comparison:
-        """First minus second over the same units, by one metric (the first unless named).
+        """Return first minus second over the same units, by one metric (default: the first).
 
         Raises:
             InvalidInputError: no such metric or method.
@@ -180,11 +178,10 @@ class Evaluation(Result):
         return Comparison(float(difference.nanmean()), float(low), float(high), sign_flip_p(difference))
 
     def paired(self, reference: str, metric: str | None = None) -> "pd.DataFrame":
-        """Every other method minus `reference`, by one metric (the first unless named).
+        """Return every other method minus `reference`, by one metric (default: the first).
 
-        Columns are difference, low, high, p (of one test by itself) and p_holm: p corrected by Holm's method for the
-        family of these comparisons, those of every other method with `reference` in this metric. Comparisons in other
-        metrics, or of other results, are not counted.
+        Columns are difference, low, high, p (of a single test) and p_holm, corrected by Holm's method for this table's
+        comparisons; those in other metrics or results do not count.
 
         Raises:
             InvalidInputError: no such metric or method.
@@ -198,7 +195,7 @@ class Evaluation(Result):
         return frame
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One row per metric, method and unit; with curves, one per step too.
+        """Return one row per metric, method and unit; with curves, one per step too.
 
         >>> result = tlens.evaluate.stability(model, [text, "Set the name"], ["ifr", "random"], draws=1)
         >>> len(result.to_dataframe())
@@ -213,7 +210,7 @@ class Evaluation(Result):
         return pd.DataFrame({"value": values.flatten().tolist()}, index=index).reset_index()
 
     def to_markdown(self, metric: str | None = None, digits: int = 3) -> str:
-        """The table as Markdown: ``mean [low, high]``, the best method of each metric in bold.
+        """Return the table as Markdown: ``mean [low, high]``, the best method of each metric in bold.
 
         >>> result = tlens.evaluate.stability(model, [text, "Set the name"], ["ifr", "random"], draws=1)
         >>> result.to_markdown().startswith("|")
@@ -277,16 +274,10 @@ class Evaluation(Result):
         return notes
 
     def _figure(self, k: int, metric: str | None = None, methods: list[str] | None = None, *, ax: Any) -> Any:
-        """Mean curves with 95 % bootstrap intervals, or bars where there are none.
+        """Draw mean curves with 95 % bootstrap intervals, or bars without curves; `k` has no effect.
 
-        The best few methods by the first metric have colours and dashes of their own, in every panel the same; others
-        are thin and grey, and ``random`` among them is dotted and named. Methods with the same numbers are one line.
-
-        Args:
-            k: every method is drawn.
-            metric: one metric; None draws a panel for each, or, with `ax`, the first.
-            methods: some of the methods, in this order; None draws all, the best by the first metric first.
-            ax: draw here; None makes a figure of fitting size.
+        The best few methods by the first metric have colours and dashes, the same in every panel; others are grey,
+        ``random`` dotted. Methods with the same numbers share a line. With `ax`, only one metric is drawn.
         """
         chosen = [str(method) for method in self.table(metric).index]
         if methods is not None:
@@ -336,10 +327,7 @@ class Evaluation(Result):
         return figure.bars(bars, {"title": metric + arrow}, ax)
 
     def _html(self, k: int) -> str:
-        """Curves and intervals, a part for each metric, the first one open.
-
-        Curves show the mean over units; of many methods the best few are coloured, all can be pointed at and read.
-        """
+        """Draw curves and intervals, a part for each metric, the first one open; the best few methods are coloured."""
         parts = []
         for metric, higher in self.metrics.items():
             better = {True: "higher is better", False: "lower is better", None: "neither is better"}[higher]
@@ -388,11 +376,7 @@ class Evaluation(Result):
         return super()._misfit()
 
     def only(self, *methods: str) -> "Evaluation":
-        """Some of the methods.
-
-        Raises:
-            InvalidInputError: no such method.
-        """
+        """Return some of the methods; raise `InvalidInputError` for an unknown one."""
         for method in methods:
             self._row(next(iter(self.metrics)), method)
         rows = [self.methods.index(method) for method in methods]

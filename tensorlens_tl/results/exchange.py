@@ -91,19 +91,19 @@ class SharedGraph(Scored):
     def to_circuit_tracer(
         self, slug: str = "tensorlens", *, scan: str | None = None, node_threshold: Any = 1.0
     ) -> dict[str, Any]:
-        """The graph as circuit-tracer writes it and Neuronpedia shows it.
+        """Return the graph as circuit-tracer writes it and Neuronpedia shows it.
 
-        `tensorlens_tl.results.exchange` says what stands for what. Of a circuit, the weight of a link is the score of
-        the edge, and what a head reads is a node before it (``"L1H0.k"``), with a link into the head; see
-        `tensorlens_tl.results.circuit`.
+        `tensorlens_tl.results.exchange` has the mapping. A circuit's link weights are edge scores, and what a head
+        reads is
+        a node before it (``"L1H0.k"``), with a link into the head.
 
         Args:
-            slug: the graph's name there: ``{slug}.json``.
-            scan: the model's name there, by default the model's own.
+            slug: the graph's name: ``{slug}.json``.
+            scan: the model's name, by default its own.
             node_threshold: the share of Σ abs(weight) whose largest nodes are shown at first.
 
         Raises:
-            InvalidInputError: no slug, a threshold outside [0, 1], or a score that is no finite number.
+            InvalidInputError: no slug, a threshold outside [0, 1], or a score that is not finite.
         """
         if not slug:
             raise InvalidInputError("slug: empty; it names the graph and its file.")
@@ -135,12 +135,12 @@ class SharedGraph(Scored):
         }
 
     def export(self, path: str | os.PathLike[str], format: str | None = None, **options: Any) -> Path:
-        """Write the graph for others to read; `save` and `load` keep it for this library, and circuits for a benchmark.
+        """Write the graph for other tools; files of `save` are for this library, and circuits for a benchmark.
 
         Args:
-            path: where to.
+            path: of the file.
             format: ``"html"`` (an interactive page that needs no network), ``"circuit-tracer"``, ``"graphml"``,
-                ``"json"`` (networkx' node-link form) or ``"csv"`` (edges); by default what the name ends in says.
+                ``"json"`` (networkx' node-link form) or ``"csv"`` (edges); by default from the name's ending.
             options: of `to_html` or `to_circuit_tracer`.
 
         Raises:

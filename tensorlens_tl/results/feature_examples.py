@@ -25,27 +25,27 @@ PANEL = (4.5, 2.4)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FeatureExamples(Scored):
-    """The top activating examples of features over a data set. `circuits.feature_examples` returns it.
+    """The top activating examples of features over a data set, from `circuits.feature_examples`.
 
-    An example is a row of the data set around the token where the feature is largest in that row; each row is an
-    example of a feature once at most. Where a feature has fewer than the others, the last ones are empty: row −1.
-
-    `top` and `plot` take a `feature`, its number or name; without it `top` is of the first.
+    An example is a row of the data set around the feature's largest token; each row is at most one example of a
+    feature.
+    Missing examples have row −1. `top` and `plot` take a `feature`, its number or name; by default `top` shows the
+    first.
 
     Attributes:
         features: their numbers.
-        labels: what they are called; an empty text for none.
-        activations: of every token of every example's window, `[feature, example, window]`; zero outside the row.
+        labels: their names, or empty texts.
+        activations: of every token of every window, `[feature, example, window]`; zero outside the row.
         tokens: the same tokens as numbers of `texts`; −1 outside the row.
-        rows, positions: which row, and where in it the largest token stands, `[feature, example]`; −1 for no example.
+        rows, positions: the row, and its largest token, `[feature, example]`; −1 for no example.
         counts: how many tokens have an activation of each size, `[feature, bin]`.
-        edges: of these bins; sizes beyond the first and the last are counted in them.
+        edges: of these bins; the outer bins include what lies beyond.
         promoted: tokens whose logits the decoder row raises most, as numbers of `texts`, `[feature, token]`.
         promotion: what one unit of the decoder row gives these logits, `[feature, token]`.
         texts: every token that occurs, once.
-        before: how many tokens of a window stand before the largest.
-        n_rows, n_tokens: how many were looked at.
-        dictionary, hook: its class, and where it reads.
+        before: how many tokens of a window precede the largest.
+        n_rows, n_tokens: how many were read.
+        dictionary, hook: its class, and its hook point.
         provenance: model name, class, TransformerLens version, weight processing, dtype.
     """
 
@@ -94,13 +94,10 @@ class FeatureExamples(Scored):
         return self.counts.sum(1).double() / max(1, self.n_tokens)
 
     def only(self, *features: int | str) -> "FeatureExamples":
-        """The same of some of the features.
-
-        Args:
-            features: their numbers, or names such as ``"F12"``.
+        """Return some of the features, by numbers or names such as ``"F12"``.
 
         Raises:
-            InvalidInputError: none is named, or one that is not in here.
+            InvalidInputError: none is named, or one that is missing here.
 
         >>> rows = tlens.demo.held_out_prompts(model, 4, 32)
         >>> examples = tlens.circuits.feature_examples(model, tlens.load_demo_dictionary(), rows, k=2)
@@ -121,7 +118,7 @@ class FeatureExamples(Scored):
         return Parts(scores, [example.largest[0] for example in examples], [example.largest[2] for example in examples])
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per token of each example: feature, label, rank, row, position, token, activation, is_peak.
+        """Return one line per token of each example: feature, label, rank, row, position, token, activation, is_peak.
 
         >>> rows = tlens.demo.held_out_prompts(model, 4, 32)
         >>> examples = tlens.circuits.feature_examples(model, tlens.load_demo_dictionary(), rows, [357], k=2)
@@ -190,9 +187,8 @@ class FeatureExamples(Scored):
             print(f'{len(self) - MOST_FEATURES} more features: only("F12", …) chooses some.')
 
     def _figure(self, k: int, feature: int | str | None = None, *, ax: Any) -> Any:
-        """How often features have an activation of each size: those of one feature, or (None) of the first
-        `MOST_FEATURES` that are active, a panel for each.
-        """
+        """Draw histograms of activations, of one feature or (None) a panel for each of the first active
+        `MOST_FEATURES`."""
         if feature is not None:
             return self._plot_one(self._place(feature), ax)
         active = self.counts.any(1).nonzero()[:, 0].tolist() or [0]

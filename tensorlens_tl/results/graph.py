@@ -38,27 +38,27 @@ KINDS = ("embedding", "whitening", "head", "mixer", "mlp", "neuron", "feature", 
 
 @dataclass(frozen=True, eq=False)
 class ContributionGraph(SharedGraph):
-    """A logit as a weighted graph. Made by `circuits.contribution_graph`.
+    """A logit as a weighted graph, from `circuits.contribution_graph`.
 
-    `plot` and `to_html` draw k edges. `top` and `show` list k nodes, of one `kind` if that is chosen: embedding,
-    whitening, head, mixer, mlp, neuron, feature, error or bias.
+    `plot` and `to_html` draw k edges. `top` and `show` list k nodes, all or of one `kind`.
 
     Attributes:
-        nodes: one row per node: `name`, `kind` (embedding, whitening, head, mixer, mlp, neuron, feature, error, bias,
-            target), `layer` (-1 for none), `pos`, `token`, `part` (a neuron's or feature's number, or the position that
-            a part of a head reads; -1 for none), `weight`, `bias` (what of the weight is the node's own bias) and
-            `entering` (Σ abs of all its incoming edges, kept or not). The last row is the target.
+        nodes: one row per node, the target last: `name`, `kind` (embedding, whitening, head, mixer, mlp, neuron,
+            feature,
+            error, bias, target), `layer` (-1 for none), `pos`, `token`, `part` (number of a neuron or feature, or the
+            position that a part of a head reads; -1 for none), `weight`, `bias` (its own bias in that weight) and
+            `entering` (Σ abs of all its incoming edges, kept or not).
         edges: `source`, `target` (row numbers of `nodes`) and `weight`.
-        target: what is explained, in words.
+        target: what is explained.
         total: the model's own logit, before any final soft cap.
         constant: b_U's part of it.
         gap: how far the target's incoming edges and `constant`, and all sources, are from the total: the larger.
         soft_cap: the cap that the model applies after it, or None.
         tokens, token_ids: the whole prompt's; no ids where it is no text.
         n_layers, d_vocab: the model's; 0 tokens where it predicts none.
-        token_id, probability: of the token that the target is the logit of; None where it is something else.
+        token_id, probability: of the target, where it is a token's logit; else None.
         provenance: model name, class, TransformerLens version, weight processing, dtype.
-        labels: what some of the nodes are called besides, by name: features of a dictionary that has labels.
+        labels: other names of some nodes, such as a dictionary's for features.
     """
 
     TENSORS: ClassVar = tuple(f"{table}.{column}" for table, columns in NUMBERS.items() for column in columns)
@@ -93,7 +93,7 @@ class ContributionGraph(SharedGraph):
     def completeness(self) -> float:
         """The share of what enters the kept nodes that the kept edges carry, weighted by the nodes' abs(weight).
 
-        1 with every edge; the measure by which a pruned graph is judged (cf. the completeness of attribution graphs).
+        1 with every edge (cf. the completeness of attribution graphs).
         """
         entering, weight = (self.nodes[column].to_numpy(float) for column in ("entering", "weight"))
         sizes = np.abs(self.edges["weight"].to_numpy(float))
@@ -113,9 +113,7 @@ class ContributionGraph(SharedGraph):
         return [of_nodes[number] for number in self.edges["target"].tolist()]
 
     def prune(self, keep: Any = 0.8) -> "ContributionGraph":
-        """The largest edges that together carry `keep` of this graph's edges, and what of them reaches the target.
-
-        Edges and nodes that no longer lead to the target go too; `completeness` says what is left.
+        """Keep the largest edges that together carry `keep` of this graph's, and what of them leads to the target.
 
         Raises:
             InvalidInputError: keep outside (0, 1].
@@ -147,11 +145,7 @@ class ContributionGraph(SharedGraph):
         return replace(self, nodes=self.nodes[nodes].reset_index(drop=True), edges=chosen.assign(**ends))
 
     def _parts(self, *, kind: str | None = None) -> Parts:
-        """The nodes, the target aside.
-
-        Args:
-            kind: of one kind only: embedding, whitening, head, mixer, mlp, neuron, feature, error or bias.
-        """
+        """Return the nodes but for the target, all or of one `kind`."""
         nodes = self.nodes.iloc[:-1]
         if kind is not None:
             check_choice("top: kind", kind, KINDS)
@@ -160,12 +154,11 @@ class ContributionGraph(SharedGraph):
         return Parts(weights, nodes["name"].tolist(), nodes["pos"].tolist(), self.labels)
 
     def inputs(self, name: str, position: int | None = None, k: int = 10) -> list[Entry]:
-        """The k largest edges into a node: where each comes from. With every edge kept, all of them and the node's own
-        bias sum to its weight.
+        """Return the k largest edges into a node; all of them and its own bias sum to its weight.
 
         Args:
-            name: as in `top`; ``"target"`` is what the graph is about.
-            position: the node's, needed where nodes at several positions share the name.
+            name: as in `top`, or ``"target"``.
+            position: the node's, needed where several positions share the name.
             k: how many.
 
         Raises:
@@ -200,10 +193,10 @@ class ContributionGraph(SharedGraph):
         terminal.show_table(title, ("node", "position", "weight"), rows, left=("node",))
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One line per edge, largest first: name, position and token of its source and its destination, its weight,
-        what it is read by (`reads`), and the graph's `target`.
+        """Return one line per edge, largest first: name, position and token of both ends, weight, `reads`, and
+        `target`.
 
-        `edges` and other tools' formats call the destination ``target``, as networkx does.
+        There `target` is the graph's; in `edges` and other tools' formats it is an edge's end, as in networkx.
 
         >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
         >>> len(graph.to_dataframe()) == len(graph.edges)
@@ -223,7 +216,8 @@ class ContributionGraph(SharedGraph):
         return pd.DataFrame(columns)
 
     def to_networkx(self) -> "networkx.DiGraph":
-        """The graph with every column of `nodes` and `edges`, and `reads`, as attributes; networkx comes with torch.
+        """Return the graph with all columns of `nodes` and `edges`, and `reads`, as attributes (networkx comes with
+        torch).
 
         The graph's own attributes are `target`, `total`, `constant`, `gap` and every fact of `provenance`.
         """
@@ -324,10 +318,10 @@ class ContributionGraph(SharedGraph):
         }
 
     def _html(self, k: int, *, title: str = "") -> str:
-        """Positions side by side, layers upwards, the target on top; pruned until at most k edges are left.
+        """Draw positions in columns and layers upwards, pruned to k edges and `MOST_SHOWN` nodes; says what is left
+        out.
 
-        No more than `MOST_SHOWN` nodes are drawn; what is left out is said below the picture. Where scripts run, small
-        edges can be hidden, a node's inputs and outputs looked at, nodes pinned, grouped and searched for.
+        Scripts let readers hide small edges, see a node's inputs and outputs, and pin, group and search nodes.
         """
         small = self._small(k)._connected()
         caption = f"{len(small.edges)} of {len(self.edges)} edges between {len(small.nodes)} of {len(self.nodes)} nodes"

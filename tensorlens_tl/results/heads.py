@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadScores(Scored):
-    """A number of every head and prompt, between 0 and 1: a mean of attention over the tokens that it is about.
+    """A number between 0 and 1 for every head and prompt: a mean of attention over the tokens in question.
 
-    `top`, `show` and `plot` take `batch`, and are of the mean over prompts without it.
+    `top`, `show` and `plot` take `batch`; without it they show the mean over prompts.
 
     Attributes:
-        scores: `[batch, layer, head]`; NaN of a head that a layer lacks, and of a prompt without such a token.
-        counts: how many tokens of each prompt the mean is over, `[batch]`.
-        target: what is attended to, in words.
+        scores: `[batch, layer, head]`; NaN for a head that a layer lacks, and a prompt without such a token.
+        counts: how many tokens the mean is over, `[batch]`.
+        target: what is attended to.
         provenance: model name, class, TransformerLens version, weight processing, dtype, user-installed hooks.
     """
 
@@ -90,11 +90,10 @@ class HeadScores(Scored):
         return self.plot_heads(batch, ax=ax)
 
     def plot_heads(self, batch: int | None = None, *, ax: Any = None) -> Any:
-        """Heads as a matplotlib heat map, a row per layer, in colours from zero upwards (extra ``plot``).
+        """Draw heads as a matplotlib heat map, a row per layer (extra ``plot``).
 
         Args:
-            batch: as in `top`.
-            ax: draw here; None makes a figure of fitting size.
+            batch, ax: as in `plot`.
 
         Raises:
             InvalidInputError: no such prompt.
@@ -112,10 +111,7 @@ class HeadScores(Scored):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SourceScores(Scored):
-    """What sources give to one number of each prompt's attention; see `ScoreAttribution` and `ScoreChange`.
-
-    `top`, `show` and `plot` take `batch`, and are of the first prompt without it.
-    """
+    """What sources give to one number of attention; `top`, `show` and `plot` take `batch`, the first by default."""
 
     BY_PLACE: ClassVar = dict.fromkeys(("to_html", "plot", "show", "top"), ("k", "batch"))
 
@@ -167,25 +163,25 @@ class SourceScores(Scored):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ScoreAttribution(SourceScores):
-    """An attention score as a sum over pairs of sources: tokens, components or heads. See `circuits.qk_attribution`.
+    """An attention score as a sum over pairs of sources, from `circuits.qk_attribution`.
 
     ``pairs + query_sources + key_sources + bias + relative``, all summed, are `total` up to `gap`.
 
     Attributes:
-        names: what the sources are, one list per prompt: tokens, or components of the model.
+        names: the sources, one list per prompt: tokens, components or heads.
         pairs: `[batch, source_q, source_k]`: source a in the query with source b in the key.
         query_sources: sources of the query with the key's bias, `[batch, source_q]`.
         key_sources: sources of the key with the query's bias, `[batch, source_k]`.
         bias: the two biases' own product, `[batch]`.
-        total: the score before soft cap and mask, ALiBi left out, computed from the captured stream, `[batch]`.
+        total: the score before soft cap, mask and ALiBi, computed from the captured stream, `[batch]`.
         by: ``"token"``, ``"component"`` or ``"head"``.
         alibi: what ALiBi adds to it, or None.
         relative: what T5's relative positions add, a part of the total, or None.
-        soft_cap: the cap the model puts on the score, or None.
-        rotary: whether queries and keys are rotated (the distance is in the pairs then).
-        reading_error: how far the softmax of all the layer's scores, so read, is from its own pattern.
-        places: head, query and key of each prompt, in words.
-        provenance: what they depend on besides the prompts, as of `Attribution`.
+        soft_cap: the cap on the score, or None.
+        rotary: whether queries and keys are rotated (the distance is then in the pairs).
+        reading_error: how far the softmax of the layer's scores is from its own pattern.
+        places: head, query and key of each prompt, as a text.
+        provenance: as in `Attribution`.
     """
 
     BY_PLACE: ClassVar = {**SourceScores.BY_PLACE, "to_html": ("batch",), "plot": ("batch",)}
@@ -273,22 +269,22 @@ def _last(used: np.ndarray) -> int:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ScoreChange(SourceScores):
-    """The change of an attention score, or of one entry of the pattern, between two runs as a sum over sources.
+    """The change of an attention score, or of an entry of the pattern, between two runs, from
+    `circuits.qk_attribution`.
 
-    See `circuits.qk_attribution`. ``query_sources + key_sources + constants``, all summed, are `total` up to `gap`.
+    ``query_sources + key_sources + constants``, all summed, are `total` up to `gap`.
 
     Attributes:
-        names: what the sources are, one list per prompt: tokens, or components of the model.
+        names: the sources, one list per prompt: tokens, components or heads.
         query_sources: what each source gives by the query, `[batch, source]`.
-        key_sources: what each gives by keys, of an entry of the pattern by all keys of its row, `[batch, source]`.
-        constant_names: what is no source's: what changed weights of two models, a changed routing and sinks add.
-        constants: the same, `[batch, constant]`.
-        total: the change of the models' own number, `[batch]`; of a score before a soft cap and ALiBi.
+        key_sources: what each gives by the key (for an entry of the pattern, all keys of its row), `[batch, source]`.
+        constant_names, constants: what belongs to no source, `[batch, constant]`: changed weights, routing, sinks.
+        total: the change of the models' own number, `[batch]`; of a score before soft cap and ALiBi.
         by: ``"token"``, ``"component"`` or ``"head"``.
         of: ``"score"`` or ``"pattern"``.
         reading_error: how far the softmax of the layer's scores is from its own patterns.
-        places: head, query and key of each prompt, in words.
-        provenance: what they depend on besides the prompts, as of `Attribution`.
+        places: head, query and key of each prompt, as a text.
+        provenance: as in `Attribution`.
     """
 
     query_sources: Float[Tensor, "batch source"]

@@ -21,14 +21,9 @@ FILLS: dict[str, list[Any]] = {"tokens": [""], "word_starts": [False], "special"
 def joined(
     results: Sequence[Joined], batches: Sequence[Sequence[int]], options: dict[str, Any] | None = None
 ) -> Joined:
-    """One `Attribution`, `ModelChange` or `HeadScores` out of those of batches of prompts.
+    """Join the results of batches, whose prompts `batches` numbers; a term that a batch lacks is zero there.
 
-    A term that a batch lacks is zero there.
-
-    Args:
-        results: one for each batch, computed in the same way.
-        batches: the prompts of each, by their number in the whole.
-        options: of the method of an `Attribution`, for all prompts.
+    `options` are an `Attribution`'s, for all prompts.
     """
     parts: list[Any] = list(results)
     order = torch.tensor([number for batch in batches for number in batch]).argsort()

@@ -70,12 +70,12 @@ def student(level: float, freedom: int) -> float:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class MeasuredScores(Scored):
-    """What scores of nodes and of edges have besides where the largest of them are measured.
+    """Scores of which the largest are measured by patching the live model.
 
     Attributes:
-        draws: what each part that was drawn at random and patched says of Σ abs(live score − score) over all that are
-            not among the largest, those drawn included, `[batch, draw]`.
-        groups: what each group of the unmeasured parts, patched as a whole, gave more than the sum of its scores,
+        draws: from each randomly drawn and patched part, an estimate of Σ abs(live score − score) over all but the
+            largest, `[batch, draw]`.
+        groups: how much more each group of unmeasured parts, patched as a whole, gave than its scores sum to,
             `[batch, group]`.
     """
 
@@ -83,15 +83,13 @@ class MeasuredScores(Scored):
     groups: Float[Tensor, "batch group"]
 
     def rest(self, level: int | float = LEVEL) -> "pd.DataFrame":
-        """How far the scores are off that are not measured: a line for each prompt.
-
-        Args:
-            level: the confidence of the interval and of the bound.
+        """Estimate how far the unmeasured scores are off, one line per prompt, with intervals and bound at a `level`.
 
         Returns:
-            `measured`, how many of `parts` are; `off`, the unbiased estimate of Σ abs(live score − score) before those
-            drawn were measured, as a share of Σ abs(score), with the ends of its interval, `low` and `high`; `largest`,
-            the bound on how far a single unmeasured score is off.
+            `measured`, how many of `parts` are; `off`, an unbiased estimate of Σ abs(live score − score) before the
+                drawn
+            ones were measured, as a share of Σ abs(score), with its interval `low` to `high`; `largest`, the bound on a
+            single unmeasured score's error.
 
         Raises:
             InvalidInputError: a level outside (0, 1).
@@ -125,13 +123,13 @@ class MeasuredScores(Scored):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class MeasuredTerms(MeasuredScores, Terms):
-    """Scores of nodes of which the largest are measured; `patch_scores(method="measured")` returns them.
+    """Scores of nodes, the largest of them measured, from `patch_scores(method="measured")`.
 
     Their `mean`, and the difference of two, are plain `Terms`.
 
     Attributes:
-        measured: which scores are those of a live run, `[batch, query, term]`.
-        measured_keys: which of `keys` are, `[batch, query, term, key]`; None where these were not asked for.
+        measured: which scores are a live run's, `[batch, query, term]`.
+        measured_keys: which of `keys` are, `[batch, query, term, key]`, or None.
         draws_of_keys, groups_of_keys: `draws` and `groups` of nodes at positions.
     """
 
@@ -141,14 +139,10 @@ class MeasuredTerms(MeasuredScores, Terms):
     groups_of_keys: Float[Tensor, "batch group_of_keys"] | None = None
 
     def rest(self, level: int | float = LEVEL, *, keys: bool = False) -> "pd.DataFrame":
-        """How far the scores are off that are not measured: a line for each prompt; see `MeasuredScores.rest`.
-
-        Args:
-            level: the confidence of the interval and of the bound.
-            keys: of the nodes at single positions.
+        """Estimate how far the unmeasured scores (or `keys`, of nodes at positions) are off; see `MeasuredScores.rest`.
 
         Raises:
-            InvalidInputError: a level outside (0, 1), or no positions were asked for.
+            InvalidInputError: a level outside (0, 1), or these scores have no positions.
         """
         if not keys:
             return super().rest(level)
@@ -174,10 +168,9 @@ class MeasuredTerms(MeasuredScores, Terms):
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class MeasuredEdges(MeasuredScores, EdgeScores):
-    """Scores of edges of which the largest are measured; `edge_scores(method="measured")` returns them.
+    """Scores of edges, the largest of them measured, from `edge_scores(method="measured")`.
 
-    Attributes:
-        measured: which scores are those of a live run, `[batch, source, destination]`.
+    `measured` says which are a live run's, `[batch, source, destination]`.
     """
 
     measured: Bool[Tensor, "batch source destination"]

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class Result(Stored, ABC):
-    """A result: it shows itself, becomes a table and goes into a file, by the same arguments in every class.
+    """A result: it shows itself, becomes a table and goes into a file, with the same arguments in every class.
 
-    What a class has of its own are its fields and its table, and what a page, a figure and a terminal show of it, which
-    say by their arguments what can be chosen: `_html`, `_figure`, `_print`.
+    A class adds its fields and its table, and draws by `_html`, `_figure` and `_print`, whose arguments are its
+    choices.
     """
 
     LOADABLE: ClassVar = LOADABLE
@@ -70,31 +70,30 @@ class Result(Stored, ABC):
         """Print the table of k parts."""
 
     def to_html(self, *k: Any, style: bool = True, **choice: Any) -> str:
-        """The picture as an HTML fragment.
+        """Return the picture as an HTML fragment.
 
         Args:
-            k: how many parts, the largest; a picture of all of them, such as a matrix, has all.
-            style: with the style and the script that a page needs once.
-            choice: what is shown where a result has several of it, as its class says. `query`: one of its queries,
-                counted over the prompt's real ones, or a text. `batch`: a prompt; None for the mean over prompts, or
-                for the first few where parts are each prompt's own. `title`: above the picture.
+            k: how many parts, the largest; a matrix has all.
+            style: include the style and script that a page needs once.
+            choice: what to show, as the class says. `query`: counted over the prompt's real ones, or a text. `batch`: a
+                prompt; None for the mean, or the first few where each prompt has its own parts. `title`: of the
+                    picture.
 
         Raises:
-            InvalidInputError: k below 1, or nothing of that name to choose; no such query or prompt.
+            InvalidInputError: k below 1, or no such choice, query or prompt.
         """
         body = self._html(**{"k": self.DRAWN} | self._chosen("to_html", self._html, k, choice))
         return page.head(body) + body if style else body
 
     def plot(self, *k: Any, ax: Any = None, **choice: Any) -> Any:
-        """The picture as a matplotlib figure for print (extra ``plot``); returns the axes, of several panels a list.
+        """Draw the picture with matplotlib, for print (extra ``plot``); returns the axes, of several panels a list.
 
         Args:
-            k: as in `to_html`.
+            k, choice: as in `to_html`; bars of a mean over prompts have 95 % bootstrap intervals.
             ax: draw here; None makes a figure of fitting size.
-            choice: as in `to_html`; bars of a mean over prompts have 95 % bootstrap intervals.
 
         Raises:
-            InvalidInputError: nothing to draw, or what `to_html` refuses.
+            InvalidInputError: nothing to draw, or as in `to_html`.
             ImportError: matplotlib is not installed.
 
         >>> tlens.attribute(frozen, " value").plot()
@@ -104,14 +103,10 @@ class Result(Stored, ABC):
         return self._figure(**{"k": self.DRAWN, "ax": ax} | chosen)
 
     def show(self, *k: Any, **choice: Any) -> None:
-        """Display the picture in a notebook; elsewhere print the largest parts, all others in one line where they sum.
+        """Display the picture in a notebook; elsewhere print the k largest parts, all others in one line where they
+        sum.
 
-        Args:
-            k: how many parts.
-            choice: as in `to_html`.
-
-        Raises:
-            InvalidInputError: what `to_html` refuses.
+        Arguments and errors are those of `to_html`.
         """
         chosen = self._chosen("show", self._print, k, choice)
         drawn = [name for name in self._choices(self._html) if name != "k" or self.DRAWN_ARE_LISTED]
@@ -147,13 +142,7 @@ class Result(Stored, ABC):
         return [name for name in signature(hook).parameters if name != "ax"]
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """The table of `to_dataframe` as CSV, as pandas writes it, without row numbers.
-
-        Args:
-            path: of the file, whatever its name ends in; None returns the text.
-
-        Raises:
-            OSError: it cannot be written.
+        """Write the table of `to_dataframe` as CSV, without row numbers; without a path, return it as text.
 
         >>> tlens.attribute(frozen, " value").to_csv().splitlines()[0]
         'batch,query,key,query_token,key_token,kind,generated,method,target,score'
@@ -177,21 +166,17 @@ class Result(Stored, ABC):
         return self.to_html()
 
     def save(self, path: str | os.PathLike[str], *, batch: int | None = None) -> Path:
-        """Write one file; what its name ends in says which kind. An older file is replaced in one step.
+        """Write one file, of the kind that its name ends in; an older file is replaced in one step. Returns the path.
 
         Args:
-            path: without a suffix, or ending in ``.safetensors``: what `load` reads back (facts as JSON, never pickle).
-                ``.html`` is a page, ``.csv``, ``.parquet`` and ``.json`` are tables, ``.pdf``, ``.svg`` and ``.png``
-                figures.
-            batch: of a figure: the prompt that it shows, as in `plot`.
-
-        Returns:
-            The path.
+            path: without a suffix, or in ``.safetensors``: what `load` reads (JSON facts, never pickle). ``.html`` is a
+                page, ``.csv``, ``.parquet`` and ``.json`` are tables, ``.pdf``, ``.svg`` and ``.png`` figures.
+            batch: the prompt of a figure, as in `plot`.
 
         Raises:
-            InvalidInputError: no such folder, or a name with another ending; no such prompt, or one chosen for a file
-                that is no figure, or of a result whose `plot` has no `batch`; a field of another kind than its class
-                says, which would not load.
+            InvalidInputError: no such folder, ending or prompt; `batch` without a figure that takes it; a field whose
+                kind
+                is not its class's, which would not load.
             ImportError: a figure, and matplotlib is not installed.
             OSError: it cannot be written, as on a full disk.
 
@@ -237,15 +222,9 @@ def ending(path: Path) -> str:
 
 
 def check_file(path: str | os.PathLike[str], kind: type[Result] = Result, name: str = "save") -> None:
-    """Refuse, before any work, a path that a result cannot be saved to.
+    """Raise `InvalidInputError` for a path that a result cannot be saved to: a folder, in no folder, an unknown ending.
 
-    Args:
-        path: of the file.
-        kind: the class of the result.
-        name: of the argument or the function, for the message.
-
-    Raises:
-        InvalidInputError: it is a folder, lies in none, or its name has an unknown ending.
+    `name` is the argument or function in the message.
     """
     path = Path(path)
     check_folder(path, name)

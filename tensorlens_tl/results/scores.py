@@ -39,15 +39,14 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Bars:
-    """Named numbers and what they sum to: bars around zero in a notebook and in print, a table in a terminal.
+    """Named numbers and what they sum to: bars in a notebook and in print, a table in a terminal.
 
     Attributes:
-        title: above a table.
+        title: of a table, and of a notebook's and a figure's bars without `heading` or `figure_title`.
         lines: names and numbers, the largest first.
-        sums: what stands below a rule, such as a total.
-        heading, notes: above and below the bars in a notebook; the title by default.
-        figure_title: above a figure; the title by default.
-        columns: what a table calls names and numbers.
+        sums: shown below a rule, such as a total.
+        heading, notes: above and below the bars in a notebook.
+        columns: a table's names for names and numbers.
         left: whether a table aligns names to the left.
         intervals: of every line and sum, in a figure.
     """
@@ -85,14 +84,14 @@ class Scored(Result):
         raise NotImplementedError
 
     def top(self, *k: Any, **choice: Any) -> list[Entry]:
-        """The k parts of largest absolute score.
+        """Return the k parts of largest absolute score.
 
         Args:
-            k: how many, 10 where it is not said.
-            choice: as in `to_html`; also which parts, where its class says so, such as `names` of terms.
+            k: how many (10).
+            choice: as in `to_html`, and which parts, such as `names` of terms.
 
         Raises:
-            InvalidInputError: k below 1, or nothing of that name to choose; no such query or prompt.
+            InvalidInputError: k below 1, or no such choice, query or prompt.
 
         >>> tlens.circuits.logit_attribution(frozen, " value").top(1, names="MLP*")[0].name
         'MLP0'
@@ -137,15 +136,15 @@ class QueryScores(Scored):
     provenance: dict[str, str]
 
     def query_row(self, query: int | str = -1, batch: int = 0) -> int:
-        """Where a query lies on the query axis: counted over the prompt's real queries, or named by its text.
+        """Return where a query lies on the query axis.
 
         Args:
-            query: an index, or a text: its last token, where it occurs last among the tokens that name a query; of
-                generated text these are the tokens that it explains.
+            query: counted over the prompt's real queries, or a text: the last token of its last occurrence among the
+                queries' tokens (in generated text, the tokens that are explained).
             batch: the prompt.
 
         Raises:
-            InvalidInputError: no such prompt, or not among the held queries.
+            InvalidInputError: no such prompt or query.
         """
         check_batch(batch, self.tokens)
         real = self._real_rows(batch)
@@ -186,14 +185,13 @@ class QueryScores(Scored):
         return ", ".join(filter(None, parts))
 
     def __sub__(self: Kind, other: Any) -> Kind:
-        """Each part's score less another result's: of another target, prompt, or model, at the same positions.
+        """Subtract another result's scores, of another target, prompt or model, at the same positions.
 
-        A part that one of the two lacks is zero there. What scores sum to, and what they leave out, is subtracted as
-        well, so that the sums hold. Provenance is that of the first; what differs in the other stands beside it, as
-        ``"second model"``.
+        A part that one of the two lacks is zero there. Totals and remainders are subtracted too, so that sums hold.
+        Provenance is the first's, with what differs under ``"second model"``.
 
         Raises:
-            InvalidInputError: other positions, other parts, or what means something else in each of the two.
+            InvalidInputError: other positions or parts, or a target that means something else in each of the two.
 
         >>> value, name = (tlens.circuits.logit_attribution(frozen, token) for token in (" value", " name"))
         >>> both = tlens.circuits.logit_attribution(frozen, " value", " name")
@@ -220,11 +218,8 @@ class QueryScores(Scored):
 
     @abstractmethod
     def _aligned(self, other: Any) -> tuple[Any, Any]:
-        """This result and another one with the same parts in the same order.
-
-        Raises:
-            InvalidInputError: they are of other positions, or of other parts.
-        """
+        """Return both results with the same parts in one order; raise `InvalidInputError` for other positions or
+        parts."""
 
     def _difference(self, other: Any) -> str:
         """What is explained less what another result explains."""
@@ -237,16 +232,17 @@ class PartScores(QueryScores):
     total: Float[Tensor, "batch query"]
 
     def mean(self: Averaged, *, level: int | float = 0.95) -> Averaged:
-        """The mean over prompts, as of one prompt, query by query; sums still hold.
+        """Return the mean over prompts, query by query, as a result of one prompt; sums still hold.
 
         Args:
-            level: the confidence of the intervals that terms have, percentile bootstraps over prompts
-                (`evaluate.bootstrap_interval`); NaN of one prompt.
+            level: the confidence of the intervals of terms, bootstraps over prompts (`evaluate.bootstrap_interval`);
+                NaN
+                for one prompt.
 
         Returns:
-            The same kind of result, or `Terms` of what is about single prompts, such as `Paths`. Terms have an interval
-            for every part, `low` and `high`, and `counts`: how many prompts have a query, such as the tenth token of
-            each, which shorter prompts lack. `to_dataframe` has them as columns.
+            The same kind of result, or `Terms` where parts are each prompt's own (`Paths`). Terms have intervals
+                (`low`,
+            `high`) and `counts`, how many prompts have a query; these are columns of `to_dataframe`.
 
         Raises:
             InvalidInputError: of terms, a level outside (0, 1).
@@ -291,11 +287,9 @@ class PartScores(QueryScores):
 
 
 def refuse_ranked(first: str, second: str, *tokens: Any) -> None:
-    """Refuse to subtract results of tokens that are named by their rank, which each prompt and model has its own of.
+    """Raise for a subtraction of results whose tokens are named by rank, as each prompt and model has its own.
 
-    Args:
-        first, second: what either explains, in words.
-        tokens: targets and foils of either, as they were named, where words may say less.
+    `first` and `second` are their targets, `tokens` the targets and foils as passed, which may say more.
     """
     named = f"{first} {second} {tokens}"
     for token, words in RANKED.items():
@@ -359,14 +353,11 @@ COLUMNS: Mapping[str, str] = {
 def long_table(
     result: Any, values: Tensor, axes: Mapping[str, Sequence[str] | None], *, real: Any = True, **columns: Any
 ) -> "pd.DataFrame":
-    """One line per score: its place on every axis, further columns, and the score.
-
-    Positions, their tokens and a line for real tokens only come from the result, where it has them.
+    """Return a table of one line per score: its place on every axis, further columns, and the score.
 
     Args:
-        result: with `queries`, `mask` and `tokens`, where there is an axis ``"query"`` or ``"key"``.
-        values: the scores.
-        axes: what the places on each axis of `values` are called; None where their number says it.
+        result: with `queries`, `mask` and `tokens`, where an axis is ``"query"`` or ``"key"``.
+        axes: names of the places on each axis; None for their numbers.
         real: which scores have a line.
         columns: a text, or values for the first axes of `values`.
     """

@@ -13,12 +13,9 @@ RESAMPLES = 2000
 def bootstrap_interval(
     values: Float[Tensor, "... unit"], level: int | float = 0.95, *, seed: int = 0, resamples: int = RESAMPLES
 ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
-    """Percentile bootstrap interval of the mean over units (prompts, splits); the same resamples for every row.
+    """Return the percentile bootstrap interval of the mean over units; every row has the same resamples.
 
-    Missing values (NaN) are left out of each resample's mean.
-
-    Returns:
-        Lower and upper ends; NaN where fewer than two values are known, which say nothing of how they scatter.
+    NaN values are left out of means; both ends are NaN where fewer than two are known.
 
     Raises:
         InvalidInputError: a level outside (0, 1).
@@ -45,10 +42,8 @@ def bootstrap_interval(
 
 
 def sign_flip_p(differences: Float[Tensor, "unit"], *, seed: int = 0, resamples: int = 10_000) -> float:
-    """Two-sided p-value of a mean difference of pairs: how often random signs give one as large (permutation test).
-
-    NaN where no pair is known.
-    """
+    """Return the two-sided p-value of a mean difference: how often random signs give one as large; NaN without
+    pairs."""
     differences = differences[torch.isfinite(differences)].double()
     if not len(differences):
         return float("nan")
@@ -60,11 +55,12 @@ def sign_flip_p(differences: Float[Tensor, "unit"], *, seed: int = 0, resamples:
 
 
 def holm(p: Float[Tensor, "comparison"]) -> Float[Tensor, "comparison"]:
-    """p-values of one family of comparisons, corrected for how many there are by Holm's step-down method.
+    """Correct the p-values of one family of comparisons by Holm's step-down method.
 
-    Of n known p-values in ascending order the k-th is multiplied by n − k + 1; none may then be smaller than the one
-    before it, or larger than 1. Calling those below α significant is wrong about any of the family with a probability
-    of at most α, however the comparisons depend on each other (Holm 1979). NaN stays NaN and counts as no comparison.
+    Of n known p-values in ascending order the k-th is multiplied by n − k + 1; none may be smaller than the one before,
+    or above 1. The chance of any false finding below α is then at most α, whatever the dependence (Holm 1979). NaN is
+    no
+    comparison, and stays.
 
     Raises:
         InvalidInputError: a value outside [0, 1].
@@ -86,9 +82,9 @@ def holm(p: Float[Tensor, "comparison"]) -> Float[Tensor, "comparison"]:
 
 
 def auroc(scores: Float[Tensor, "item"], true: Bool[Tensor, "item"]) -> float:
-    """The area under the ROC curve: how often a true item scores above one that is not, equal scores counting half.
+    """Return the area under the ROC curve: how often a true item scores above a false one; ties count half.
 
-    NaN where no item is true, or every one, or a score is NaN.
+    NaN where all items are true or false, or a score is NaN.
 
     >>> from tensorlens_tl import evaluate
     >>> evaluate.auroc(torch.tensor([3.0, 2.0, 1.0]), torch.tensor([True, False, False]))

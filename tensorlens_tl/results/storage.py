@@ -46,9 +46,9 @@ def _can_lack(field: Field[Any]) -> bool:
 
 
 class Stored:
-    """A result that one safetensors file can hold: `save` writes it, `load` reads it back.
+    """A result that `save` writes to one safetensors file, its tensors and facts by field; `load` reads it.
 
-    Its tensors and facts are its fields. Files may lack those that have defaults, as earlier versions' do.
+    Files of earlier versions may lack fields that have defaults.
     """
 
     TENSORS: ClassVar[Any] = FieldNames(lambda field: _shaped(field) is not None)
@@ -159,12 +159,7 @@ def _allowed(value: Any, annotation: Any) -> bool:
 
 
 def write(path: str | os.PathLike[str], kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
-    """Write a file in one step: beside its place under another name first, so that no half of it is ever seen there.
-
-    Args:
-        path: where to.
-        kind: what it is, such as ``"Attribution"``.
-        tensors, facts: what it holds.
+    """Write a file of a `kind` such as ``"Attribution"`` under a temporary name, then rename it: no half is ever seen.
 
     Raises:
         InvalidInputError: there is no such folder, or the name's ending is that of another kind of file.
@@ -211,9 +206,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def read(
     path: str | os.PathLike[str], kind: str, names: Sequence[str] | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and facts of a file of one kind that `write` wrote; it may hold tensors of these names and no others.
-
-    ``names=None`` leaves the names to the caller.
+    """Read tensors and facts of a file that `write` wrote; tensors of other `names` (if not None) are an error.
 
     Raises:
         FileFormatError: not such a file, damaged or changed since, or from a newer version.

@@ -66,27 +66,24 @@ LONGEST = 80
 
 @dataclass(frozen=True, eq=False)
 class Terms(PartScores):
-    """Named parts of a logit before any final soft cap (or of a logit difference, or of any direction).
+    """Named parts of a logit before any final soft cap (or of a logit difference, or any direction).
 
-    Where `additive`, ``scores.sum(-1) + remainder == total`` up to `gap`. Total effects are not: what goes
-    through two parts counts for both.
-
-    `top`, `show`, `plot` and `to_html` take `query` and `batch`, and are of the mean over several prompts without it.
+    Where `additive`, ``scores.sum(-1) + remainder == total`` up to `gap`. Total effects are not: what passes two parts
+    counts for both. `top`, `show`, `plot` and `to_html` take `query` and `batch`, by default the mean over prompts.
     ``top(names="L*H*")`` are heads, ``"L3H*"`` those of one layer, ``"MLP*"`` MLPs.
 
     Attributes:
-        names: what the parts are, such as ``"embed"``, ``"L0H3"``, ``"L0H3 → L1H5"``, ``"MLP1.N7"``, ``"L0.b_O"``.
+        names: such as ``"embed"``, ``"L0H3"``, ``"L0H3 → L1H5"``, ``"MLP1.N7"``, ``"L0.b_O"``.
         scores: `[batch, query, term]`.
         total: the model's own number, `[batch, query]`.
-        remainder: what the named parts leave out, `[batch, query]`; None where they are not additive.
-        queries, mask, tokens, target, provenance: as of `Attribution`.
-        low, high: of a `mean` over prompts, the ends of each part's interval, `[batch, query, term]`; else None.
-        counts: of a `mean` over prompts, how many of them have each query, `[batch, query]`; else None.
-        keys: for parts that read other tokens, each token's share, `[batch, query, term, key]`; NaN for parts that
-            belong to no token; None where not asked for.
+        remainder: what the parts leave out, `[batch, query]`; None where they are not additive.
+        queries, mask, tokens, target, provenance: as in `Attribution`.
+        low, high: the interval of each part of a `mean`, `[batch, query, term]`; else None.
+        counts: how many prompts of a `mean` have each query, `[batch, query]`; else None.
+        keys: the share of each token that a part reads, `[batch, query, term, key]`, NaN for parts that belong to none;
+            None where not computed.
         soft_cap: the cap that the model applies to its logits after `total`, or None.
-        labels: what some of the parts are called besides, by name, such as features of a dictionary; pictures and
-            tables in a terminal show it.
+        labels: other names of some parts, such as a dictionary's for features, for pictures and printed tables.
     """
 
     NUMBERS: ClassVar = ("scores", "total", "remainder")
@@ -136,11 +133,7 @@ class Terms(PartScores):
         return f"{type(self).__name__}({len(self)} of {shown_target(self.target)!r}, total={totals}, {gap})"
 
     def __getitem__(self, name: str) -> Float[Tensor, "batch query"]:
-        """One part's score for every prompt and query.
-
-        Raises:
-            InvalidInputError: no part of that name.
-        """
+        """Return one part's score for every prompt and query; raise `InvalidInputError` for an unknown part."""
         if name not in self.names:
             near = nearest(name, self.names)
             raise InvalidInputError(f"no term {name!r}; there are {', '.join(self.names[:8])}, ….{near}")
@@ -169,11 +162,8 @@ class Terms(PartScores):
         return replace(first, labels={**other.labels, **self.labels}), second
 
     def with_names(self: Kind, names: Sequence[str]) -> Kind:
-        """With these parts in this order, of which those that it lacks are zero.
-
-        Raises:
-            InvalidInputError: one of its own parts is left out, so that the others would no longer sum to the total.
-        """
+        """Return these parts in this order, missing ones zero; raise `InvalidInputError` where one of its own is
+        left out."""
         missing = [name for name in self.names if name not in names]
         if missing:
             raise InvalidInputError(f"names: {missing[0]!r} is a term of this change, and its sum needs it.")
@@ -193,11 +183,7 @@ class Terms(PartScores):
         return Terms(**{field.name: getattr(self, field.name) for field in dataclass_fields(Terms)} | fields)
 
     def _parts(self, query: int | str = -1, batch: int | None = None, *, names: str = "*") -> Parts:
-        """The parts of one query of one prompt, or of the mean over several.
-
-        Args:
-            names: of parts of such names only: ``"L*H*"`` are heads, ``"L3H*"`` those of one layer, ``"MLP*"`` MLPs.
-        """
+        """Return the parts of one query of one prompt, or of the mean over several; `names` as in `top`."""
         of, prompt, row = self._at(query, batch)
         indices = [i for i, name in enumerate(self.names) if fnmatchcase(name, names)]
         return Parts(of.scores[prompt, row, indices], [self.names[i] for i in indices], None, self.labels)
@@ -209,17 +195,17 @@ class Terms(PartScores):
         return self, batch or 0, self.query_row(query, batch or 0)
 
     def to_dataframe(self, *, keys: bool | None = None) -> "pd.DataFrame":
-        """One line per score: batch, query, query_token, term, target, score; with `keys`, one per source's share.
+        """Return one line per score: batch, query, query_token, term, target, score; with `keys`, one per source's
+        share.
 
-        Shares are there where ``by="head_token"`` or ``positions=True`` asked for them, and then tables and table files
-        have them; ``keys=False`` has a line per part.
-
-        Of a `mean`, ``n``, the number of prompts that have the query, ``low`` and ``high`` stand before the score.
-
-        Parts that belong to no source token then have one line, without `key` and `key_token`.
+        Shares exist after ``by="head_token"`` or ``positions=True``, and are then in table files too; ``keys=False``
+        has a line
+        per part. Parts of no source token have one line without `key` and `key_token`. A `mean` has ``n``, the number
+        of
+        prompts with the query, ``low`` and ``high`` before the score.
 
         Raises:
-            InvalidInputError: shares were not asked for when these were made.
+            InvalidInputError: `keys`, and there are no shares.
 
         >>> effects = tlens.circuits.logit_attribution(frozen, " value")
         >>> table = effects.to_dataframe()
@@ -287,10 +273,9 @@ class Terms(PartScores):
         return replace(bars, figure_title=mean_title(self.target, len(self.tokens)), intervals=intervals)
 
     def _rest(self, scores: Float[Tensor, "term"], shown: Sequence[int]) -> dict[str, list[int]]:
-        """The parts that are not shown, by the name of their row.
+        """Return the sum of the parts that are not shown, in one row.
 
-        It is one row, unless that would be larger than every part shown: then there is one for each kind of part, or
-        where all are of one kind for each layer.
+        If that were larger than every part shown, there is a row for each kind of part, or of one kind for each layer.
         """
         left = sorted(set(range(len(self))) - set(shown))
         if not left:
@@ -316,9 +301,9 @@ class Terms(PartScores):
         return self._changed(**values, keys=None)
 
     def heads_to_html(self, query: int | str = -1, batch: int = 0, *, title: str = "", style: bool = True) -> str:
-        """Terms of heads as a grid, a row per layer and a column per head, MLPs beside them; empty without any.
+        """Draw heads as a grid, a row per layer and a column per head, then MLPs; empty without any.
 
-        The largest of the other terms stand below: the embedding, the unembedding, norms and biases.
+        The largest of the other terms are listed below: the embedding, the unembedding, norms and biases.
         """
         scores = self.scores[batch, self.query_row(query, batch)]
         cells = self._cells(scores)
@@ -334,7 +319,7 @@ class Terms(PartScores):
         return page.head(grid) + grid if style else grid
 
     def plot_heads(self, query: int | str = -1, batch: int | None = None, *, ax: Any = None) -> Any:
-        """Heads and MLPs as a matplotlib heat map, a row per layer (extra ``plot``); returns the axes.
+        """Draw heads and MLPs as a matplotlib heat map, a row per layer (extra ``plot``).
 
         Args:
             query: as in `top`.
@@ -391,10 +376,8 @@ def _layer(name: str) -> str:
 
 
 def _cell(name: str) -> tuple[int, str] | None:
-    """Layer and column of a head's or MLP's name: ``"L3H1"`` is (3, "H1"), ``"MLP2"`` (2, "MLP"); else None.
-
-    A head of cross-attention, ``"L3.cross.H1"``, is (3, "cross.H1").
-    """
+    """Return layer and column of a head or MLP: ``"L3H1"`` is (3, "H1"), ``"L3.cross.H1"`` (3, "cross.H1"), else
+    None."""
     match = re.fullmatch(r"L(\d+)(H\d+|\.cross\.H\d+)|MLP(\d+)", name)
     if match is None:
         return None
@@ -409,7 +392,8 @@ class Paths(Terms):
     Attributes:
         nodes: each path's nodes, first to last; empty for the direct path.
         orders: the sum of all paths of each order, listed or not, `[batch, order]`; the last is every longer one. They
-            come from a pull of their own, so `gap` measures the listed paths against them.
+            are
+            computed by a separate pull, so `gap` checks the listed paths.
     """
 
     nodes: Sequence[Sequence[str]] = ()
@@ -422,20 +406,13 @@ class Paths(Terms):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FeatureEdges(Terms):
-    """Edges from an early dictionary's parts into a late one's features, a row of `scores` for each of these.
-
-    Attributes:
-        features: which late feature each row is about; where it is asked about is in `queries`.
-    """
+    """Edges from an early dictionary's parts into a late one's `features`, a row of `scores` at `queries` for each."""
 
     features: Sequence[int] = ()
 
     def into(self, feature: int) -> Terms:
-        """The edges into one feature, at every position that was asked about.
-
-        Raises:
-            InvalidInputError: it is not among the late features.
-        """
+        """Return the edges into one feature, at each of its positions; raise `InvalidInputError` for another
+        feature."""
         rows = [row for row, number in enumerate(self.features) if number == feature]
         if not rows:
             raise InvalidInputError(f"no edges into feature {feature}; there are {list(dict.fromkeys(self.features))}.")
@@ -457,7 +434,7 @@ class FeatureEdges(Terms):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ModelChange(Terms):
-    """What every changed weight of a model adds to the change of a logit; `compare_models` returns one.
+    """What every changed weight adds to the change of a logit, from `compare_models`.
 
     Attributes:
         base, tuned: the two models' own numbers, `[batch, query]`; `total` is the second less the first.
@@ -474,8 +451,8 @@ class ModelChange(Terms):
     def gap(self) -> Float[Tensor, "batch query"]:
         """abs(Σ scores + remainder − total), relative to the size of the terms and of the two models' numbers.
 
-        The total is a difference of two numbers, each of which is rounded: of a change that has no effect, such as that
-        of a bias of keys, their rounding is all there is.
+        The total is a difference of two rounded numbers: where a change has no effect (a bias of keys) it is all
+        rounding.
         """
         assert self.remainder is not None
         miss = (self.scores.sum(-1) + self.remainder - self.total).abs()
@@ -494,18 +471,18 @@ class ModelChange(Terms):
     def summary(
         self, level: int | float = 0.95, *, query: int | str = -1, names: str = "*", seed: int = 0
     ) -> "pd.DataFrame":
-        """The mean of each term over the prompts with its bootstrap interval, the largest first, and of the total.
+        """Return each term's mean over the prompts with its bootstrap interval, the largest first, and the total's.
 
-        Prompts are resampled, whole: a term's interval says how its mean would scatter over other prompts like these.
+        Whole prompts are resampled: an interval says how the mean would scatter over other prompts like these.
 
         Args:
             level: the confidence of the intervals.
-            query: which of the queries of each prompt, as in `Terms.query_row`.
-            names: of terms of such names only: ``"L*H*"`` are heads, ``"L1.*"`` the weights of one layer.
+            query: one of each prompt's queries, as in `Terms.query_row`.
+            names: of some terms only: ``"L*H*"`` are heads, ``"L1.*"`` the weights of one layer.
             seed: of the resamples.
 
         Returns:
-            A line for each term, and ``"total"`` last: `mean`, `low`, `high`; NaN ends of a single prompt.
+            A line for each term, and ``"total"`` last: `mean`, `low`, `high`; NaN ends for a single prompt.
 
         Raises:
             InvalidInputError: a level outside (0, 1), no such term, or no such query.
@@ -548,26 +525,23 @@ class ModelChange(Terms):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ChangeRoutes(PartScores):
-    """By which routes the change of a number passes each layer; `circuits.routes` returns one.
+    """The routes by which the change of a number passes each layer, from `circuits.routes`.
 
-    Every layer's scores sum to the whole change: layers are cuts through one and the same change at different depths,
-    and do not add up to each other.
-
-    `show`, `plot` and `to_html` take `query` and `batch`, and are of the mean over several prompts where no `batch` is
-    chosen; `top` also needs a `layer`.
+    Every layer's scores sum to the whole change: layers are cuts through one change at different depths, and do not add
+    up. `show`, `plot` and `to_html` take `query` and `batch`, by default the mean over prompts; `top` also needs a
+    `layer`.
 
     Attributes:
-        layers: what the layer axis is: ``"L0"`` …, and ``"end"``, what follows the last block.
+        layers: names of the layer axis: ``"L0"`` …, and ``"end"``, what follows the last block.
         scores: `[batch, query, layer, route]`, the routes being `ROUTES`: past the layer (``"direct"``); by each head's
-            values, queries, keys and gates; by heads of an encoder–decoder's cross-attention (``"cross values"``,
-            ``"cross queries"``, ``"cross keys"``); through what mixes positions in place of attention, and the MLP;
-            where the norm before a sublayer responds with its scale, under ``", scale"``; by the scales of norms around
-            the stream or after a sublayer (``"norms"``); and what the weights of two models add in this layer and after
-            it (``"constants"``, ``"later constants"``).
-        heads: each head's share of the routes of attention (`HEAD_ROUTES`), `[batch, query, layer, head, route]`;
-            under the routes of cross-attention the heads are its own.
+            values, queries, keys and gates; by cross-attention (``"cross values"``, ``"cross queries"``,
+            ``"cross keys"``); through a mixer in place of attention, and the MLP; by the scale of the norm before a
+            sublayer (``", scale"``); by other norms (``"norms"``); and the changed weights of two models in this layer
+            and after it (``"constants"``, ``"later constants"``).
+        heads: each head's share of the routes of attention (`HEAD_ROUTES`), `[batch, query, layer, head, route]`; under
+            the routes of cross-attention the heads are its own.
         total: the change of the number, `[batch, query]`.
-        queries, mask, tokens, target, provenance: as of `Attribution`.
+        queries, mask, tokens, target, provenance: as in `Attribution`.
         soft_cap: the cap that the model applies to its logits after `total`, or None.
     """
 
@@ -599,23 +573,15 @@ class ChangeRoutes(PartScores):
         return f"ChangeRoutes({self.target!r}, {len(self.layers)} layers, total={totals}, gap={gap:.1e})"
 
     def __getitem__(self, route: str) -> Float[Tensor, "batch query layer"]:
-        """One route's score at every layer.
-
-        Raises:
-            InvalidInputError: no such route.
-        """
+        """Return one route's score at every layer; raise `InvalidInputError` for an unknown route."""
         if route not in ROUTES:
             raise InvalidInputError(f"no route {route!r}; there are {', '.join(ROUTES)}.")
         return self.scores[..., ROUTES.index(route)]
 
     def at(self, layer: int) -> Terms:
-        """The routes through one layer as terms that sum to the whole change, those of attention head by head.
+        """Return the routes through one layer as terms that sum to the whole change, those of attention head by head.
 
-        Args:
-            layer: counted from the first; the last, -1, is what follows the blocks.
-
-        Raises:
-            InvalidInputError: no such layer.
+        Layer -1 is what follows the last block. An unknown layer raises `InvalidInputError`.
         """
         count = len(self.layers)
         layer = whole_number("layer", layer, -count, count - 1, why="a layer of this result") % count
@@ -687,9 +653,8 @@ class ChangeRoutes(PartScores):
         return figure.heat_map(values, self.layers, routes, title, ax, names=("layer", "route"))
 
     def _print(self, k: int, query: int | str = -1, batch: int | None = None) -> None:
-        """A row per layer and a column per route; those by the scale of a norm are a row below their layer's, in the
-        columns of the routes with the scale held.
-        """
+        """Print a row per layer and a column per route; those by a norm's scale are a row below, in the same
+        columns."""
         which, routes, values, total = self._table(query, batch)
         values[np.abs(values) < NOISE * np.abs(values).max(initial=0.0)] = 0.0
         columns = list(dict.fromkeys(route.removesuffix(SCALE) for route in routes))
