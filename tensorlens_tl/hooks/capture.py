@@ -39,10 +39,9 @@ from tensorlens_tl.models import BlockView, HookedModel, ModelView
 def _on_calls(
     points: Sequence[CallPoint], see: Callable[[int, Mapping[str, Any], Any], Any]
 ) -> Generator[None, None, None]:
-    """Inside, `see` is given what modules are called with, or give, in this thread; what it returns stands there.
+    """Inside, `see` gets what modules are called with, or give, in this thread; what it returns takes its place.
 
-    It is given the number of the point, the arguments of the call by name (none where the point is the output), and the
-    argument or the output.
+    It gets the number of the point, the call's arguments by name (none for an output), and the argument or output.
     """
     home = threading.get_ident()
 
@@ -74,11 +73,9 @@ def _on_calls(
 
 @contextmanager
 def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None]) -> Generator[None, None, None]:
-    """Inside, `see` is shown the tensors at `calls`, detached, whenever this thread calls their modules.
+    """Inside, `see` gets the tensors at `calls`, detached, whenever this thread calls their modules.
 
-    Raises:
-        UnsupportedModelError: afterwards, where a module was not called; inside, where it is called again, or with
-            something else.
+    Raises `UnsupportedModelError` for a module that is not called, or is called again with something else.
     """
     names = list(calls)
     seen = set[str]()
@@ -114,11 +111,9 @@ def seen_calls(calls: Mapping[str, CallPoint], see: Callable[[str, Tensor], None
 
 
 class CallChange(NamedTuple):
-    """What a module is called with, or its output, changed.
+    """A change of a module's argument or output at `point` (of several outputs, the first).
 
-    Attributes:
-        point: where; of several outputs, the first.
-        change: from the arguments of the call by name, and the tensor at `point`, to what stands in its place.
+    `change` maps the call's arguments by name, and the tensor there, to what takes its place.
     """
 
     point: CallPoint
@@ -129,8 +124,7 @@ class CallChange(NamedTuple):
 def changed_calls(changes: Sequence[CallChange]) -> Generator[None, None, None]:
     """Inside, calls of some modules are changed in this thread.
 
-    Raises:
-        UnsupportedModelError: afterwards, where a module was not called; inside, where there is no tensor to change.
+    Raises `UnsupportedModelError` where a module was not called, or there is no tensor to change.
     """
     called = set[int]()
 
@@ -166,11 +160,7 @@ writes, after that has joined it (and before a norm around the sum), or after th
 class StreamPoint:
     """A hook point whose tensor is the residual stream, or becomes a part of it as it stands.
 
-    Attributes:
-        name: of the hook point.
-        layer: the block.
-        place: where in the block.
-        inside: whether it is the output of a sublayer's own module, before the block's factor.
+    `inside` is True for the output of a sublayer's own module, before the block's factor.
     """
 
     name: str
@@ -219,10 +209,9 @@ def _stream_points(view: ModelView, points: ModelPoints, known: dict[str, Any]) 
 
 
 def _writes(block: BlockView, points: BlockPoints) -> dict[StreamPlace, tuple[str | None, str, float]]:
-    """By place, the point of what a sublayer writes, that of its module's output, and the block's factor between them.
+    """Return by place the points of a sublayer's write and of its module's output, and the block's factor between them.
 
-    Where the two are one hook point, or the factor is 1, they show the same; Granite's blocks have a hook point of
-    their own after the factor.
+    Where they are one hook point, or the factor is 1, both show the same; Granite has a point after the factor.
     """
     attention = f"{block.name}.{block.parts.mixer_name}.hook_out"
     mlp = f"{block.name}.{block.parts.mlp_name}.hook_out"
@@ -249,13 +238,9 @@ def passing(
     *,
     instead: Callable[[Tensor], Tensor] | None = None,
 ) -> Generator[None, None, None]:
-    """Inside, `see` is shown what goes through some hook points in this thread, before hooks and after them.
+    """Inside, `see` gets what passes some hook points in this thread, before hooks and after them.
 
-    Args:
-        view: of the model.
-        points: which.
-        see: called with each of them.
-        instead: what their hooks are given in the place of what the model computes, from that.
+    `instead` maps what the model computes to what its hooks are given in its place.
     """
     known = hook_points(view.model) if points else {}
     home = threading.get_ident()
@@ -300,15 +285,15 @@ def observe(
     Args:
         model: any TransformerLens model.
         inputs: keyword arguments of its forward.
-        names: hook points to look at.
+        names: hook points.
         see: called with a name and its activation, detached, once for each name.
-        hooks: further hooks of the run; what they change is seen after them, at their own point only if `changed`.
+        hooks: further hooks; their changes are seen after them, at their own point only if `changed`.
         last: a hook point to end the run at; there is no output then.
-        optional: names that are left out where they do not fire; any other is refused.
-        calls: names that are no hook points, and where their tensors are seen.
+        optional: names that may be missing.
+        calls: names that are no hook points, and where their tensors are.
 
     Returns:
-        The model's output, or None where the run ended before it. Hooks are gone afterwards, also on an exception.
+        The model's output, or None where the run ended before it. Hooks are removed, also on an exception.
 
     Raises:
         UnsupportedModelError: a hook point did not fire, or fired again with another activation.
@@ -399,14 +384,11 @@ def capture(
     calls: Mapping[str, CallPoint] | None = None,
     changed: bool = False,
 ) -> tuple[dict[str, Tensor], Any]:
-    """Run the model once and store the activations at `names`.
+    """Run the model once and store the activations at `names`; returns them by name, and the output.
 
     Args:
-        store: ``"model"`` puts what is returned on the device of the input, ``"cpu"`` moves activations off it.
+        store: ``"model"`` puts them on the input's device, ``"cpu"`` moves them off it.
         model, inputs, names, hooks, last, optional, calls, changed: see `observe`, also for errors.
-
-    Returns:
-        The activations by name, and the model's output (None where the run ended before it).
 
     >>> from tensorlens_tl.hooks import capture
     >>> activations, logits = capture(model, frozen.inputs, ["blocks.0.hook_resid_pre"])
@@ -434,15 +416,12 @@ def _device_of(inputs: Mapping[str, Any]) -> torch.device | None:
 def graph_of(
     model: HookedModel, inputs: Mapping[str, Any], names: Sequence[str], hooks: Sequence[FwdHook]
 ) -> list[Tensor]:
-    """Run the model once and hand out its activations at `names` with their autograd graph, as hooks left them.
+    """Run the model once and return its activations at `names` with their autograd graph, in that order.
 
     Args:
-        model, inputs: as for `observe`.
-        names: hook points; of one that fires several times, the last activation.
+        model, inputs: as in `observe`.
+        names: hook points; one that fires several times gives its last activation.
         hooks: further hooks of the run, called first.
-
-    Returns:
-        The activations, in the order of the names, on the device of the input.
 
     Raises:
         UnsupportedModelError: a hook point did not fire.
@@ -478,10 +457,11 @@ def _reference(tensor: Tensor) -> Callable[[], Tensor | None]:
 
 
 def _same(before: Tensor | None, tensor: Tensor) -> bool:
-    """Whether a point that fires again shows what it showed before.
+    """True if a point that fires again shows the same as before.
 
-    A Bridge in compatibility mode calls a hook once for each of its point's names, with the same tensor; a
-    HookedTransformer computes a norm's scale for queries, keys and values each.
+    A Bridge in compatibility mode calls a hook for each of its point's names; a HookedTransformer computes a norm's
+    scale
+    for queries, keys and values each.
     """
     if before is None or before is tensor or before.shape != tensor.shape or tensor.shape[-1] != 1:
         return before is tensor
@@ -515,14 +495,10 @@ def states_and_logits(
 
 
 class SomeLogits:
-    """The logits of one run at some positions, without those of the others, which can cost as much as several blocks.
+    """The logits of one run at `positions` `[batch, query]` only; the others can cost as much as several blocks.
 
-    With anybody's hooks on the model, or a custom class where logits are computed, all of them are computed: such code
-    may count positions.
-
-    Attributes:
-        positions: as the model's logits count them, `[batch, query]`.
-        hooks: to run the model with, before `of` reads what it gave.
+    All are computed where the model has user hooks, or a custom class computes logits: such code may count positions.
+    `hooks` are to be on the model before `of` reads its output.
     """
 
     def __init__(self, model: HookedModel, unembed_in: str | None, positions: Int[Tensor, "batch query"]) -> None:
@@ -547,10 +523,8 @@ class SomeLogits:
 
 
 def logits_at(logits: Any, positions: Int[Tensor, "batch query"]) -> Any:
-    """The logits at some positions, of a run that gave all of them.
-
-    A classifier's `[batch, class]` are one position's, whichever that is.
-    """
+    """Return the logits at some positions of a run that gave all; a classifier's `[batch, class]` are one
+    position's."""
     if isinstance(logits, Tensor) and logits.ndim == 2:
         return logits[:, None].expand(-1, positions.shape[1], -1)
     if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[1] == positions.shape[1] == 1:
@@ -559,10 +533,9 @@ def logits_at(logits: Any, positions: Int[Tensor, "batch query"]) -> Any:
 
 
 def from_cache(cache: Any, names: Sequence[str], batch: int, lengths: Mapping[str, int]) -> dict[str, Tensor]:
-    """Copies of the activations at `names` of an existing cache; `lengths` says how many positions some of them have.
+    """Copy the activations at `names` from a cache; `lengths` are the positions that some of them have.
 
-    Raises:
-        InvalidInputError: the cache lacks a name, or was made for another batch or length.
+    Raises `InvalidInputError` where the cache lacks a name, or has another batch or length.
     """
     missing = [name for name in names if name not in cache]
     if missing:

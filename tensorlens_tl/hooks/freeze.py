@@ -28,14 +28,10 @@ Held = Tensor | Callable[[], Tensor]
 
 
 def replace(name: str, value: Held) -> FwdHook:
-    """A hook that puts `value` in place of the live activation; a batch of 1 serves any batch.
+    """A hook that puts `value` (or what it computes in every run) in place of an activation; a batch of 1 serves any
+    batch.
 
-    Args:
-        name: the hook point.
-        value: the activation, or what computes it in every run.
-
-    Returns:
-        The name and the function, as ``run_with_hooks(fwd_hooks=[...])`` takes them.
+    Returns the name and function that ``run_with_hooks(fwd_hooks=[...])`` takes.
 
     >>> from tensorlens_tl.hooks import replace
     >>> hook = replace("blocks.0.attn.hook_pattern", frozen.pattern(0))
@@ -65,13 +61,9 @@ def leave_out(name: str, padding: Tensor) -> FwdHook:
 def attention_hooks(
     points: AttentionPoints, pattern: Held, takes_effect: bool, beside: Held | None = None
 ) -> list[FwdHook]:
-    """Hooks that hold one layer's pattern fixed, at `hook_pattern` where that takes effect, else at `hook_z`.
+    """Return hooks that freeze one layer's pattern, at `hook_pattern` if that takes effect, else at `hook_z`.
 
-    Args:
-        points: the hook points of the layer.
-        pattern: what is held.
-        takes_effect: whether a hook at the pattern takes effect.
-        beside: the pattern over the values of a second call of the value projection, whose share is added.
+    `beside` is the pattern over a second call of the value projection, whose share is added.
     """
     if takes_effect:
         return [replace(points.pattern, pattern)]
@@ -109,13 +101,13 @@ def _gathered(pattern: Tensor, v: Tensor, name: str) -> Float[Tensor, "batch que
 def mlp_hooks(
     points: BlockPoints, held: Coefficients, after: Tensor | None, choice: Int[Tensor, "token"] | None = None
 ) -> list[FwdHook]:
-    """Hooks that hold one layer's activation fixed: ``through·u + gate·g + rest`` of the live pre-activations.
+    """Return hooks that freeze one layer's activation: ``through·u + gate·g + rest`` of the live pre-activations.
 
     Args:
-        points: the hook points of an MLP, or those inside an expert.
-        held: the coefficients; of an expert, `[1, token, d_mlp]` of the tokens that are sent to it.
+        points: of an MLP, or inside an expert.
+        held: the coefficients; of an expert, `[1, token, d_mlp]` of its tokens.
         after: what the model adds to the product (HookedTransformer's gated `b_in`).
-        choice: of an expert, which of each token's choices it is; its tokens lie packed in this order.
+        choice: which of each token's choices the expert is; its tokens are packed in this order.
     """
     fitted = _like if choice is None else partial(_packed, choice=choice)
     if points.pre is None or points.post is None:
@@ -155,13 +147,10 @@ def mlp_hooks(
 
 
 def whole_hooks(ends: Ends, held: AffineMap, shape: tuple[int, int], *, again: bool = False) -> list[FwdHook]:
-    """Hooks that hold a part as a whole: what it gives is replaced by its map of what it reads, live.
+    """Return hooks that replace what a part gives by its map `held` of what it reads, live.
 
-    Args:
-        ends: where it begins and ends.
-        held: its map.
-        shape: batch and positions of the pass that the map was made from; a batch of 1 serves any batch.
-        again: whether its end may fire elsewhere before it begins (a norm that the embeddings go through as well).
+    `shape` is the pass's batch and positions; `again` says that the end may fire before the beginning (a norm that the
+    embeddings go through too).
     """
     live: dict[int, Tensor] = {}  # by thread
     fired: set[str] = set()

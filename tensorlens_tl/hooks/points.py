@@ -49,13 +49,9 @@ def first_output(output: Any) -> Any:
 
 @dataclass(frozen=True)
 class CallPoint:
-    """An argument that a module is called with, or its output, where TransformerLens has no hook point.
+    """An `argument` of a module's forward, or its ``"output"``, where TransformerLens has no hook point.
 
-    Attributes:
-        module: called once in a forward pass.
-        argument: a name in its forward's signature, or ``"output"``.
-        optional: whether it is left out where the module is not called, or gives no tensor.
-        read: from the output to what is seen of it; of several outputs, the first by default.
+    An `optional` one may be missing. `read` takes what is seen from the output; by default the first of several.
     """
 
     module: nn.Module
@@ -83,31 +79,27 @@ class AttentionPoints:
 
 @dataclass(frozen=True)
 class BlockPoints:
-    """The hook-point names of one block.
+    """The hook-point names of one block; ends are pairs of where a part begins and ends.
 
     Attributes:
         resid_pre: what the block reads.
-        whitened: the same after whitening, or after what a loop makes of the embedding; None of other blocks.
-        heads: of attention; None for another mixer (a state-space layer, a convolution). `pattern`, `value` and `z` are
-            its three.
-        scales: of each norm, the point of its scale; of a norm in `norms`, of what it reads.
-        pre, pre_linear, post: of an MLP held from inside, the second if it is gated.
-        attention, mlp: where they begin and end, if they are held as a whole; any other mixer always is.
-        beside: the same of a mixer that stands beside attention.
-        shared: the same of a shared expert that stands beside the experts.
-        per_layer: the same of what an input of each token at this layer adds; `per_layer_input` names that input in
-            `ModelPoints.calls`.
-        norms: the same of norms.
-        cross: of cross-attention; of attention that reads both sides in one softmax, with the values and outputs of
-            `heads`.
-        index, weight: where the routing of experts is seen, names in `ModelPoints.calls` or, of a HookedTransformer's
-            mixture, hook points; `index` is None where the weights say it.
-        experts: of a HookedTransformer's mixture, the points inside each expert, by which it is held: its `pre`,
-            `pre_linear` and `post`.
-        attention_write, mlp_write: what a sublayer hands to the block, in some classes after the norm that follows it;
-            None where no hook point shows it.
-        head_writes: what each head writes, ``hook_result``, which fires only where the model was told to compute it.
-        call_end: what it gives, where it ends a call of a stack that runs in a loop.
+        whitened: the same after whitening, or after a loop added the embedding; None in other blocks.
+        heads: of attention; None for another mixer. `pattern`, `value` and `z` are its three.
+        scales: of each norm, the point of its scale; of a norm in `norms`, of its input.
+        pre, pre_linear, post: of an MLP frozen from inside, the second if it is gated.
+        attention, mlp: ends, where they are frozen as a whole (other mixers always are).
+        beside: ends of a mixer next to attention.
+        shared: ends of a shared expert next to the experts.
+        per_layer: ends of what a token's input at this layer adds; `per_layer_input` names it in `ModelPoints.calls`.
+        norms: ends of norms.
+        cross: of cross-attention; where one softmax reads both sides, with the values and outputs of `heads`.
+        index, weight: where routing is seen, in `ModelPoints.calls` or at hook points; `index` is None where the
+            weights
+            say it.
+        experts: `pre`, `pre_linear` and `post` of each expert of a HookedTransformer.
+        attention_write, mlp_write: what a sublayer gives the block, in some classes after its norm; None if not shown.
+        head_writes: what each head writes, ``hook_result``, which fires only where the model is configured so.
+        call_end: what the block gives, at the end of a call of a looped stack.
     """
 
     resid_pre: str
@@ -175,8 +167,7 @@ class BlockPoints:
 class ModelPoints:
     """All hook-point names a frozen pass needs of one model.
 
-    `output` is the model's own output: after the final norm where there is one, or the last block's. `routers` are the
-    numbers by which experts are chosen, by block; they are read once and not stored.
+    `output` is after the final norm, or the last block. `routers` are by block; they are read once and not stored.
     """
 
     blocks: list[BlockPoints]
@@ -208,10 +199,7 @@ class ModelPoints:
 
 
 def model_points(view: ModelView) -> ModelPoints:
-    """The hook points of a model.
-
-    Raises:
-        UnsupportedModelError: a hook point is missing, or a block has a part that cannot be frozen.
+    """Return the hook points of a model; raise `UnsupportedModelError` for one that is missing, or cannot be frozen.
 
     >>> from tensorlens_tl.hooks import model_points
     >>> points = model_points(frozen.view)

@@ -103,10 +103,10 @@ class Placing:
             self._expecting_edits()
 
     def _expecting_edits(self) -> None:
-        """Leave out the warning that a norm's scale was edited, which is what hooks of ours there are for.
+        """Suppress TransformerLens' warning that a norm's scale was edited, which our hooks do on purpose.
 
-        Only this warning, in this thread, as long as the hooks are on. `warnings.catch_warnings` would put back what
-        another thread has changed meanwhile, and would make every other warning be said again after each run.
+        In this thread only: `warnings.catch_warnings` would undo other threads' changes, and repeat every other
+        warning.
         """
         filters: Any = warnings.filters
         ignored: Any = ("ignore", _InThisThread(EDITED), UserWarning, None, 0)
@@ -160,9 +160,9 @@ class _InThisThread:
 
 
 def run_placing(model: Any) -> Placing:
-    """A placing of one run, that the model's next run takes off if this one is cut short.
+    """Return a placing of one run that the model's next run removes if this one is cut short.
 
-    To be called by the function that takes it off, while it holds the model's lock.
+    The caller holds the model's lock, and removes it.
     """
     take_off_leftovers(model, 2)
     placing = Placing()
@@ -222,13 +222,7 @@ START = "embed.hook_out"
 
 @dataclass(frozen=True, eq=False)
 class NumberedPoint:
-    """What a hook point shows the n-th time.
-
-    Attributes:
-        name: with the number.
-        at: the name of the point.
-        number: counted from 0.
-    """
+    """What a hook point `at` shows the n-th time, counted from 0; `name` includes the number."""
 
     name: str
     at: str
@@ -287,13 +281,7 @@ def without_numbers(
 
 @dataclass(eq=False)
 class _Counting:
-    """The hooks of one point, by the number of the time they are called.
-
-    Attributes:
-        name: of the point.
-        hooks: a numbered point and a function each.
-        times: how often the point has fired in this forward pass, by thread.
-    """
+    """The hooks of one point by the number of its firing in this forward pass, counted per thread."""
 
     name: str
     hooks: dict[int, list[tuple[NumberedPoint, Callable[..., Any]]]] = field(default_factory=dict)
@@ -349,17 +337,17 @@ def run(
     hooks: Sequence[FwdHook],
     points: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The model's output with these hooks on, which are gone afterwards, also on an exception.
+    """Return the model's output with these hooks on; they are removed afterwards, also on an exception.
 
     Args:
         model: any TransformerLens model.
         inputs: keyword arguments of its forward.
-        hooks: names (or filters of names) and what is called there.
-        points: the model's hook points, where they were just listed: a Bridge of 30 layers takes 5 ms for that.
+        hooks: names (or filters of names) and functions.
+        points: the model's hook points, if just listed: for a Bridge of 30 layers that takes 5 ms.
 
     Raises:
         InvalidInputError: inside ``torch.autocast``.
-        FrozenModelError: somebody took these hooks off while the model ran.
+        FrozenModelError: these hooks were removed while the model ran.
 
     >>> from tensorlens_tl.hooks import run
     >>> run(model, frozen.inputs, [("hook_embed", lambda activation, hook: print(activation.shape))]).shape
@@ -394,10 +382,9 @@ def run(
 
 @contextmanager
 def hooked(model: HookedModel, hooks: Sequence[FwdHook]) -> Generator[None, None, None]:
-    """Inside, hooks are on the model, as with ``model.hooks``; whoever uses this holds the model's lock.
+    """Inside, hooks are on the model, as with ``model.hooks``; the caller holds the model's lock.
 
-    Raises:
-        FrozenModelError: somebody took them off inside.
+    Raises `FrozenModelError` if they were removed inside.
     """
     placing = Placing()
     try:
@@ -458,10 +445,8 @@ def unheld_run(model: HookedModel) -> Generator[None, None, None]:
 
 @contextmanager
 def listed_once(model: HookedModel) -> Generator[None, None, None]:
-    """Inside, this thread holds the model's lock, and its hook points and modules are listed once.
-
-    A Bridge puts its list of hook points together again for each caller.
-    """
+    """Inside, this thread holds the model's lock and lists its hook points once: a Bridge puts the list together per
+    call."""
     with lock_of(model):
         before = _known.get()
         try:
@@ -543,13 +528,9 @@ EVERY_MODULE = (
 
 
 class PlacedHook(NamedTuple):
-    """One hook on a model.
+    """One hook on a model, at a hook point or a named place of a module.
 
-    Attributes:
-        point: a hook point's name; of what is not at one, the module's name and what is there.
-        function: what is called.
-        permanent: whether it belongs to the model.
-        number: torch's own number of the hook, which no other hook of this process has.
+    `permanent` ones belong to the model; `number` is torch's own, unique in this process.
     """
 
     point: str
@@ -564,8 +545,7 @@ class PlacedHook(NamedTuple):
 
 
 def hooks_on(model: Any) -> list[PlacedHook]:
-    """Every hook on a model, at one name of its hook point or module; a Bridge of 4.x has a few permanent ones of its
-    own."""
+    """Return every hook on a model, at one name of its point or module; a Bridge of 4.x has a few permanent ones."""
     return [*_at_points(model), *_on_modules(model)]
 
 
@@ -583,10 +563,8 @@ def is_attached(model: Any) -> bool:
 
 
 def refuse_attached(model: Any) -> None:
-    """Raise `FrozenModelError` if hooks of a frozen pass are on the model: a run would not be its own.
-
-    Another thread's run, or its attached pass, is waited for.
-    """
+    """Raise `FrozenModelError` if a frozen pass's hooks are on the model; waits for another thread's run or attached
+    pass."""
     with lock_of(model):
         take_off_leftovers(model)
         attached = is_attached(model)
@@ -595,9 +573,9 @@ def refuse_attached(model: Any) -> None:
 
 
 def foreign_hooks(model: Any) -> list[PlacedHook]:
-    """Somebody else's hooks: neither a frozen pass's nor those of the libraries that the model is made of.
+    """Return hooks installed by the user, not by a frozen pass or the model's libraries.
 
-    Another thread's run is waited for, as its hooks would be taken for somebody else's.
+    Waits for runs in other threads, whose hooks would otherwise count.
     """
     with lock_of(model):
         take_off_leftovers(model)
@@ -610,12 +588,9 @@ def foreign_hooks(model: Any) -> list[PlacedHook]:
 
 
 def unembeds_by_libraries(model: Any) -> bool:
-    """Whether the classes that turn a stream into logits are those of the libraries, whose logits of one position
-    depend on no other: the model's own, that of the model it wraps, and all of its unembedding's.
+    """True if all classes that compute logits (model, wrapped model, unembedding) are the libraries' own.
 
-    >>> from tensorlens_tl.hooks import unembeds_by_libraries
-    >>> unembeds_by_libraries(model)
-    True
+    The logits of one position then depend on no other.
     """
     unembed = getattr(model, "unembed", nn.Identity())
     parts = [model, getattr(model, "original_model", model), *unembed.modules(), *innermost(unembed).modules()]
@@ -623,7 +598,7 @@ def unembeds_by_libraries(model: Any) -> bool:
 
 
 def other_hooks(model: Any) -> list[str]:
-    """The names of the points and modules where `foreign_hooks` are, each once.
+    """Return the names of the points and modules that have `foreign_hooks`, each once.
 
     >>> from tensorlens_tl.hooks import other_hooks
     >>> with model.hooks([("embed.hook_out", lambda activation, hook: activation)]):
@@ -655,9 +630,9 @@ def hook_numbers(model: Any) -> frozenset[int]:
 
 
 def _at_points(model: Any) -> Iterator[PlacedHook]:
-    """What TransformerLens put at hook points.
+    """Return what TransformerLens put at hook points.
 
-    Most models have nothing there, which their modules tell: a Bridge of 3.9 takes much longer to list hook points.
+    Most models have nothing there, as their modules show: a Bridge of 3.9 takes much longer to list hook points.
     """
     if not any(vars(module).get("fwd_hooks") or vars(module).get("bwd_hooks") for module in modules(model)):
         return
@@ -669,8 +644,8 @@ def _at_points(model: Any) -> Iterator[PlacedHook]:
 
 
 def _on_modules(model: Any, *, foreign: bool = False) -> Iterator[PlacedHook]:
-    """Torch's own hooks, and functions in the place of a module's `forward`; those alone that neither the libraries nor
-    we put there, if `foreign`: a loaded Bridge has a dozen of the libraries' per block."""
+    """Return torch's own hooks and replaced `forward`s; `foreign`: without the libraries' and ours, a dozen per
+    Bridge block."""
     names: dict[int, str] = {}
     for module, function, number, what in _registered(model):
         permanent = _is_of_libraries(function)

@@ -14,13 +14,10 @@ OTHERWISE = (
 
 
 def ids_as_trained(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of a text, as the tokenizer of a checkpoint gives them.
+    """Return a text's token ids as the checkpoint's tokenizer gives them.
 
-    TransformerLens loads tokenizers again, with ``add_bos_token=True``. To transformers this says the whole template: a
-    tokenizer that has its template from a file, and not from its class, loses ``[CLS] … [SEP]``, or its ``</s>``.
-
-    Raises:
-        InvalidInputError: a tokenizer that may have lost its template, and cannot be loaded as it was.
+    TransformerLens reloads tokenizers with ``add_bos_token=True``, which loses a template that comes from a file
+    (``[CLS] … [SEP]``, ``</s>``). Raises `InvalidInputError` where that may be so and the original cannot be loaded.
     """
     ids: list[int] = tokenizer(text)["input_ids"]
     if not _may_have_lost_its_template(tokenizer, text, ids):

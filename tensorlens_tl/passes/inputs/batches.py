@@ -26,19 +26,13 @@ def tokenized(view: ModelView, input: InputLike, prepend_bos: bool | None = None
 
 
 def like_length(lengths: Sequence[int], fits: Callable[[int, int, int], bool]) -> list[list[int]]:
-    """Prompts of similar length, longest first, as many together as fit.
+    """Return numbers of prompts of similar length, longest first, as many together as fit.
+
+    `fits(count, longest, shortest)` says whether so many prompts are one batch; a single prompt always is.
 
     >>> from tensorlens_tl.passes.inputs import like_length
     >>> like_length([2, 5, 4], lambda count, longest, shortest: count * longest <= 10)
     [[1, 2], [0]]
-
-    Args:
-        lengths: of the prompts, in tokens.
-        fits: whether so many prompts, padded to the longest of them, are one batch: their number, the longest length
-            and the shortest. A single prompt always is one.
-
-    Returns:
-        Numbers of prompts.
     """
     batches: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
@@ -51,18 +45,9 @@ def like_length(lengths: Sequence[int], fits: Callable[[int, int, int], bool]) -
 
 
 def memory_batches(view: ModelView, lengths: Sequence[int], memory: Memory = None) -> list[list[int]]:
-    """Prompts of similar length, longest first, as many together as fit the bound when padded to the longest of them.
+    """Return numbers of prompts of similar length, as many together as captured activations fit `memory` when padded.
 
-    Lengths of a batch differ by less than the window of a Bridge's sliding-window attention; see
-    `ModelView.sliding_window`.
-
-    Args:
-        view: the model.
-        lengths: of the prompts, in tokens.
-        memory: what the captured activations of one batch may take; None is the library's default.
-
-    Returns:
-        Numbers of prompts.
+    Lengths of a batch differ by less than a sliding window (`ModelView.sliding_window`).
     """
     bound = in_bytes(memory)
     window = view.sliding_window
@@ -83,15 +68,9 @@ WHOLE = ("attention_mask", "token_type_ids", "cache", "decoder_input_ids", "mode
 def prompt_batches(
     view: ModelView, input: Any, freezing: Mapping[str, Any], memory: Memory = None
 ) -> tuple[list[Any], list[list[int]]]:
-    """Many prompts as rows of token ids, and which of them go together; no batches where they are one pass.
+    """Return prompts as rows of token ids, and batches of them; no batches where they are one pass.
 
-    Images and sounds are their own rows.
-
-    Args:
-        view: the model.
-        input: see `tensorlens_tl.passes.inputs.prepare`.
-        freezing: options of `freeze`.
-        memory: see `memory_batches`.
+    Images and sounds are their own rows; `freezing` are options of `freeze`.
     """
     if view.reads == "tokens":
         input = plain_input(view, input)
@@ -107,11 +86,8 @@ def prompt_batches(
 
 
 def one_per_prompt(name: str, value: object, prompts: int) -> list[Any] | Tensor | None:
-    """What an option (a token or a direction) names for each prompt, or None where one value serves them all.
-
-    Raises:
-        InvalidInputError: it names several, but not one for each prompt.
-    """
+    """Return an option's value for each prompt, or None for one shared value; raise `InvalidInputError` for another
+    count."""
     values = _several(value, name == "direction")
     if values is not None and len(values) != prompts:
         raise InvalidInputError(f"{name}: {len(values)} for {prompts} prompts; pass one, or one for each prompt.")

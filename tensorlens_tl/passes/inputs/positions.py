@@ -74,11 +74,7 @@ def _checked(positions: Tensor, mask: Bool[Tensor, "batch pos"], name: str) -> I
 
 
 def one_query(prompt: Prompt, query: Query, name: str = "query") -> Int[Tensor, "batch 1"]:
-    """The position a query stands for, where a result is about one position.
-
-    Raises:
-        InvalidInputError: several positions, or what `query_positions` refuses.
-    """
+    """Return the single position that a query stands for; raise `InvalidInputError` for several or none."""
     positions = query_positions(prompt, query, name)
     if positions.shape[1] != 1:
         raise InvalidInputError(
@@ -88,10 +84,9 @@ def one_query(prompt: Prompt, query: Query, name: str = "query") -> Int[Tensor, 
 
 
 def span_positions(prompt: Prompt, keys: Query, name: str = "keys") -> Int[Tensor, "batch key"]:
-    """The same for source tokens, where a text stands for all of its tokens, and ``"all"`` for every source token.
+    """Like `query_positions` for source tokens: a text stands for all its tokens, ``"all"`` for every source token.
 
-    Raises:
-        InvalidInputError: see `query_positions`; also a text that has another number of tokens in another prompt.
+    Raises also where a text has another number of tokens in another prompt.
     """
     if is_all(keys) or not isinstance(keys, str):
         return query_positions(prompt, keys, name)

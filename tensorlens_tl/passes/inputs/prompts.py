@@ -23,16 +23,14 @@ from tensorlens_tl.passes.inputs.signals import Signal, extra_inputs, named_imag
 
 @dataclass(frozen=True, repr=False)
 class Prompt:
-    """A checked batch of prompts.
+    """A checked batch of prompts; an encoder–decoder's positions are its encoder's (`encoder_length`), then its
+    decoder's.
 
-    An encoder–decoder's positions are its encoder's, `encoder_length` of them, and then its decoder's. Images and sound
-    have no token ids: there `tokens` are position numbers.
-
-    `mask` is True at real tokens; `kwargs` is what the model's forward takes; `str_tokens` are for people, and
-    `word_starts` says which of them begin a word (None without a tokenizer). A classifier reads its classes at
-    `class_at`, counted over real tokens; the first `special` positions of an image or a sound are no part of it;
-    `image` is what its patches tile exactly, where they do. `extra` names the keyword arguments that a multimodal model
-    was given besides tokens.
+    `mask` is True at real tokens; `tokens` are position numbers for images and sound; `kwargs` go to the model's
+    forward; `str_tokens` are readable, and `word_starts` says which begin a word (None without a tokenizer). A
+    classifier
+    reads its classes at `class_at`, counted over real tokens; the first `special` positions of an image or sound are no
+    part of it; `image` is what its patches tile exactly. `extra` names a multimodal model's inputs besides tokens.
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -55,11 +53,10 @@ class Prompt:
         return [["encoder"] * self.encoder_length + ["decoder"] * decoder for _ in self.tokens]
 
     def in_logits(self, positions: Int[Tensor, "batch query"]) -> Int[Tensor, "batch query"]:
-        """Positions as the model's logits count them: an encoder–decoder has the decoder's alone, a classifier one.
+        """Return positions as the model's logits count them: an encoder–decoder has its decoder's only, a classifier
+        one.
 
-        Raises:
-            InvalidInputError: a position of the encoder, or of a classifier that its classes are not read from: these
-                predict nothing.
+        Raises `InvalidInputError` for positions that predict nothing: an encoder's, or a classifier's other tokens.
         """
         if self.class_at is not None and bool((positions != self.mask.long().argmax(1, keepdim=True)).any()):
             raise InvalidInputError(
@@ -82,11 +79,9 @@ class Prompt:
         return True
 
     def again(self, rows: slice | Tensor = slice(None)) -> dict[str, Any]:
-        """The arguments of `freeze` that run these prompts, or some of them, once more.
+        """Return the arguments of `freeze` that run these prompts, or some of them, again.
 
-        Raises:
-            InvalidInputError: some prompts of several, where the model reads more than tokens: there need not be one
-                image for each prompt.
+        Raises `InvalidInputError` for some prompts where the model reads more than tokens, such as images.
         """
         selects = isinstance(rows, Tensor) or rows != slice(None)
         if self.extra and selects and len(self.tokens) > 1:
@@ -231,11 +226,10 @@ def _refuse_padding_last(tokens: Int[Tensor, "batch pos"], mask: Bool[Tensor, "b
 
 
 def _as_taken(view: ModelView, mask: Bool[Tensor, "batch pos"]) -> Tensor:
-    """A mask as the model's forward takes it.
+    """Return a mask as the model's forward takes it.
 
-    A HookedEncoderDecoder multiplies it by the smallest number of its config's dtype, which its embedding may not have.
-    The product of an integer and that number is one of float32, where float64's is -inf: real tokens would get NaN, and
-    the model makes zeros of such patterns.
+    A HookedEncoderDecoder multiplies it by the smallest number of its config's dtype. An integer mask gives a float32
+    product, where float64's smallest number is -inf: real tokens would become NaN, and their patterns zeros.
     """
     if view.is_hooked_encoder_decoder:
         return mask.to(view.cfg.dtype)
@@ -260,11 +254,8 @@ def _check_decoder(view: ModelView, decoder_input_ids: object) -> None:
 
 
 def _of_tokenizer(view: ModelView, encoding: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """What a tokenizer or processor returns, as arguments of `prepare`.
-
-    Raises:
-        InvalidInputError: no token ids, or an argument that the user passed as well.
-    """
+    """Return a tokenizer's output as arguments of `prepare`; raise `InvalidInputError` without ids, or for one
+    passed twice."""
     if "input_ids" not in encoding:
         if _is_message(encoding):
             raise InvalidInputError("input: one message of a chat; pass a list of messages, [message].")
@@ -301,13 +292,7 @@ def _any_number(segments: IdsLike) -> bool:
 
 
 def plain_input(view: ModelView, input: InputLike) -> InputLike:
-    """Columns and arrays of texts as a list of texts, and chats as the token ids that the template makes of them.
-
-    Anything else is returned as it is.
-
-    Raises:
-        InvalidInputError: see `chat_ids`.
-    """
+    """Return columns and arrays of texts as a list, chats as token ids (see `chat_ids`), and anything else as it is."""
     chats = chats_in(input)
     if chats is not None:
         return [chat_ids(view, chat) for chat in chats]
@@ -337,11 +322,10 @@ def _is_message(value: object) -> TypeGuard[Mapping[str, Any]]:
 
 
 def chat_ids(view: ModelView, chat: Chat) -> list[int]:
-    """The token ids that the tokenizer's chat template makes of messages, up to where the assistant's answer begins.
+    """Return the token ids of a chat's template, up to where the assistant's answer begins.
 
-    Raises:
-        InvalidInputError: no tokenizer or no template, a message without a role or content, or messages that the
-            template refuses.
+    Raises `InvalidInputError` without tokenizer or template, for a message without role or content, or one that the
+    template rejects.
     """
     return _rendered(view, chat, tokenize=True, return_dict=False)
 
@@ -432,10 +416,8 @@ def _rows(
 def token_rows(
     view: ModelView, input: InputLike, prepend_bos: bool | None = None, is_encoder: bool | None = None
 ) -> list[Int[Tensor, "_pos"]]:
-    """Each prompt's token ids, unpadded; see `prepare` for the arguments and errors.
-
-    `is_encoder` says whether an encoder reads them; None where that is what the model's first stack is.
-    """
+    """Return each prompt's token ids, unpadded, for the encoder if `is_encoder` (None: the first stack); see
+    `prepare`."""
     is_encoder = view.begins_with_encoder if is_encoder is None else is_encoder
     input = plain_input(view, input)
     if isinstance(input, Mapping):
@@ -450,11 +432,8 @@ def token_rows(
 
 
 def _rows_of_tokenizer(view: ModelView, encoding: Mapping[str, Any]) -> list[Int[Tensor, "_pos"]]:
-    """Each prompt's token ids of what a tokenizer returns, padding left out.
-
-    Raises:
-        InvalidInputError: it holds more than token ids and their mask.
-    """
+    """Return each prompt's unpadded token ids from a tokenizer's output; raise `InvalidInputError` if it has more
+    than ids."""
     if not _any_number(encoding.get("token_type_ids")):  # one segment is none
         encoding = {name: value for name, value in encoding.items() if name != "token_type_ids"}
     others = set(encoding) - {"input_ids", "attention_mask"}
@@ -519,9 +498,9 @@ def _tokenize(
 
 
 def _without_doubled(tokenizer: Any, text: str, tokens: Int[Tensor, "pos"]) -> Int[Tensor, "_pos"]:
-    """The tokens of a text; special ones that the text itself begins or ends with are not put there once more.
+    """Return a text's tokens without special tokens that the text itself already begins or ends with.
 
-    A chat template writes the BOS token into its text, for instance, and TransformerLens would put another before it.
+    A chat template writes BOS into its text, and TransformerLens would put another before it.
     """
     ids: list[int] = tokens.tolist()
     first = max(_surplus(tokenizer, name, text, ids, 1) for name in ("bos", "cls"))

@@ -61,12 +61,7 @@ class _Token(NamedTuple):
 
 
 class _Vocabulary:
-    """What a tokenizer makes of single tokens, each of which is read once.
-
-    Attributes:
-        tokenizer: the model's.
-        size: how many tokens it knows.
-    """
+    """What a tokenizer makes of single tokens, each read once; `size` is how many it knows."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -106,11 +101,11 @@ class _Vocabulary:
         return readable_bytes(bytes(BYTES[each] for each in piece))
 
     def ids(self, text: str) -> list[int]:
-        """The token of a text, or what the text is instead: several, or none.
+        """Return the token of a text, or else the several or no tokens that it is.
 
-        A text without a space before it continues a word, one with a space begins a word, whatever the tokenizer puts
-        before a text by itself; where only one of these is a token, it is taken. With WordPiece, whose tokens have no
-        spaces, ``##`` continues a word.
+        With a space before it a text begins a word, without it continues one; where only one of these is a token, that
+        is
+        taken. WordPiece tokens have no spaces: ``##`` continues a word.
         """
         if text not in self._ids:
             self._ids[text] = self._read_ids(text)

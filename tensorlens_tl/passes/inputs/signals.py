@@ -42,15 +42,15 @@ NOT_TOKENS = {
 
 @dataclass(frozen=True)
 class Signal:
-    """A checked batch of images or sounds.
+    """A checked batch of images or sounds, `input` of the model's forward.
 
     Attributes:
-        input: what the model's forward takes.
-        names: of the positions that it becomes, for people.
-        special: how many of the first positions are no part of the image or sound.
-        class_at: the position that a classifier reads its classes at; None of other models.
-        image: what the patches tile exactly, `[batch, channel, height, width]`; None where they overlap, or there are
-            none, or where it has not one channel or three.
+        names: of its positions.
+        special: how many first positions are no part of it.
+        class_at: the position that a classifier reads; None for other models.
+        image: what the patches tile, `[batch, channel, height, width]`; None where they overlap, or the channels are
+            not
+            1 or 3.
     """
 
     input: Float[Tensor, "batch ..."]

@@ -18,10 +18,12 @@ NO_TEXTS = {
 
 
 def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
-    """Every occurrence of a text that begins and ends with whole tokens, as ``(first, last + 1)``.
+    """Return every occurrence of a text that begins and ends with whole tokens, as ``(first, last + 1)``.
 
-    White space at its ends does not count, nor punctuation where the text occurs only with it; ``##`` continues a word.
-    Bytes of a character that several tokens share are written as `readable_bytes` writes them.
+    White space at its ends is ignored, and punctuation if the text occurs only with it; ``##`` continues a word. Bytes
+    of
+    a character that several tokens share are written as `readable_bytes` writes them. Raises `InvalidInputError` if
+    none.
 
     >>> find(["If", " the", " file", " is", " un", "readable"], "file")
     [(2, 3)]
@@ -31,9 +33,6 @@ def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
     [(1, 2)]
     >>> find(["so", " <0xF0><0x9F>", "<0x98>", "<0x82>"], "😂")
     [(1, 4)]
-
-    Raises:
-        InvalidInputError: no such occurrence.
     """
     lines = [(tokens, text)]
     is_pieces = any(token.startswith("##") for token in tokens)
@@ -52,9 +51,9 @@ def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
 
 
 def _occurrences(texts: Sequence[str], wanted: str, trimmed: Callable[[str], str]) -> list[tuple[int, int]]:
-    """The tokens over which each occurrence of a text lies, where these hold besides it only what is trimmed.
+    """Return the tokens that cover each occurrence of a text, if they have nothing else but what is trimmed.
 
-    A token that holds part of a character covers it, as in the offsets of a tokenizer, whatever else the token holds.
+    A token with part of a character covers it all, as in a tokenizer's offsets.
     """
     pieces = [token_bytes(text) for text in texts]
     whole = b"".join(pieces).decode("utf-8", "surrogateescape")
@@ -100,11 +99,7 @@ def token_bytes(token: str) -> bytes:
 
 
 def find_real(tokens: Sequence[str], mask: Sequence[bool], text: str) -> list[list[int]]:
-    """The same among a prompt's real tokens: the positions of every occurrence.
-
-    Raises:
-        InvalidInputError: no such occurrence.
-    """
+    """Return the positions of every occurrence among a prompt's real tokens; raise `InvalidInputError` if none."""
     real = [position for position, is_real in enumerate(mask) if is_real]
     return [real[first:last] for first, last in find([tokens[position] for position in real], text)]
 

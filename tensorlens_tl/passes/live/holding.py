@@ -41,14 +41,10 @@ _effective_patterns: OncePerWeights[frozenset[str]] = OncePerWeights()
 
 
 def prove_obedience(maps: BlockMaps) -> frozenset[str]:
-    """Try, once per model, whether it obeys hooks.
+    """Try, once per model, whether it obeys hooks; returns the patterns' hook points where they take effect.
 
-    Returns:
-        The hook points of patterns at which a hook takes effect.
-
-    Raises:
-        UnsupportedModelError: it ignores what a hook returns at `hook_z`, `mlp.hook_post` or a norm's `hook_scale`; or
-            its weights are offloaded and it cannot run with norms held as wholes.
+    Raises `UnsupportedModelError` if it ignores hooks at `hook_z`, `mlp.hook_post` or `hook_scale`, or has offloaded
+    weights and cannot run with norms frozen as wholes.
     """
     known = _effective_patterns.get(maps.capture.model, maps.capture.weights)
     if known is None or other_hooks(maps.capture.model):
@@ -63,11 +59,8 @@ def holding_hooks(
     norms: bool = True,
     activation: str = "ratio",
 ) -> list[FwdHook]:
-    """The hooks that hold a pass's patterns, activations and norm scales; see `FrozenPass.fwd_hooks`.
-
-    Raises:
-        UnsupportedModelError: the model ignores what a hook returns.
-    """
+    """Return the hooks that freeze a pass; see `FrozenPass.fwd_hooks`. Raises where the model ignores what hooks
+    return."""
     hooks = _hooks(maps, prove_obedience(maps), patterns, activations, norms, activation)
     return without_numbers(maps.capture.model, hook_points(maps.capture.model), hooks)
 
@@ -153,10 +146,10 @@ def _norm_hooks(maps: BlockMaps, layer: int) -> list[FwdHook]:
 
 
 def _ends_of(scale: str) -> Ends:
-    """Where the norm with this scale begins and ends, to be held as a whole where weights are offloaded.
+    """Return where the norm with this scale begins and ends, to be frozen as a whole where weights are offloaded.
 
-    A Bridge whose scale is replaced reads the norm's weights itself, where no hook of accelerate brings them in, or
-    moves what the norm reads to their device.
+    A Bridge whose scale is replaced reads the norm's weights itself, where accelerate does not load them, or moves the
+    norm's input to their device.
     """
     norm = scale.removesuffix(".hook_scale")
     return Ends(f"{norm}.hook_in", f"{norm}.hook_out")

@@ -50,12 +50,11 @@ class Form(NamedTuple):
 
 
 class EarlierLayers:
-    """The blocks of a pass's model, where each copy of the prompts may begin at the first that its change reaches.
+    """The blocks of a pass's model; each copy of the prompts may enter a run at the first block that its change
+    reaches.
 
-    Attributes:
-        capture: the pass.
-        forms: of the blocks' outputs, which `seen` notes; fewer than there are blocks where one gives more than the
-            stream, and then none is skipped.
+    `forms` are those of the blocks' outputs, as noted by `seen`; if one gives more than the stream, no block is
+    skipped.
     """
 
     def __init__(self, capture: Capture) -> None:
@@ -89,11 +88,7 @@ class EarlierLayers:
 
     @contextmanager
     def skipped(self, firsts: Sequence[int]) -> Generator[None, None, None]:
-        """Inside, each copy of the prompts enters a run of this thread at its first block.
-
-        Args:
-            firsts: the first block that is computed for each copy.
-        """
+        """Inside, each copy of the prompts enters a run of this thread at its first block, `firsts`."""
         with lock_of(self.capture.model), Placing() as placing:
             for number, block in enumerate(self._blocks[: max(firsts)]):
                 entered = [copy for copy, first in enumerate(firsts) if first <= number]
@@ -119,12 +114,7 @@ class EarlierLayers:
 
     @contextmanager
     def narrowed(self, last: int, positions: Int[Tensor, "batch query"]) -> Generator[None, None, None]:
-        """Inside, the MLP of block `last` is called with some positions in this thread, and gives zeros at the others.
-
-        Args:
-            last: the last block whose output is read.
-            positions: where it is read.
-        """
+        """Inside, the MLP of the last block that is read computes only the positions that are read, in this thread."""
         mlp = getattr(self._blocks[last], "mlp", None)
         points = self.capture.points.blocks[last]
         is_mixture = bool(points.index or points.weight or points.experts)
@@ -136,11 +126,8 @@ class EarlierLayers:
     def _some_positions(
         self, positions: Int[Tensor, "batch query"], computed: Callable[..., Any], x: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """What an MLP gives at some positions, and zeros elsewhere.
-
-        Raises:
-            UnsupportedModelError: it is called with something else than a stream, or gives something else.
-        """
+        """Return an MLP's output at some positions, zero elsewhere; raise if it reads or gives anything but a
+        stream."""
         if not isinstance(x, Tensor) or x.ndim != 3:
             raise UnsupportedModelError("the last MLP is not called with the stream alone.")
         at = positions.repeat(len(x) // len(positions), 1).to(x.device)[..., None]
@@ -171,14 +158,11 @@ class EarlierLayers:
 
 @contextmanager
 def one_copy_attends(capture: Capture, copies: int) -> Generator[None, None, None]:
-    """Inside, attention whose heads have hook points computes one copy of the prompts, the second, in this thread.
+    """Inside, attention with hook points in its heads computes the second copy of the prompts only, in this thread.
 
-    For runs in which hooks give what heads mix in every copy: what comes before that is not read. It is the second
-    copy, so that an unchanged first one shows where attention adds something of its input to that.
-
-    Args:
-        capture: the pass.
-        copies: how many copies of the prompts are run.
+    For runs in which hooks replace what heads mix in every copy. The unchanged first copy then shows where attention
+    adds
+    something of its input.
     """
     batch = len(capture.mask)
     rows = torch.arange(batch, 2 * batch, device=capture.mask.device)
@@ -206,10 +190,7 @@ def rows_of(value: Any, rows: Int[Tensor, " row"], count: int) -> Any:
 
 
 def replace_forward(placing: Placing, module: nn.Module, function: Callable[..., Any]) -> None:
-    """Let a module give what a function makes of its forward and its arguments, until the placing ends.
-
-    Other threads call it as it is.
-    """
+    """Let a function of a module's forward and arguments take its place in this thread, until the placing ends."""
     home = threading.get_ident()
     computed = module.forward
 

@@ -34,18 +34,18 @@ SAME_SHAPE = 1e-5
 
 
 class LiveModel:
-    """The model of a pass, to be run once more.
+    """The model of a pass, to be run again.
 
     Attributes:
-        capture: the pass.
         question: the subject of messages, such as ``"logits"``.
-        alone: whether somebody's hooks are on the model, so that every copy of the prompts is run by itself.
-        tolerance: how far the model may be from the pass, relative to the pass's own vectors. Where hooks were put on
-            or taken off since, a run of the same batch must repeat the pass but for rounding.
+        alone: user hooks are on the model, so that every copy of the prompts runs by itself.
+        tolerance: how far a run may be from the pass, relative to its vectors; where hooks changed since, a run of the
+            same
+            batch must repeat the pass but for rounding.
 
     Raises:
-        InvalidInputError: the model was put in train mode since, and drops activations there.
-        FrozenModelError: its weights or its configuration were changed since the pass, or a frozen pass is attached.
+        InvalidInputError: the model is now in train mode, and drops activations.
+        FrozenModelError: its weights or configuration changed since the pass, or a frozen pass is attached.
     """
 
     def __init__(self, capture: Capture, tolerance: float, question: str) -> None:
@@ -61,14 +61,8 @@ class LiveModel:
         self.tolerance = tolerance if self.same_hooks else min(tolerance, SAME_SHAPE)
 
     def check(self, seen: Mapping[str, Tensor]) -> None:
-        """Refuse activations of a run of the pass's own prompts that are not those of the pass.
-
-        Args:
-            seen: activations `[batch, pos, d]` by hook-point name, all of them stored in the pass.
-
-        Raises:
-            FrozenModelError: naming the first that differs.
-        """
+        """Raise `FrozenModelError` for the first activation (by hook point) of a run of these prompts that is not
+        the pass's."""
         for name, tensor in seen.items():
             expected = self.capture.activation(name)
             mask = self.capture.mask[:, self.capture.span(name)]
@@ -105,19 +99,16 @@ class LiveModel:
         title: str,
         parts: int = 1,
     ) -> Iterator[tuple[range, Float[Tensor, "change *rest"]]]:
-        """Run every change in a copy of the prompts, as many at once as fit.
+        """Run every change in a copy of the prompts, as many at once as fit `memory`; yields changes and what copies
+        give.
 
         Args:
             changes: how many there are.
-            run: runs copies of the prompts, and hands back what each copy gives.
-            error: how far what an unchanged copy gives is from what the pass holds, relative to its size.
+            run: runs copies of the prompts, and returns what each gives.
+            error: of what an unchanged copy gives, relative to the pass.
             bytes_per_copy: what one copy allocates.
-            memory: what the copies of one run may allocate at once.
             title: of the progress bar.
             parts: the least number of runs.
-
-        Yields:
-            Some of the changes, and what their copies give.
 
         Raises:
             FrozenModelError: an unchanged copy gives another number than the pass.
@@ -139,11 +130,8 @@ class LiveModel:
             yield rows, outputs[1:-1]
 
     def _check_controls(self, first: float, last: float) -> None:
-        """Refuse a model that does something else in some rows of a batch.
-
-        Raises:
-            FrozenModelError: a copy that is left as it is gives another number than the pass.
-        """
+        """Raise `FrozenModelError` where an unchanged copy gives another number than the pass: rows of a batch
+        differ."""
         if not first <= self.copies_tolerance:
             raise self._other_model(f"they differ by {first:.1e}")
         if not last <= self.copies_tolerance:

@@ -369,10 +369,7 @@ class FrozenOperator(FrozenTensor):
         generator: torch.Generator | None = None,
         **probes: Any,
     ) -> Estimate:
-        """Norms at one position per prompt: from random rows of a generator, or exact.
-
-        They are exact as well where a tolerance needs so many random rows that `d_model` basis vectors are cheaper.
-        """
+        """Return norms at one position per prompt, from random rows, or exact where basis vectors are cheaper."""
         batch, _, width = self.x.shape
         if generator is not None:
             per_row = batch * len(sources.positions) * width * upcast(self.x[:0]).element_size()

@@ -21,13 +21,10 @@ def factors(weights: object, total: Float[Tensor, "batch query"]) -> Float[Tenso
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Vectors to pull, and the number that the scores must sum to.
+    """`vectors` to pull, one for each query at `positions`, and the number `total` that the scores must sum to.
 
     Attributes:
-        vectors: one for each query.
-        positions: of the queries.
         through: the map from the operator's input to where the vectors live.
-        total: what scores and bias sum to.
         constant: the part of the bias that no map adds.
         noise: what rounding may leave in the total.
         soft_cap: the cap that the model applies to the total afterwards.

@@ -50,15 +50,9 @@ def end_of(frozen: Linearisation, last: int, final_norm: bool) -> str:
 
 
 def through_final_norm(frozen: Linearisation, last: int, final_norm: bool | None) -> bool:
-    """Whether the norm after the last layer is taken along: where the layers reach it.
+    """Return whether the norm after the last layer is included: where layers end there, if `final_norm` is None.
 
-    Args:
-        frozen: the pass.
-        last: the first layer after those that are meant.
-        final_norm: None for yes.
-
-    Raises:
-        InvalidInputError: the norm is requested, and the layers end before it.
+    Raises `InvalidInputError` if it is requested, and the layers end before it.
     """
     if final_norm and last < frozen.n_layers:
         raise InvalidInputError(
@@ -122,12 +116,12 @@ def places_bias(bias: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Keys:
-    """The source tokens that were requested.
+    """The requested source tokens.
 
     Attributes:
-        positions: those requested in any prompt, ascending.
+        positions: requested in any prompt, ascending.
         mask: True where such a position is a real token.
-        columns: for each prompt and requested key, its index in `positions`; None for all in order.
+        columns: each prompt's and key's index in `positions`; None for all in order.
     """
 
     positions: list[int]
@@ -151,11 +145,7 @@ class Keys:
 
 
 def chosen_keys(prompt: Prompt, keys: Query) -> Keys:
-    """Source tokens, counted over each prompt's real tokens; a text stands for all its tokens, "all" for every one.
-
-    Raises:
-        InvalidInputError: see `tensorlens_tl.passes.inputs.span_positions`.
-    """
+    """Return source tokens, see `span_positions`."""
     mask = prompt.mask
     if is_all(keys):
         return Keys(list(range(mask.shape[1])), mask)

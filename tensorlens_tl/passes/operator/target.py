@@ -36,17 +36,13 @@ RANKED_IDS = {
 def token_ids(
     view: ModelView, tokens: TokenLike, batch: int, name: str = "target", queries: int = 1
 ) -> Int[Tensor, "batch query"]:
-    """One token id per prompt and query.
+    """Return one token id per prompt and query.
 
-    Args:
-        view: the model.
-        tokens: a string of one token or a token id, for every prompt and query; a list of one for each prompt, or, of
-            a single prompt, for each query; or a list of lists, ``[batch][query]``.
-        batch, queries: their numbers.
-        name: the argument's name, for messages; of ``"target"`` and ``"minus"`` an id may be one of `RANKED_IDS`.
-
-    Raises:
-        InvalidInputError: several tokens, none, out of the vocabulary, or not one per prompt or query.
+    `tokens` is a text of one token or an id, for all; a list with one for each prompt (of a single prompt, each query);
+    or
+    lists ``[batch][query]``. `name` is the argument in messages; of ``"target"`` and ``"minus"`` ids may be
+    `RANKED_IDS`.
+    Raises `InvalidInputError` for several tokens, none, one out of the vocabulary, or another count.
     """
     plain_tokens = plain(tokens)
     by_prompt: Sequence[Any] = [plain_tokens] * batch
@@ -72,11 +68,8 @@ def token_ids(
 
 
 def next_ids(prompt: Prompt, positions: Int[Tensor, "batch query"], name: str = "target") -> Int[Tensor, "batch query"]:
-    """The token that follows each query in its prompt; at padding, which no result shows, any token.
-
-    Raises:
-        InvalidInputError: a query at a prompt's last real token, or a prompt of images or sound.
-    """
+    """Return the token after each query (at padding, any); raise `InvalidInputError` at the last one, and without
+    tokens."""
     if prompt.kwargs.get("input", prompt.tokens).is_floating_point():
         raise InvalidInputError(f"{name}=NEXT: images and sound have no next token; pass a class, or direction=.")
     pos = prompt.mask.shape[1]
@@ -136,7 +129,7 @@ def _refuse_token_text(view: ModelView, word: str, name: str) -> None:
 
 
 def _id_of_text(view: ModelView, text: str, name: str) -> int:
-    """The id of a text that is one token.
+    """Return the id of a text that is one token.
 
     Without a space before it a text continues a word, with one it begins a word; where only one of the two is a token,
     it is that. What the tokenizer puts before a text by itself does not count.
@@ -198,12 +191,7 @@ UNCAPPED = "uncapped logit"
 
 
 def logit_word(view: ModelView, capped: bool = False) -> str:
-    """What a logit is called: ``"uncapped logit"`` where the model puts a soft cap on it afterwards.
-
-    Args:
-        view: the model, `frozen.view` of a pass.
-        capped: whether the number is the one after the cap, as the model returns it.
-    """
+    """Return what a logit is called: ``"uncapped logit"`` where a soft cap follows, unless it is `capped` already."""
     if view.soft_cap is None or capped:
         return "logit"
     return UNCAPPED
@@ -245,9 +233,9 @@ def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None, *, 
 
 @dataclass(frozen=True)
 class Target:
-    """Numbers read at the end of a model: ``vector · stream + constant``, one for each prompt and query.
+    """Numbers read at the end of a model, one per prompt and query: ``vector · stream + constant``.
 
-    `of_tokens` tells whether the stream is the one that is unembedded (a token's logit) or the operator's own output.
+    `of_tokens`: the stream is the one that is unembedded (a token's logit), else the operator's own output.
     """
 
     vectors: Float[Tensor, "batch query d"]
@@ -263,22 +251,19 @@ def resolve_target(
     direction: Any = None,
     positions: Int[Tensor, "batch query"] | None = None,
 ) -> Target:
-    """The target that `target`, `minus` and `direction` name, checked.
+    """Check the target that `target`, `minus` and `direction` name, and return it.
 
     Args:
-        frozen: the pass.
-        target: a token (string or id), one per prompt, or one per prompt and query; see `token_ids`. `NEXT` is each
-            query's own next token, and ``"first-choice"`` the token that the model predicts there. None: see
-            `explained_tokens`.
-        minus: another token, for ``logit(target) − logit(minus)``; ``"runner-up"`` is the token of largest logit
-            besides the target, at each query. Of a difference, both words mean the tokens of its first run.
+        target: a token, see `token_ids`; `NEXT` is each query's own next token, ``"first-choice"`` the token that the
+            model predicts. None: see `explained_tokens`.
+        minus: another token, for ``logit(target) − logit(minus)``; ``"runner-up"`` has the largest logit besides the
+            target. In a difference, both words mean the tokens of its first run.
         direction: instead of a token, a vector `[d_model]`, `[batch, d_model]` or `[batch, query, d_model]` at the
             operator's output.
         positions: the queries, None for each prompt's last real token.
 
     Raises:
-        InvalidInputError: both kinds, target and minus the same, several tokens, out of the vocabulary, or a wrong
-            shape.
+        InvalidInputError: both kinds, target and minus the same, or what `token_ids` raises; a wrong shape.
         UnsupportedModelError: a token target where the model's logits are not ``cap(W_U·x + b_U)``.
     """
     check_linearisation(frozen)
@@ -322,11 +307,11 @@ def predicts_at(frozen: Linearisation, positions: Int[Tensor, "batch query"]) ->
 def explained_tokens(
     frozen: Linearisation, target: TokenLike, minus: TokenLike, positions: Int[Tensor, "batch query"]
 ) -> tuple[TokenLike, TokenLike]:
-    """Target and minus, or what is explained where they are left out: the first choice against the runner-up.
+    """Return target and minus; by default the first choice against the runner-up.
 
-    The difference of two runs explains the token that the first predicts against the one that the second predicts;
-    where both predict the same token, its runner-up in the first run takes the second's place. Where only `minus` is
-    given, the target is the first choice.
+    In a difference these are the tokens that the two runs predict, or where they agree, the first run's runner-up as
+    the
+    second. With only `minus`, the target is the first choice.
     """
     if target is not None:
         return target, minus
@@ -346,11 +331,7 @@ def explained_tokens(
 def target_ids(
     frozen: Linearisation, positions: Int[Tensor, "batch query"], target: TokenLike, minus: TokenLike = None
 ) -> tuple[Int[Tensor, "batch query"], Int[Tensor, "batch query"] | None]:
-    """The ids of a token target, and of the token that is subtracted, on the pass's device.
-
-    Raises:
-        InvalidInputError: see `token_ids` and `next_ids`; also a token minus itself.
-    """
+    """Return ids of target and minus on the pass's device; see `token_ids`, `next_ids`. They may not be the same."""
     batch, queries = positions.shape
 
     def read(tokens: TokenLike, name: str) -> Int[Tensor, "batch query"]:
@@ -390,15 +371,9 @@ def likeliest(
     positions: Int[Tensor, "batch query"],
     besides: Int[Tensor, "batch query"] | None = None,
 ) -> Int[Tensor, "batch query"]:
-    """The token of largest logit at each query; of a difference, in its first run.
+    """Return the token of largest logit at each query (in a difference, of its first run), without those in `besides`.
 
-    Args:
-        frozen: the pass, or the difference of two.
-        positions: the queries.
-        besides: tokens that are passed over, one at each query.
-
-    Raises:
-        UnsupportedModelError: the model predicts no tokens, or its logits are not ``cap(W_U·x + b_U)``, measured.
+    Raises `UnsupportedModelError` if the model predicts no tokens, or its logits are not ``cap(W_U·x + b_U)``.
     """
     run = frozen.runs[0]
     states = torch.take_along_dim(run.unembedded(), positions[..., None], dim=1)
@@ -413,11 +388,9 @@ def likeliest(
 def unembedding_rows(
     frozen: Linearisation, positions: Int[Tensor, "batch query"], target: TokenLike, minus: TokenLike = None
 ) -> tuple[Float[Tensor, "batch query d"], Float[Tensor, "batch query"]]:
-    """Per prompt and query: the direction of a token's logit (or a difference of two), and its constant b_U.
+    """Return per prompt and query the direction of a token's logit (or a difference of two), and its constant b_U.
 
-    Raises:
-        InvalidInputError: see `target_ids`.
-        UnsupportedModelError: the model's logits at one of the positions are not ``cap(W_U·x + b_U)``, measured.
+    Raises what `target_ids` and `likeliest` raise.
     """
     if frozen.view.unembedding is None:
         raise UnsupportedModelError(f"target: {frozen.view.description} predicts no tokens; use direction=.")

@@ -38,12 +38,11 @@ class FrozenTensor:
     """An affine map from the residual stream at one depth to another: ``op(x) = op.push(x) + op.bias``.
 
     Attributes:
-        frozen: the pass.
-        map: the map itself; `push`, `pull` and `bias` are its own.
-        x: the pass's residual stream at the map's input, `[batch, pos, d_model]`.
+        map: the map itself, with `push`, `pull` and `bias`.
+        x: the pass's residual stream at its input, `[batch, pos, d_model]`.
         first, last: the first layer inside, and the first one after.
-        whole: whether the range is complete (no head or MLP left out), so that the model's own output is reproduced.
-        reaches_end: whether it ends at the model's own output, the final norm included where there is one.
+        whole: no head or MLP is left out, so that the model's own output is reproduced.
+        reaches_end: whether it ends at the model's own output, with any final norm.
     """
 
     frozen: Linearisation
@@ -154,13 +153,13 @@ class FrozenTensor:
     ) -> Float[Tensor, "batch query key d_model"]:
         """``T[i,:,j,:]·x_j``: what source token j puts into position i.
 
-        Summed over keys, plus `bias`, they are the model's own output at every real token. On a causal model the empty
-        triangle is skipped.
+        Summed over keys, plus `bias`, they are the model's output at every real token. A causal model's empty triangle
+        is
+        skipped.
 
         Args:
-            query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
-            keys: source tokens, counted likewise (a text stands for all its tokens), every one by default; the others
-                cost nothing.
+            query: positions, by default all; see `tensorlens_tl.passes.inputs.query_positions`.
+            keys: source tokens (a text stands for all its tokens), by default all; others cost nothing.
             memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
 
         >>> op = frozen.operator()
@@ -194,15 +193,9 @@ class FrozenTensor:
     def slice(
         self, query: Query = -1, *, keys: Query = "all", memory: Memory = None
     ) -> Float[Tensor, "batch d_out key d_in"]:
-        """``T[i,:,j,:]`` for one query i and every key j, or some.
+        """``T[i,:,j,:]`` for one query i, by default the last, and every key j or some.
 
-        Args:
-            query: one position, the last real token by default.
-            keys, memory: as in `contributions`.
-
-        Raises:
-            InvalidInputError: a query or key out of range.
-            SizeError: the result would be larger than `algebra.memory.MOST_BYTES`, or one row than `memory`.
+        Arguments and errors are those of `contributions`.
         """
         positions = one_query(self.frozen.prompt, query)
         sources = chosen_keys(self.frozen.prompt, keys)
@@ -214,11 +207,7 @@ class FrozenTensor:
         return sources.select(result.mul_(sources.mask[:, None, :, None]), dim=2)
 
     def dense(self) -> Float[Tensor, "batch query d_out key d_in"]:
-        """The whole tensor, for small models.
-
-        Raises:
-            SizeError: it would be larger than `tensorlens_tl.algebra.memory.MOST_BYTES`.
-        """
+        """The whole tensor, of small models; raises `SizeError` above `tensorlens_tl.algebra.memory.MOST_BYTES`."""
         batch, pos, width = self.x.shape
         check_size("dense", (batch, pos, width, pos, width), self.x)
         result = self.x.new_zeros(batch, pos, width, pos, width)

@@ -66,17 +66,12 @@ def prove(
     seen: SeenWrites | None = None,
     positions: Int[Tensor, "batch query"] | None = None,
 ) -> Proof:
-    """Find every block's layout, measure its error, and refuse a block that no layout reproduces.
+    """Find every block's layout and measure its error; raise `UnsupportedModelError` where no layout reproduces it.
 
     Args:
-        maps: the parts of the blocks.
-        every_block: whether each block is proved; else only the first of each kind is, and what follows the last
-            block is not.
+        every_block: prove each block; else the first of each kind only, and not what follows the last.
         seen: what the model showed of its sublayers, compared as well and dropped block by block.
-        positions: look at these positions alone, in blocks that can be evaluated at some positions.
-
-    Raises:
-        UnsupportedModelError: a part that no known map reproduces; names it, and what was measured.
+        positions: compare these only, in blocks that can be evaluated at some positions.
     """
     writes = {} if seen is None else seen.tensors
     layouts: list[Layout] = []
@@ -117,11 +112,8 @@ def _kind(block: BlockView) -> tuple[object, ...]:
 
 
 def _prove_head(maps: BlockMaps) -> dict[str, float]:
-    """The error of what stands between the last block and the unembedding; nothing where nothing does.
-
-    Raises:
-        UnsupportedModelError: it is not a norm or prediction head as its weights are read.
-    """
+    """Return the error of what precedes the unembedding, if anything; raise if it is no norm or head as read from
+    weights."""
     error = head_error(maps)
     if error is None:
         return {}
@@ -161,11 +153,8 @@ class _BlockProof:
         self.search = LayoutSearch(maps, layer)
 
     def find(self, previous: Layout | None) -> tuple[Layout, BlockErrors]:
-        """The block's layout and its errors.
-
-        Raises:
-            UnsupportedModelError: no layout reproduces the block, or a part of it is not what its weights give.
-        """
+        """Return the block's layout and errors; raise where no layout reproduces it, or a part is not what its
+        weights give."""
         # blocks of a model mostly share one layout
         for suggest in (partial(self.search.expected, previous), self.search.best):
             layout = suggest()
@@ -194,11 +183,11 @@ class _BlockProof:
         return self._errors_beyond_rounding(layout)
 
     def _errors_beyond_rounding(self, layout: Layout) -> BlockErrors:
-        """The same in half precision, where its rounding alone may be above the tolerance.
+        """Return the errors in half precision, where its rounding alone may exceed the tolerance.
 
-        The block is composed in float32 of what the model held in half precision, so that only the model's own rounding
-        is between the two. How much that is, is measured here: the block is composed some more times, with what it
-        reads, and what its heads, neurons and sublayers give, moved by half a unit of rounding up or down.
+        The block is composed in float32 from half-precision activations, so only the model's rounding is between the
+        two. Its
+        size is measured by composing again with inputs, heads, neurons and sublayers moved by half a unit of rounding.
         """
         eps = torch.finfo(self.maps.capture.resid_pre(self.layer).dtype).eps
         wide = self.maps.with_capture(self.maps.capture.in_float32(self.layer))
@@ -217,12 +206,9 @@ class _BlockProof:
         return self._compared(layout, exact, rounded)
 
     def _noted(self, maps: BlockMaps, layout: Layout, factors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """What the block's map computes on its way (`tapped`), and ``"output"``, what it gives.
+        """Return what the block's map computes on its way (`tapped`), its ``"output"`` included.
 
-        Args:
-            maps: the parts of the blocks.
-            layout: how the block is put together.
-            factors: what the block reads (``"reads"``), and what it computes on its way, is multiplied by.
+        `factors` multiply what the block reads (``"reads"``), and what it computes on its way.
         """
         factors = factors or {}
         noted: dict[str, Tensor] = {}

@@ -18,21 +18,15 @@ _unambiguous: OncePerWeights[dict[int, Layout]] = OncePerWeights()
 
 
 def block_error(capture: Capture, layer: int, output: Float[Tensor, "batch pos d_model"]) -> float:
-    """The relative error of what a map gives in the place of a block.
+    """Return a map's relative error in place of a block.
 
-    What hooks add may cancel what the block computes: a stream that is set to zero is compared with what it was.
+    A stream that hooks set to zero is compared with what it was before.
     """
     return relative_error(output, capture.resid_post(layer), capture.mask, capture.additions.of(layer).values())
 
 
 class LayoutSearch:
-    """The layouts that one block may have, and which of them it has.
-
-    Attributes:
-        maps: the parts of the blocks.
-        layer: the block.
-        candidates: the layouts that have the norms of the block.
-    """
+    """The search for one block's layout among `candidates`, those with the norms of the block."""
 
     def __init__(self, maps: BlockMaps, layer: int) -> None:
         block = maps.view.blocks[layer]
@@ -48,11 +42,8 @@ class LayoutSearch:
         return earlier if earlier in self.candidates else None
 
     def best(self) -> Layout | None:
-        """The one layout that reproduces the block (on its first tokens, where the block is causal), or None.
-
-        Raises:
-            UnsupportedModelError: two of them do.
-        """
+        """Return the one layout that reproduces the block (a causal block's first tokens), or None; two raise an
+        error."""
         start = self.maps.with_capture(self.maps.capture.block_at_start(self.layer))
         errors = self._errors(start, self.candidates, "ratio")
         passing = [option for option in sorted(errors, key=errors.__getitem__) if self._is_small(errors[option])]

@@ -10,13 +10,11 @@ from tensorlens_tl.passes.inputs import Prompt, query_positions
 
 
 class LogitsCheck:
-    """The positions whose logits were compared with the model's own, and the largest error there.
-
-    A cache of a pass: it grows with the positions that results are about, and nothing else depends on it.
+    """The positions whose logits were compared with the model's own; a cache that grows with the positions of results.
 
     Attributes:
         error: the largest ``max abs(ours − logits) / max abs(logits)`` so far; None before any comparison.
-        compared: True where logits were compared, or are when an error is first read.
+        compared: True where logits were compared, or will be when the error is first read.
         postponed: the model's logits that are compared then, and where; None after that.
     """
 
@@ -59,12 +57,9 @@ class LogitsCheck:
 
 
 def compared_positions(view: ModelView, prompt: Prompt, query: Query | None = None) -> Int[Tensor, "batch compared"]:
-    """The positions whose logits are compared while a pass is frozen, some of them perhaps more than once.
+    """Return the positions whose logits are compared while freezing; some may repeat.
 
-    Each prompt's last real token, those of `query`, and of a masked language model the first token and every mask.
-
-    Raises:
-        InvalidInputError: a query that `query_positions` refuses, or where the model predicts nothing.
+    They are each prompt's last real token, those of `query`, and in a masked language model the first and every mask.
     """
     last = query_positions(prompt, -1)
     columns = [last]
@@ -83,16 +78,10 @@ def compared_positions(view: ModelView, prompt: Prompt, query: Query | None = No
 
 
 def logits_error(capture: Capture, states: Tensor, logits: object, positions: Int[Tensor, "batch query"]) -> float:
-    """How far the weights' logits of the model's last states are from the model's own, at some positions.
+    """Return the largest ``max abs(ours − logits) / max abs(logits)`` of real tokens, ours from weights and last
+    states.
 
-    Args:
-        capture: the pass.
-        states: what the model unembeds.
-        logits: what the model gave there, `[batch, query, d_vocab]`; anything else differs infinitely.
-        positions: which of the states.
-
-    Returns:
-        The largest ``max abs(ours − logits) / max abs(logits)`` of real tokens.
+    `logits` are the model's, `[batch, query, d_vocab]`; any other shape has an infinite error.
     """
     ours = capture.view.logits(torch.take_along_dim(states, positions[..., None], dim=1))
     if not isinstance(logits, Tensor) or logits.shape != ours.shape:

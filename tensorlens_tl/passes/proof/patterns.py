@@ -25,12 +25,8 @@ def check_pattern(
     queries: Bool[Tensor, "batch query"],
     keys: Bool[Tensor, "batch key"],
 ) -> None:
-    """Refuse padding that the model does not handle in one pattern, given its real queries and keys.
-
-    Raises:
-        NumericalError: NaN that padding brought.
-        UnsupportedModelError: weight on padded tokens.
-    """
+    """Raise for padding in one pattern that the model does not handle: NaN at real queries, or weight on padded
+    keys."""
     if bool(torch.isnan(pattern.sum())) and bool(torch.isnan(pattern).any()):
         raise NumericalError(
             f"NaN at {name}, in a padded batch: this model does not handle a query all of whose keys are "

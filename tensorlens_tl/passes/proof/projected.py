@@ -34,13 +34,7 @@ SHARE = 0.1
 
 
 class ShownProduct(NamedTuple):
-    """A product h·W + b, and what the model shows in its place.
-
-    Attributes:
-        point: the hook point that shows it.
-        out: W and b.
-        shown: `[batch, pos, d_model]`.
-    """
+    """A product h·W + b (`out`), and what the model shows of it at a hook point, `[batch, pos, d_model]`."""
 
     point: str
     out: Linear
@@ -64,12 +58,9 @@ def _projections(width: int, dtype: torch.dtype, device: torch.device) -> Float[
 
 
 def projected_errors(maps: BlockMaps, layer: int, layout: Layout, seen: Mapping[str, Tensor]) -> BlockErrors | None:
-    """The errors of a block that is proved by projections; None of any that has to be composed.
+    """Return the errors of a block that is proved by projections, None for one that has to be composed.
 
-    Args:
-        maps: the parts of the blocks.
-        layer, layout: the block, and how it may be put together.
-        seen: what the model showed (`SeenWrites.tensors`), at every position.
+    `seen` is what the model showed (`SeenWrites.tensors`), at every position.
     """
     if not _is_plain(maps, layer, layout, seen):
         return None
@@ -103,8 +94,8 @@ def projected_errors(maps: BlockMaps, layer: int, layout: Layout, seen: Mapping[
 
 
 def _is_plain(maps: BlockMaps, layer: int, layout: Layout, seen: Mapping[str, Tensor]) -> bool:
-    """Whether a block is attention and a dense MLP behind norms, in full precision, with nobody's hooks on the model,
-    and the model shows what its heads gather and its neurons hold."""
+    """True if a block is plain attention and dense MLP in full precision without user hooks, and shows heads and
+    neurons."""
     block = maps.view.blocks[layer]
     points = maps.points.blocks[layer]
     capture = maps.capture

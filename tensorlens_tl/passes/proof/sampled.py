@@ -21,10 +21,8 @@ POSITIONS = 8
 
 
 def sampled_positions(mask: Bool[Tensor, "batch pos"], count: int = POSITIONS) -> Int[Tensor, "batch query"]:
-    """Real tokens of each prompt, ascending: its last one, and others drawn at random, the same for the same mask.
-
-    A prompt with fewer real tokens than others gives its last one several times.
-    """
+    """Return each prompt's last real token and random others, ascending, the same for the same mask; repeats fill
+    rows."""
     real = mask.cpu()
     numbers = torch.arange(real.shape[1])
     last = (real * (numbers + 1)).amax(1, keepdim=True).sub(1).clamp_min(0)
@@ -35,8 +33,11 @@ def sampled_positions(mask: Bool[Tensor, "batch pos"], count: int = POSITIONS) -
 
 
 def can_be_sampled(view: ModelView, layer: int) -> bool:
-    """Whether a block can be evaluated at some positions: whitening and mixers other than attention pass something on
-    from token to token, a block of an encoder–decoder acts on one side only, and shared values are another block's."""
+    """True if a block can be evaluated at some positions.
+
+    Not so with whitening and other mixers, which pass on from token to token, in an encoder–decoder, and with shared
+    values.
+    """
     block = view.blocks[layer]
     if block.reads_embedding:
         return False
@@ -47,14 +48,7 @@ def can_be_sampled(view: ModelView, layer: int) -> bool:
 def attention_at(
     maps: BlockMaps, layer: int, layout: Layout, positions: Int[Tensor, "batch query"]
 ) -> tuple[Float[Tensor, "batch query width"], Diagonal]:
-    """What the heads of a block gather at some positions, and the map that gives what its attention writes there.
-
-    Args:
-        maps: the parts of the blocks.
-        layer: of a block that `can_be_sampled`.
-        layout: how it is put together.
-        positions: real tokens.
-    """
+    """Return what a block's heads gather at some positions, and the map to what attention writes there."""
     x = maps.capture.resid_pre(layer)
     if layout.attn.before is not None:
         x = maps.norm(layer, layout.attn.before)(x)

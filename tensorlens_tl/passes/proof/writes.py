@@ -27,14 +27,12 @@ from tensorlens_tl.passes.proof.sampled import can_be_sampled
 
 @dataclass
 class SeenWrites:
-    """What the model showed at the hook points of `ModelPoints.proved`; stored until its blocks are proved.
+    """What the model showed at `ModelPoints.proved`, stored until its blocks are proved.
 
     Attributes:
-        names: the hook points that are looked at.
-        batch: the number of prompts.
-        at: the positions `[batch, query]` of the points whose blocks are proved at some positions only.
-        store: ``"cpu"`` keeps them off the model's device.
-        tensors: batch and position apart and everything else side by side, `[batch, pos, width]`, by name.
+        at: the positions `[batch, query]` of points whose blocks are proved at some positions only.
+        store: ``"cpu"`` moves them off the model's device.
+        tensors: by name, `[batch, pos, width]`.
     """
 
     names: frozenset[str]
@@ -91,10 +89,11 @@ class BlockErrors(NamedTuple):
 
 
 def tapped(parts: BlockParts, seen: dict[str, Tensor], factors: Mapping[str, Tensor]) -> BlockParts:
-    """The parts of a block, noting in `seen` what its map computes on its way.
+    """Return a block's parts, noting in `seen` what its map computes, multiplied by its entry of `factors` first.
 
-    ``"heads"`` is what the heads gather, ``"hidden"`` an MLP's hidden vector, ``"crossing"`` what cross-attention
-    gathers, ``"attention"`` and ``"mlp"`` what the sublayers write. Each is multiplied by its entry of `factors` first.
+    ``"heads"``, ``"hidden"`` and ``"crossing"`` are what heads, an MLP and cross-attention hold inside, ``"attention"``
+    and
+    ``"mlp"`` what sublayers write.
     """
 
     def tap(name: str) -> AffineMap:
@@ -128,14 +127,9 @@ def write_errors(
     noted: Mapping[str, Tensor],
     rounded: Sequence[Mapping[str, Tensor]] = (),
 ) -> list[WriteError]:
-    """How far each hook point of a block is from what the block's map computes there, in the order of the pass.
+    """Return how far a block's hook points are from what its map computes, in the order of the pass.
 
-    Args:
-        maps: the parts of the blocks, at the positions that the block is proved at.
-        layer, layout: the block, and how it is put together.
-        seen: what the model showed (`SeenWrites.tensors`).
-        noted: what the map noted (`tapped`), and ``"output"``, what it gives.
-        rounded: the same with other rounding: how far they are from `noted` does not count.
+    `seen` is what the model showed, `noted` what the map noted; how far `rounded` is from `noted` does not count.
     """
     return list(_Comparison(maps, layer, layout, seen, noted, rounded).errors())
 
@@ -213,12 +207,10 @@ class _Comparison:
     def _lost(
         self, sizes: Callable[[Mapping[str, Tensor]], Float[Tensor, "token *unit"]]
     ) -> Float[Tensor, "token *unit"] | float:
-        """How much of an error is rounding: twice the deviation of what is computed with other rounding.
+        """Return how much of an error is rounding: twice the deviation, `sizes`, of what is computed with other
+        rounding.
 
-        Args:
-            sizes: how far that is from what is computed without, relative to what the error is relative to.
-
-        Never more than the tolerance: what is zero in the model or in the map alone is refused, however it rounds.
+        Never more than the tolerance: what is zero in the model or in the map alone is an error, however it rounds.
         """
         if not self.rounded:
             return 0.0
@@ -251,11 +243,12 @@ class _Comparison:
         return min(errors, key=lambda error: error.error)
 
     def _neurons(self, post: str) -> WriteError:
-        """An MLP's hidden vector: what the weights give, by the activation ratio of the captured pre-activation.
+        """Compare an MLP's hidden vector with the captured pre-activation times its activation ratio.
 
-        Rounding of a pre-activation is that of an average one, and reaches a neuron by its ratio. An activation
-        function may round relative to its argument, however small its value: GELU by tanh adds 1 and a number near −1.
-        What lies below the smallest normal number does not count: a processor may flush it to zero.
+        A pre-activation rounds like an average one, and reaches a neuron by its ratio. An activation may round relative
+        to its
+        argument, however small its value (GELU by tanh adds 1 to a number near −1). Subnormal numbers may be flushed to
+        zero.
         """
         expected = self._by_token(self.seen[post])
         hidden = self._by_token(self.noted["hidden"])
@@ -302,10 +295,8 @@ class _Comparison:
                 yield vectors * factor
 
     def _added(self, output: Tensor) -> WriteError:
-        """The error of the block's output, relative to what the block adds to the stream.
-
-        It may differ from what hook points show, where something stands between them and the stream.
-        """
+        """Return the output's error relative to what the block adds; something may stand between hook points and
+        stream."""
         before = self._by_token(self.stream)
         after = self._by_token(self.maps.capture.resid_post(self.layer)[:, self.side])
         composed = self._by_token(output[:, self.side])
@@ -321,10 +312,7 @@ class _Comparison:
     def _beyond(
         self, difference: Float[Tensor, "token d"], rounding: Float[Tensor, "token d"], write: Float[Tensor, "token d"]
     ) -> Float[Tensor, "real"]:
-        """How much of a difference is not rounding, relative to the size of each token's write.
-
-        The difference is overwritten.
-        """
+        """Return how much of a difference, which is overwritten, is not rounding, relative to each token's write."""
         beyond = self._at_real(difference.abs_().sub_(rounding).clamp_min_(0).norm(dim=-1))
         sizes = self._at_real(write.norm(dim=-1))
         scanned = (self.block.mixer is not None and not self.block.parts.is_mlp_alone) or self.block.has_beside
