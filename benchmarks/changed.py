@@ -1,4 +1,4 @@
-"""What happens on models that were changed: writes docs/changed_models.md (`make changed`).
+"""What happens on models that were changed: writes docs/_static/changed-*.csv (`make changed`).
 
 The changes, the questions and what they are compared with are those of the tests (`tests/changed`). With an
 argument, the changes whose name has it are run and failing cells are printed; nothing is written.

@@ -1,4 +1,4 @@
-"""docs/census.md and benchmarks/census.json say what the census finds on the TransformerLens that they are about."""
+"""docs/support.md, its CSV file and benchmarks/census.json say what the census finds on the TransformerLens that they are about."""
 
 import importlib
 import re
@@ -28,7 +28,9 @@ def test_every_name_is_there():
 
 
 def test_the_page_says_what_was_found():
-    assert census.PAGE.read_text(encoding="utf-8") == census.page(VERSIONS, ROWS)
+    text = census.PAGE.read_text(encoding="utf-8")
+    assert text == census.written(text, VERSIONS, ROWS)
+    assert census.TABLE.read_text(encoding="utf-8") == census.table(ROWS)
 
 
 def test_verdicts_follow_from_errors():
@@ -99,7 +101,7 @@ def test_a_wrong_number_is_seen(monkeypatch):
     monkeypatch.setattr(FrozenOperator, "pull", lambda self, g: right(self, g) * (1 + 1e-5))
     row = census.examine("GPT2LMHeadModel")
     assert row.verdict == census.WRONG
-    assert f"**{row.title} is silently wrong:" in census.page(VERSIONS, [row])
+    assert f"**{row.title} is silently wrong:" in census.counts(VERSIONS, [row])
 
 
 def test_what_hangs_or_dies_is_a_crash(monkeypatch):

@@ -1,7 +1,7 @@
-"""Models that were changed: every public question is exact, or refused (`docs/changed_models.md`).
+"""Models that were changed: every public question is exact, or refused (`docs/guarantees.md`).
 
 The default run is a cross-section: every third change, and every question. What carries the mark `whole` asks a share
-of the questions about every change; `make changed` asks others, and writes the page.
+of the questions about every change; `make changed` asks others, and writes the tables.
 """
 
 import re

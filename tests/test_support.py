@@ -12,17 +12,12 @@ from tensorlens_tl.testing import model_names, tiny_input
 from tensorlens_tl.testing.models import BRIDGE, HookedTransformer
 
 support = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "support.py"))
-SECTION = support["sections"](support["PATH"].read_text(encoding="utf-8")).get(
-    support["version"]("transformer-lens"), ""
-)
-pytestmark = pytest.mark.skipif(not SECTION, reason="docs/support.md is about other versions of TransformerLens")
+ROWS, REASONS = map(support["read"], support["files"](support["version"]("transformer-lens")))
+pytestmark = pytest.mark.skipif(not ROWS, reason="docs/support.md is about other versions of TransformerLens")
 
 
 def table():
-    head, _, *rows = [
-        [cell.strip() for cell in line.strip("| \n").split("|")] for line in SECTION.split("\n") if "|" in line
-    ]
-    return {row[0].strip("`"): dict(zip(head, row, strict=True)) for row in rows}
+    return {row["model"].strip("`"): row for row in ROWS}
 
 
 def test_every_model_and_method_is_there():
@@ -30,22 +25,22 @@ def test_every_model_and_method_is_there():
     assert list(rows) == model_names()
     asked = ["QK", *support["methods"]()]
     assert list(next(iter(rows.values())))[-len(asked) :] == asked
-    reasons = re.findall(r"^\d+\. (.*)$", SECTION, flags=re.M)
-    used = {int(cell) for row in rows.values() for cell in row.values() if cell.isdigit()}
-    assert used == set(range(1, len(reasons) + 1))
+    used = {cell for row in rows.values() for cell in row.values() if cell.isdigit()}
+    assert used == {row["number"] for row in REASONS} - {"–"}
 
 
 def test_what_only_the_other_release_line_has_is_named():
     """Every family that has no row here, with a reason; other lines' reasons are not in this section."""
     missing = {f"bridge/{family}" for family in BRIDGE} - set(table())
     line = support["absent"]()
-    assert SECTION.rstrip().endswith(line)
+    assert REASONS[-1] == {"number": "–", "reason": line}
     assert set(re.findall(r"`(bridge/[\w-]+)`", line)) == missing
     assert ("HookedEncoderDecoder, which" in line) is (HookedTransformer is None)
 
 
-def test_needs_of_methods_are_there():
-    assert support["needs"]() in support["PATH"].read_text(encoding="utf-8")
+def test_the_page_has_the_tables_and_what_methods_need():
+    text = support["PATH"].read_text(encoding="utf-8")
+    assert support["written"](text) == text
 
 
 @pytest.mark.parametrize("name", sorted(REPRESENTATIVES & set(model_names())))
