@@ -120,11 +120,11 @@ gallery: .venv/.ready
 choose: .venv/.ready
 	.venv/bin/python -m scripts.choose
 
-# the table of docs/howto/25_models_larger_than_memory.md: methods in memory, offloaded, with patterns recomputed
+# docs/_static/large.csv: methods in memory, offloaded, with patterns recomputed
 large: .venv/.ready
 	.venv/bin/python -m scripts.large_models
 
-# the example, the picture and the evidence of every page in docs/methods
+# the example and the picture of every method in docs/methods
 methods: .venv/.ready
 	.venv/bin/python -m scripts.method_pages
 

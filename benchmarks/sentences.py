@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from page import RESULTS, row, table
+from page import RESULTS
 
 HOWTO = Path(__file__).parent.parent / "docs" / "howto"
 END = "<!-- end of the costs -->"
@@ -52,15 +52,11 @@ def of_data_sets(results: Tables) -> str:
     best = max(plain, key=plain.__getitem__)
     memory = {size: of(f"`attribute_dataset`{sizes[size]}", "memory, MB") for size in (8192, 2048)}
     return (
-        f"On two cores, {of('`attribute_dataset`', 'rows'):,.0f} rows of 16 to 79 tokens on the bundled model went "
-        f"through `attribute_dataset` at {ours[8192]:.0f} rows a second, including the proof of every pass: "
-        f"{ours[8192] / loop:.1f} times the rate of a loop over `attribute` ({loop:.0f}). The plain model's batched "
-        f"forward is fastest with {best:,} tokens a batch ({plain[best]:.0f} rows a second), of which this is "
-        f"{ours[8192] / plain[best]:.2f}; with 8,192 (the default), 2,048 and 512 tokens a batch ours is "
-        f"{ours[8192] / plain[8192]:.2f}, {ours[2048] / plain[2048]:.2f} and {ours[512] / plain[512]:.2f} of a plain "
-        "forward in batches of the same size. Memory is that of one batch and one shard, besides the token ids of all "
-        f"rows: {memory[8192]:.0f} MB here, and {memory[2048]:.0f} MB at {ours[2048]:.0f} rows a second with "
-        "`tokens_per_batch=2048`."
+        f"On two cores, {of('`attribute_dataset`', 'rows'):,.0f} rows of 16 to 79 tokens on the bundled model took "
+        f"`attribute_dataset` {ours[8192]:.0f} rows a second, including every check: "
+        f"{ours[8192] / loop:.1f} times the rate of a loop over `attribute`, and {ours[8192] / plain[best]:.2f} of the "
+        f"fastest batched forward. It used {memory[8192]:.0f} MB; with `tokens_per_batch=2048`, {memory[2048]:.0f} MB "
+        f"at {ours[2048]:.0f} rows a second."
     )
 
 
@@ -78,29 +74,14 @@ def of_long_prompts(results: Tables) -> str:
     every = at(128, "all queries ÷ tokens")
     recomputed = [at_length(n, "target", "recompute") / at_length(n, "target") for n in (1024, 2048)]
     return (
-        "In units of one forward pass of the same prompt, at GPT-2 small's shape and on two threads, freezing with its "
-        "whole proof takes "
+        "In forward passes of the same prompt, at GPT-2 small's shape and on two threads, freezing takes "
         f"{at(64, 'freeze'):.1f} forwards at 64 tokens, {at(256, 'freeze'):.1f} at 256 and "
         f"{at_length(2048, 'freeze'):.1f} at 2,048; a target takes {at(64, 'target'):.2f}, {at(256, 'target'):.2f} and "
-        f"{at_length(2048, 'target'):.2f}. Asking all queries is quadratic in the prompt: "
-        f"{at(64, 'all queries ÷ tokens'):.2f} forwards for each query at 64 tokens and {every:.2f} at 128, so that "
-        f"every position of a prompt of 2,048 tokens would take some {round(2048 * every, -2):.0f} forwards "
-        '(extrapolated). With `patterns="recompute"` (below) a target costs '
-        f"{recomputed[0]:.1f} times as much as with patterns kept at 1,024 tokens, and {recomputed[1]:.1f} times at "
-        "2,048."
+        f"{at_length(2048, 'target'):.2f}. All queries are quadratic in the prompt: "
+        f"{every:.2f} forwards for each query at 128 tokens, so some {round(2048 * every, -2):.0f} for a prompt of 2,048 "
+        '(extrapolated). With `patterns="recompute"` a target costs '
+        f"{recomputed[0]:.1f} times as much at 1,024 tokens, and {recomputed[1]:.1f} times at 2,048."
     )
-
-
-def table_of_long_prompts(results: Tables) -> str:
-    """What long prompts keep and allocate."""
-    columns = ("shape", "tokens", "patterns", "kept", "forward", "freezing", "target")
-    titles = ("shape", "tokens", "patterns", "kept by the pass", "plain forward", "freezing", "target")
-    rows = [[row[column] for column in columns] for row in results["Long prompts"]]
-    return "\n".join([table(*titles), *(row(*map(_with_commas, cells)) for cells in rows)])
-
-
-def _with_commas(cell: str) -> str:
-    return f"{int(cell):,}" if cell.isdigit() else cell
 
 
 def of_offloaded(results: Tables) -> str:
@@ -110,15 +91,14 @@ def of_offloaded(results: Tables) -> str:
     def times(what: str) -> str:
         columns = ("in memory", "on disk", "on disk, cold")
         here, away, cold = (number(rows, column, what=f"{what}, s") for column in columns)
-        return f"{away:.1f} s ({here:.1f} in memory; {cold:.1f} where the file must come from the disk)"
+        return f"{away:.1f} s ({here:.1f} in memory, {cold:.1f} from a cold disk)"
 
     share = number(rows, "on disk", what="memory on disk ÷ weights")
     return (
-        "A Llama-like model with 3.4 GB of weights (16 layers, 32 tokens), its file in the system's cache: freezing takes "
-        f"{times('freeze')}. A target of one query takes {times('target, one query')}, one of all queries "
-        f"{times('target, all queries')}, and `input-x-gradient` {times('`input-x-gradient`')}. All of it adds at most "
-        f"{100 * share:.0f} % of the weights' size to what is in memory, with `MALLOC_MMAP_THRESHOLD_=1000000` in the "
-        "environment (glibc would keep some of what was freed)."
+        "On two cores, with 3.4 GB of weights (Llama-like, 16 layers, 32 tokens), freezing takes "
+        f"{times('freeze')}, a target of one query {times('target, one query')}, of all queries "
+        f"{times('target, all queries')}, and `input-x-gradient` {times('`input-x-gradient`')}. Memory grows by at most "
+        f"{100 * share:.0f} % of the weights' size; set `MALLOC_MMAP_THRESHOLD_=1000000`, or glibc keeps freed memory."
     )
 
 
@@ -150,19 +130,17 @@ def of_hops(results: Tables) -> str:
 
     whole, sampled = ([times(stretch, proof) for stretch in stretches] for proof in ("whole", "sampled"))
     return (
-        "From token ids to scores, freezing and its whole proof included, `hops=2` of a stretch of 32 tokens after 96 "
-        f"took {whole[0]} times as long as the stretch without hops, and of 256 after 768 {whole[1]} times; with the "
-        f"sampled proof {sampled[0]} and {sampled[1]} times (a Llama-like model of 160M parameters)."
+        f"`hops=2` of a span of 32 tokens after 96 takes {whole[0]} times as long as the span alone, freezing included, "
+        f'and of 256 after 768 {whole[1]} times; with `verify="sample"` {sampled[0]} and {sampled[1]} times.'
     )
 
 
 SENTENCES: dict[tuple[Path, str], Callable[[Tables], str]] = {
     (HOWTO / "3_large_models_and_long_prompts.md", "costs"): of_long_prompts,
-    (HOWTO / "3_large_models_and_long_prompts.md", "memory"): table_of_long_prompts,
+    (HOWTO / "3_large_models_and_long_prompts.md", "offloaded"): of_offloaded,
     (HOWTO / "10_generated_text.md", "hops"): of_hops,
     (HOWTO.parent / "mathematics.md", "queries"): of_all_queries,
     (HOWTO / "17_data_sets.md", "costs"): of_data_sets,
-    (HOWTO / "25_models_larger_than_memory.md", "costs"): of_offloaded,
 }
 """What is written into each page, by its subject there."""
 

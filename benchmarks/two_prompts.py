@@ -1,9 +1,10 @@
 """Scores of nodes and edges between two prompts against patching: ``python benchmarks/two_prompts.py`` writes the tables
-of docs/howto/26_evaluate_circuits.md, each between two comment lines of that page.
+of docs/howto/26_evaluate_circuits.md, each a CSV file.
 
 float64, TransformerBridge; 64 pairs of recall and 32 of induction, of which those count that the model answers.
 """
 
+import csv
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from tensorlens_tl import circuits, evaluate
 from tensorlens_tl.evaluate.checks import spearman
 from tensorlens_tl.evaluate.patching import ROWS, PairWork
 
-PAGE = Path(__file__).parent.parent / "docs" / "howto" / "26_evaluate_circuits.md"
+TABLES = Path(__file__).parent.parent / "docs" / "_static"
 PAIRS = {"recall": 64, "induction": 32}
 CHANGES = ("source", "question")
 COLUMNS = [f"{task}, {change}" for task in PAIRS for change in CHANGES]
@@ -28,12 +29,9 @@ Rows = dict[str, list[torch.Tensor]]
 """Values of every prompt, `[prompt]`, by row of a table: one for each column."""
 
 
-def start(name: str) -> str:
-    """The line of the page above a table."""
-    return f"<!-- {name}: written by benchmarks/two_prompts.py -->"
-
-
-END = "<!-- end -->"
+def path(name: str) -> Path:
+    """The file of a table."""
+    return TABLES / f"circuits-{name.replace(' ', '-')}.csv"
 
 
 def cell(values: torch.Tensor, *, best: bool = False) -> str:
@@ -45,9 +43,9 @@ def cell(values: torch.Tensor, *, best: bool = False) -> str:
     return f"{mean} [{float(low):.3g}, {float(high):.3g}]"
 
 
-def table(blocks: dict[str, tuple[Rows, bool | None]]) -> str:
+def table(blocks: dict[str, tuple[Rows, bool | None]]) -> list[list[str]]:
     """A table of blocks of rows, the best of each block in bold; its flag says whether higher is better, or neither."""
-    lines = [f"| | {' | '.join(COLUMNS)} |", "| --- |" + " --- |" * len(COLUMNS)]
+    lines = [["", *COLUMNS]]
     for prefix, (rows, higher) in blocks.items():
         means = {name: [float(values.nanmean()) for values in columns] for name, columns in rows.items()}
         for name, columns in rows.items():
@@ -59,8 +57,8 @@ def table(blocks: dict[str, tuple[Rows, bool | None]]) -> str:
                     extreme = max(others) if higher else min(others)
                 cells.append(cell(values, best=means[name][number] == extreme))
             label = "random scores" if name == "random" else f"`{name}`"
-            lines.append(f"| {prefix} {label} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            lines.append([f"{prefix} {label}", *cells])
+    return lines
 
 
 def tasks() -> list[tuple[Any, Any]]:
@@ -128,8 +126,8 @@ def both_ends(model: Any, pairs: evaluate.PromptPairs) -> dict[str, dict[str, to
     return {what: {name: torch.cat(values) for name, values in rows.items()} for what, rows in seen.items()}
 
 
-def measured() -> dict[str, str]:
-    """Every table, by the name of its place in the page."""
+def measured() -> dict[str, list[list[str]]]:
+    """Every table by its name."""
     nodes: Rows = {}
     edges: Rows = {}
     ranks: Rows = {}
@@ -164,14 +162,10 @@ def measured() -> dict[str, str]:
 
 
 def main() -> None:
-    """Write every table into the page, in place of the one that is there."""
-    tables = measured()
-    text = PAGE.read_text(encoding="utf-8")
-    for name, lines in tables.items():
-        before, _, after = text.partition(start(name))
-        following = after[after.index(END) :]
-        text = f"{before}{start(name)}\n\n{lines}\n\n{following}"
-    PAGE.write_text(text, encoding="utf-8")
+    """Write every table."""
+    for name, lines in measured().items():
+        with path(name).open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(lines)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Writes the table of `docs/choose.md` (`make choose`): what is known of every built-in method, most of it measured.
 
 Signs, sums, equal scores and costs come from runs on the bundled language model; targets and refusals come from the
-registrations. Only the question that a method answers, and whether a change of attention counts, are written by hand.
+registrations. The questions that methods answer, and whether changes of attention are credited, are written by hand.
 """
 
 from pathlib import Path
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import tensorlens_tl as tlens
+from scripts.method_pages import page_of
 from tensorlens_tl import demo
 
 PAGE = Path(__file__).parent.parent / "docs" / "choose.md"
@@ -44,14 +45,14 @@ QUESTIONS = {
     "attention": ("where heads look", "frozen", "no"),
     "mean": ("the average of one map per layer", "frozen", "no"),
     "rollout": ("the flow through one map per layer", "frozen", "no"),
-    "norm": ("how long the vectors are that attention moves", "frozen", "no"),
+    "norm": ("norm of the value vectors, weighted by attention", "frozen", "no"),
     "globenc": ("the same through both norms of a block, over all layers", "frozen", "no"),
-    "alti": ("how much nearer each token brings a layer's output", "frozen", "no"),
+    "alti": ("how close each token's contribution is to the layer's output", "frozen", "no"),
     "ifr": ("which routes of heads and stream carry most", "frozen", "no"),
-    "ff-ig": ("how long the moved vectors are after the MLP", "frozen", "no"),
+    "ff-ig": ("norm of the moved vectors after the MLP", "frozen", "no"),
     "value-zeroing": ("how much a layer's output turns without a token's value", "live layers", "no"),
 }
-"""Of each method: the question, which run answers it, and whether a change of attention counts."""
+"""Of each method: the question, which run answers it, and whether changes of attention are credited."""
 
 
 class Products(TorchDispatchMode):
@@ -134,7 +135,7 @@ def table() -> str:
     scores = results(model)
     short, long = operations(model, SHORT), operations(model, LONG)
     head = (
-        "method", "question", "signed", "target", "sums to", "change of attention counts", "run",
+        "method", "question", "signed", "target", "sums to", "credits attention changes", "run",
         "cost in forwards", "needs of the model", "same as",
     )  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
@@ -144,7 +145,7 @@ def table() -> str:
         signed = bool((scores[name].scores < 0).any())
         needs = [f"`{need.name}`" for need in method.requirements(options(name))]
         cells = [
-            f"[`{name}`](methods/{name}.md)", question, yes(signed), yes(method.takes("target")),
+            f"[`{name}`](methods/{page_of(name)}.md#{name})", question, yes(signed), yes(method.takes("target")),
             sum_text(scores[name]), change, run, cost_text(short[name], long[name]), ", ".join(needs) or "–",
             ", ".join(f"`{other}`" for other in equals(name, scores)) or "–",
         ]  # fmt: skip

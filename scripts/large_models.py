@@ -1,9 +1,10 @@
-"""Writes the table of `docs/howto/25_models_larger_than_memory.md` (`make large`): what works with which.
+"""Writes `docs/_static/large.csv` (`make large`): what works with which.
 
 Every cell is a run on a tiny random Llama in float64: scores are compared with those of the pass in memory, and the
 weights that accelerate brings in are counted. A cell says ✓, or the first sentence of the refusal.
 """
 
+import csv
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -19,8 +20,8 @@ from scripts.choose import built_in
 from tensorlens_tl.models.offload import offload_hooks, whole
 from tensorlens_tl.testing import tiny_model
 
-PAGE = Path(__file__).parent.parent / "docs" / "howto" / "25_models_larger_than_memory.md"
-START, END = "<!-- table, written by `make large` -->", "<!-- end of the table -->"
+TABLE = Path(__file__).parent.parent / "docs" / "_static" / "large.csv"
+"""A table of docs/howto/3_large_models_and_long_prompts.md."""
 MODEL = "bridge/llama"
 TOKENS = torch.arange(3, 9)[None]
 WAYS: dict[str, dict[str, Any]] = {
@@ -107,24 +108,22 @@ def cells(every: dict[str, Any], method: str, options: dict[str, Any]) -> dict[s
     return row
 
 
-def table(names: Iterable[str]) -> list[str]:
-    """The lines of some rows, below its head."""
-    lines = [f"| method | {' | '.join(WAYS)} |", f"| --- |{' --- |' * len(WAYS)}"]
+def table(names: Iterable[str]) -> list[list[str]]:
+    """Some rows, below their head."""
+    lines = [["method", *WAYS]]
     with tempfile.TemporaryDirectory() as folder:
         every = models(folder)
         for name in names:
             method, options = rows()[name]
-            lines.append(f"| {name} | {' | '.join(cells(every, method, options).values())} |")
+            lines.append([name, *cells(every, method, options).values()])
     return lines
 
 
 def main() -> None:
-    """Write the table into its page."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(START)
-    after = rest.split(END)[1]
-    lines = "\n".join(table(rows()))
-    PAGE.write_text(f"{before}{START}\n\n{lines}\n\n{END}{after}", encoding="utf-8")
+    """Write the table."""
+    lines = table(rows())
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Writes the top of every page in `docs/methods` (`make methods`): an example, its picture and the method's evidence.
+"""Writes the example and the picture of every method into the pages of `docs/methods` (`make methods`).
 
-All pages explain the same prediction. The rows of evidence are those of `docs/evaluation.md`.
+All methods explain the same prediction.
 """
 
 import re
@@ -15,20 +15,26 @@ PAGES, PICTURES = DOCS / "methods", DOCS / "_static" / "methods"
 START, END = "<!-- example, written by `make methods` -->", "<!-- end of the example -->"
 PROMPT = "If the file is not found, a FileNotFoundError is"
 TARGET, MINUS = " raised", " not"
-OTHERS = {
-    "attention": ["mean attention"],
-    "mean": ["mean attention", "mean norm:attn", "mean norm:attn_res_ln", "mean globenc"],
-    "norm": ["mean norm:attn", "mean norm:attn_res_ln"],
-}
-"""The rows of methods that no evaluation runs by their own name."""
+HEADING = re.compile(r"^## `([\w-]+)`$", flags=re.M)
 
 
-def built_in() -> list[str]:
-    """The methods that have a page."""
-    return sorted(path.stem for path in PAGES.glob("*.md"))
+def pages() -> dict[str, str]:
+    """The page on which each method has its section."""
+    return {name: path.stem for path in sorted(PAGES.glob("*.md")) for name in HEADING.findall(path.read_text("utf-8"))}
 
 
-def code(name: str) -> str:
+def page_of(name: str) -> str:
+    """The name of a method's page."""
+    return pages()[name]
+
+
+def sections(text: str) -> dict[str, str]:
+    """The sections of a page by the method that each is about."""
+    _, *parts = HEADING.split(text)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def call(name: str) -> str:
     """The example: the target where the method takes one, else the last token as the query."""
     method = tlens.get_method(name)
     if not method.takes("target"):
@@ -37,67 +43,50 @@ def code(name: str) -> str:
         options = [f'"{TARGET}"', f'minus="{MINUS}"']
     else:
         options = [f'"{TARGET}"']
-    call = ", ".join(["frozen", *options, f'method="{name}"'])
-    return (
-        "import tensorlens_tl as tlens\n\n"
-        f'frozen = tlens.freeze(tlens.load_demo_model(), "{PROMPT}")\n'
-        f"why = tlens.attribute({call})\n"
-        "why.show()\n"
-    )
+    options = ["frozen", *options, f'method="{name}"']
+    return f"tlens.attribute({', '.join(options)})"
 
 
-def rows() -> dict[str, list[str]]:
-    """The lines of the overview for each method, its heading first."""
-    text = (DOCS / "evaluation.md").read_text(encoding="utf-8")
-    head, line, *lines = re.findall(r"^\|.*", text, flags=re.M)
-    labels = {each.split(" | ")[0].strip("| "): each for each in lines}
-    chosen = {}
-    for name in built_in():
-        of = OTHERS.get(name, [label for label in labels if label == name or label.startswith(f"{name} ")])
-        chosen[name] = [head, line, *(labels[label] for label in of)]
-    return chosen
-
-
-def block(name: str, evidence: list[str]) -> str:
-    """What stands between the marks of a page."""
+def block(name: str) -> str:
+    """What stands between the marks of a section."""
     return "\n".join(
         [
             START,
             "",
-            f"```python\n{code(name)}```",
+            f"```python\n{call(name)}.show()\n```",
             "",
             f"![The prompt coloured by {name}](../_static/methods/{name}.svg)",
-            "",
-            "The same sentence on every page: blue adds to the prediction, orange takes away; a method without signs "
-            "has blue alone. How the method did in [the evaluation](../evaluation.md) (● first, ○ not significantly "
-            "different from the first):",
-            "",
-            *evidence,
             "",
             END,
         ]
     )
 
 
-def written(name: str, text: str, evidence: list[str]) -> str:
-    """A page with its block, above the definition."""
+def written(text: str) -> str:
+    """A page with the block of each method above its formula."""
     text = re.sub(rf"{re.escape(START)}.*?{re.escape(END)}\n\n", "", text, flags=re.S)
-    return text.replace("## Definition", f"{block(name, evidence)}\n\n## Definition", 1)
+    for name, section in sections(text).items():
+        text = text.replace(section, section.replace("\n$$\n", f"\n{block(name)}\n\n$$\n", 1))
+    return text
 
 
 def draw(name: str, folder: Path) -> None:
     """The picture of an example."""
     names: dict[str, Any] = {}
-    run(code(name).replace("why.show()", f'why.save("{name}.svg")'), names, folder)
+    code = (
+        "import tensorlens_tl as tlens\n"
+        f'frozen = tlens.freeze(tlens.load_demo_model(), "{PROMPT}")\n'
+        f'{call(name)}.save("{name}.svg")\n'
+    )
+    run(code, names, folder)
 
 
 def main() -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
-    evidence = rows()
-    for name in built_in():
+    for name in pages():
         draw(name, PICTURES)
-        page = PAGES / f"{name}.md"
-        page.write_text(written(name, page.read_text(encoding="utf-8"), evidence[name]), encoding="utf-8")
+    for page in PAGES.glob("*.md"):
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

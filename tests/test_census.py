@@ -1,4 +1,4 @@
-"""docs/support.md, its CSV file and benchmarks/census.json say what the census finds on the TransformerLens that they are about."""
+"""docs/support.md, its CSV file and benchmarks/census.json say what the census finds on their TransformerLens."""
 
 import importlib
 import re
