@@ -12,4 +12,4 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from changed import table
 
 if __name__ == "__main__":
-    sys.exit(table.main(*sys.argv[1:2]))
+    sys.exit(table.main(*sys.argv[1:2]))  # pyright: ignore[reportAttributeAccessIssue]

@@ -47,9 +47,15 @@ def options(method: str) -> dict[str, Any]:
     return {name: value for name, value in OPTIONS.items() if name in registered.options}
 
 
+def frozen_pass(model: Any) -> tlens.FrozenPass:
+    """A pass of three tokens, with what else the model takes."""
+    further: dict[str, Any] = tiny_input(model, 1, 3)[1]
+    return tlens.freeze(model, torch.tensor([[3, 4, 5]]), **further)
+
+
 def refusals(model: Any) -> dict[str, str]:
     """Why each method refuses a model, by the requirements of its registration: "" where it does not."""
-    frozen = tlens.freeze(model, torch.tensor([[3, 4, 5]]), **tiny_input(model, 1, 3)[1])
+    frozen = frozen_pass(model)
     return {method: tlens.get_method(method).refusal(frozen, options(method)) for method in methods()}
 
 
@@ -86,7 +92,7 @@ def row(name: str) -> dict[str, str]:
 def scores_read(model: Any) -> str:
     """Why attention scores cannot be read from this model's weights, or ""."""
     try:
-        frozen = tlens.freeze(model, torch.tensor([[3, 4, 5]]), **tiny_input(model, 1, 3)[1])
+        frozen = frozen_pass(model)
         circuits.qk_attribution(frozen, 0, 0, query=2, key=1)
         if frozen.sides is not None:
             circuits.qk_attribution(frozen, frozen.n_layers - 1, 0, cross=True)
