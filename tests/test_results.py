@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 import re
@@ -437,7 +438,7 @@ def test_scores_of_heads_are_the_same_matrix():
     """A head that a layer lacks is blank, in the figure and on the page."""
     pytest.importorskip("matplotlib").use("Agg")
     scores = result("HeadScores")
-    for axes, plane in ((scores.plot_heads(), scores.mean()), (scores.plot(1), scores.scores[1])):
+    for axes, plane in ((scores.plot_heads(), scores.mean().scores[0]), (scores.plot(batch=1), scores.scores[1])):
         np.testing.assert_allclose(axes.images[0].get_array(), plane.numpy())
         assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 0", "layer 1"]
         assert [label.get_text() for label in axes.get_xticklabels()] == [f"H{head}" for head in range(4)]
@@ -644,33 +645,51 @@ def test_save_draws_the_prompt_that_was_chosen(tmp_path):
 # ------------------------------------------------------------------ one set of arguments
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new"),
-    [
-        ("Terms", lambda r: r.top(3, -1, 1), lambda r: r.top(3, query=-1, batch=1)),
-        ("Terms", lambda r: r.to_html(3, 0, 1), lambda r: r.to_html(k=3, query=0, batch=1)),
-        ("Attribution", lambda r: r.plot(1).get_title(loc="left"), lambda r: r.plot(batch=1).get_title(loc="left")),
-        ("HeadScores", lambda r: r.to_html(1), lambda r: r.to_html(batch=1)),
-        ("ChangeRoutes", lambda r: r.to_html(0, 1), lambda r: r.to_html(query=0, batch=1)),
-        ("FeatureExamples", lambda r: r.top(1, "F5"), lambda r: r.top(1, feature="F5")),
-        ("ContributionGraph", lambda r: r.to_html(most=7), lambda r: r.to_html(7)),
-        (
-            "Evaluation",
-            lambda r: r.plot("mrr").get_title(loc="left"),
-            lambda r: r.plot(metric="mrr").get_title(loc="left"),
-        ),
-    ],
-)
-def test_what_had_another_name_or_only_a_place_is_still_taken(name, old, new):
-    pytest.importorskip("matplotlib").use("Agg")
+SHOW = ("show", "plot", "to_html", "top")
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_signatures_say_what_can_be_chosen(name):
+    """Editors show the arguments of the class that they are asked about; all but k are passed by name."""
     of = result(name)
-    if name == "Evaluation":
-        of = dataclasses.replace(
-            of, metrics={"mrr" if at == 0 else key: up for at, (key, up) in enumerate(of.metrics.items())}
-        )
-    with pytest.warns(DeprecationWarning, match=r"pass \w+= by this name"):
-        before = old(of)
-    assert before == new(of)
+    for member in SHOW:
+        if not hasattr(of, member):
+            assert name in ("Evaluation", "Reproduction")
+            continue
+        parameters = dict(inspect.signature(getattr(of, member)).parameters)
+        assert parameters.pop("k").default in (of.DRAWN, of.PRINTED)
+        assert {one.kind for one in parameters.values()} <= {inspect.Parameter.KEYWORD_ONLY}
+        with pytest.raises(tlens.InvalidInputError) as refused:
+            getattr(of, member)(quary=1)
+        said = re.search(r"pass (.*?)\.", str(refused.value))[1].split(", ")
+        assert {"k", *parameters} - {"ax", "style"} == {*said}
+
+
+@pytest.mark.parametrize("name", [name for name in RESULTS if name not in ("Evaluation", "Reproduction")])
+def test_parts_are_counted_and_looked_up_by_name(name):
+    of = result(name)
+    assert len(of) > 0
+    assert getattr(of, "target", "activations")
+    best = {"ChangeRoutes": "direct", "FeatureExamples": "F5"}.get(name) or of.top(1)[0].name
+    values = of[best]
+    assert len(values) > 0
+    with pytest.raises(tlens.InvalidInputError):
+        of["nothing of this name"]
+
+
+@pytest.mark.parametrize("name", ["EdgeScores", "MeasuredEdges", "HeadScores"])
+def test_one_less_itself_is_nothing_and_a_mean_is_of_one_prompt(name):
+    of = result(name)
+    assert not (of - of).scores.nan_to_num().any()
+    mean = of.mean()
+    torch.testing.assert_close(mean.scores[0], of.scores.nanmean(0))
+    best = mean.top(1)[0]
+    assert best == of.top(1)[0]
+    assert float(mean[best.name]) == pytest.approx(best.score)
+    mean.show()
+    with pytest.raises(tlens.InvalidInputError, match="a − b"):
+        of - mean
+    assert of.__sub__(3) is NotImplemented
 
 
 @pytest.mark.parametrize("name", RESULTS)
@@ -682,8 +701,8 @@ def test_k_and_names_are_checked_in_one_way(name):
             call(k=0)
         with pytest.raises(tlens.InvalidInputError, match=r"'quary' is nothing that can be chosen of this \w+; pass k"):
             call(quary=1)
-        with pytest.raises(TypeError, match="is nothing that can be chosen"):
-            call(1, 2, 3, 4, 5)
+        with pytest.raises(TypeError, match="positional argument"):
+            call(1, 2)
 
 
 def test_what_a_notebook_shows_has_the_k_of_show(monkeypatch):

@@ -218,7 +218,6 @@ class Reproduction(Result):
         evaluation: what was measured.
     """
 
-    BY_PLACE: ClassVar = Evaluation.BY_PLACE
 
     experiment: Experiment
     evaluation: Evaluation

@@ -94,7 +94,6 @@ class Attribution(Explained, QueryScores):
     """
 
     NUMBERS: ClassVar = ("scores", "layers", "bias", "total")
-    BY_PLACE: ClassVar = {"plot": ("batch",)}
 
     scores: Float[Tensor, "..."]
     tokens: list[list[str]]

@@ -26,7 +26,7 @@ import re
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields as dataclass_fields, replace
 from math import isfinite, isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -43,7 +43,7 @@ from tensorlens_tl.results import exchange
 from tensorlens_tl.results.entry import check_batch, mean_title, prompts_in_words, shown_target, targets_of_queries
 from tensorlens_tl.results.exchange import SharedGraph
 from tensorlens_tl.results.result import array
-from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table
+from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table, provenance_of_both, refuse_ranked
 from tensorlens_tl.results.statistics import bootstrap_interval
 from tensorlens_tl.results.storage import GZIP_FILE, JSON_FILE, other_kind, replacing
 
@@ -132,7 +132,6 @@ class EdgeScores(Scored):
     NAMES: ClassVar = {"source": "sources", "destination": "destinations"}
     HEADING: ClassVar = "Edges that act on {}"
     DRAWN: ClassVar = 20
-    BY_PLACE: ClassVar = dict.fromkeys(("to_html", "plot", "show", "top"), ("k", "batch"))
 
     sources: list[str]
     destinations: list[str]
@@ -165,6 +164,40 @@ class EdgeScores(Scored):
         if not self.exists[pair]:
             raise InvalidInputError(f"no edge {edge!r}: {destination} does not read what {source} writes.")
         return self.scores[(slice(None), *pair)]
+
+    def __sub__(self, other: "EdgeScores") -> "EdgeScores":
+        """Each edge's score less another result's: of another target, method or model, for as many prompts.
+
+        Raises:
+            InvalidInputError: other edges, or another number of prompts.
+        """
+        if not isinstance(other, EdgeScores):
+            return NotImplemented
+        same = self.sources == other.sources and self.destinations == other.destinations
+        if not same or self.scores.shape != other.scores.shape or not torch.equal(self.exists, other.exists):
+            raise InvalidInputError(
+                f"a − b: {len(self)} and {len(other)} edges of {len(self.scores)} and {len(other.scores)} prompts are "
+                "not the same ones; subtract scores of the same edges and as many prompts."
+            )
+        refuse_ranked(self.target, other.target)
+        changed: dict[str, Any] = {
+            name: " − ".join(dict.fromkeys((getattr(self, name), getattr(other, name)))) for name in ("target", "method")
+        }
+        for name in ("scores", "clean", "corrupted", "by_position"):
+            a, b = getattr(self, name), getattr(other, name)
+            changed[name] = None if a is None or b is None or a.shape != b.shape else a - b
+        return self._plain(**changed, provenance=provenance_of_both(self, other))
+
+    def mean(self) -> "EdgeScores":
+        """The mean over prompts, as of one prompt."""
+        means = {name: getattr(self, name).mean(0, keepdim=True) for name in ("scores", "clean", "corrupted")}
+        over = prompts_in_words(len(self.scores))
+        return self._plain(**means, by_position=None, target=f"{self.target}, mean of {over}")
+
+    def _plain(self, **fields: Any) -> "EdgeScores":
+        """The same with other fields, as scores of no further kind: what these have besides is of single runs."""
+        stated = {one.name: getattr(self, one.name) for one in dataclass_fields(EdgeScores)}
+        return EdgeScores(**stated | fields)
 
     def _parts(self, batch: int | None = None) -> Parts:
         """The edges of one prompt, or of the mean over prompts; those of largest score first."""
@@ -342,7 +375,6 @@ class Circuit(SharedGraph):
     NAMES: ClassVar = {"source": "sources", "destination": "destinations"}
     LOADABLE: ClassVar = ("", ".json", ".json.gz")
     DRAWN: ClassVar = SHOWN_EDGES
-    BY_PLACE: ClassVar = {"plot": ("kind",)}
 
     sources: list[str]
     destinations: list[str]

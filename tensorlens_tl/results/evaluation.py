@@ -67,7 +67,6 @@ class Evaluation(Result):
     """
 
     NAMES: ClassVar = {"metric": "metrics", "method": "methods", "unit": "units"}
-    BY_PLACE: ClassVar = {"plot": ("metric", "methods")}
 
     kind: str
     values: Float[Tensor, "metric method unit"]

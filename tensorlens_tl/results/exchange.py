@@ -74,7 +74,6 @@ class SharedGraph(Scored):
 
     PAGE_EDGES: ClassVar = 600
     """Edges that a page shows, where none are hidden by a script."""
-    RENAMED: ClassVar = {"most": "k"}
     DRAWN_ARE_LISTED: ClassVar = False
 
     target: str

@@ -51,7 +51,6 @@ class FeatureExamples(Scored):
 
     PRINTED: ClassVar = 5
     DRAWN: ClassVar = 20
-    BY_PLACE: ClassVar = {"plot": ("feature",), "top": ("k", "feature")}
 
     features: list[int]
     labels: list[str]
@@ -73,6 +72,10 @@ class FeatureExamples(Scored):
 
     def __len__(self) -> int:
         return len(self.features)
+
+    def __getitem__(self, feature: int | str) -> "FeatureExamples":
+        """Those of one feature; see `only`."""
+        return self.only(feature)
 
     def __repr__(self) -> str:
         what = f"{len(self)} features"

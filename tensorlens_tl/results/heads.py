@@ -3,7 +3,7 @@ sources, one in the query and one in the key, its change as one over sources."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.drawing import figure, graphs, matrix
+from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import check_batch, prompts_in_words, shown_prompt, some_numbers, with_others
 from tensorlens_tl.results.result import array
-from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table
+from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table, provenance_of_both
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,7 +36,6 @@ class HeadScores(Scored):
     """
 
     HEADING: ClassVar = "Attention {}"
-    BY_PLACE: ClassVar = {"to_html": ("batch",), "plot": ("batch",), "show": ("k", "batch"), "top": ("k", "batch")}
 
     scores: Float[Tensor, "batch layer head"]
     counts: Int[Tensor, "batch"]
@@ -48,9 +48,38 @@ class HeadScores(Scored):
         sizes = f"{prompts_in_words(prompts)}, {layers} × {heads} heads"
         return f"HeadScores({self.target!r}, {sizes}, {best.name}={best.score:.3f})"
 
-    def mean(self) -> Float[Tensor, "layer head"]:
-        """The mean over the prompts that have such tokens."""
-        return self.scores.nanmean(0)
+    def __getitem__(self, name: str) -> Float[Tensor, "batch"]:
+        """One head's number for every prompt: ``scores["L3H1"]``.
+
+        Raises:
+            InvalidInputError: no such head.
+        """
+        names = self._parts().names
+        if name not in names:
+            self._refuse_name(name, names)
+        layer, head = map(int, name[1:].split("H"))
+        return self.scores[:, layer, head]
+
+    def __sub__(self, other: "HeadScores") -> "HeadScores":
+        """Each head's number less that of another kind of head, or of another model, for the same prompts.
+
+        Raises:
+            InvalidInputError: other heads, or other prompts.
+        """
+        if not isinstance(other, HeadScores):
+            return NotImplemented
+        if self.scores.shape != other.scores.shape or not torch.equal(self.counts, other.counts):
+            raise InvalidInputError(
+                f"a − b: the two are of {list(self.scores.shape)} and {list(other.scores.shape)} prompts, layers and "
+                "heads, or of other numbers of tokens; subtract scores of the same prompts."
+            )
+        target = self.target if self.target == other.target else f"{self.target} − {other.target}"
+        changed = {"target": target, "provenance": provenance_of_both(self, other)}
+        return replace(self, scores=self.scores - other.scores, **changed)
+
+    def mean(self) -> "HeadScores":
+        """The mean over the prompts that have such tokens, as of one prompt."""
+        return replace(self, scores=self.scores.nanmean(0)[None], counts=self.counts.sum()[None])
 
     def _parts(self, batch: int | None = None) -> Parts:
         """The heads that there are, of one prompt or of the mean over prompts."""
@@ -65,7 +94,7 @@ class HeadScores(Scored):
 
     def _plane(self, batch: int | None) -> Float[Tensor, "layer head"]:
         if batch is None:
-            return self.mean()
+            return self.scores.nanmean(0)
         check_batch(batch, list(self.scores))
         return self.scores[batch]
 
@@ -113,7 +142,6 @@ class HeadScores(Scored):
 class SourceScores(Scored):
     """What sources give to one number of attention; `top`, `show` and `plot` take `batch`, the first by default."""
 
-    BY_PLACE: ClassVar = dict.fromkeys(("to_html", "plot", "show", "top"), ("k", "batch"))
 
     names: list[list[str]]
     total: Float[Tensor, "batch"]
@@ -129,7 +157,7 @@ class SourceScores(Scored):
 
     @property
     @abstractmethod
-    def _what(self) -> str:
+    def target(self) -> str:
         """What is explained, in words."""
 
     def __repr__(self) -> str:
@@ -147,7 +175,7 @@ class SourceScores(Scored):
         """What is shown, at which head, query and key, and of which prompt where there are several."""
         batch %= len(self.names)
         which = [*self.places[batch : batch + 1], shown_prompt(batch, len(self.names))]
-        return " · ".join(filter(None, [self._what, *which]))
+        return " · ".join(filter(None, [self.target, *which]))
 
     def _labels(self, batch: int) -> list[str]:
         """What the sources of a prompt are called: tokens with their positions, or parts of the model."""
@@ -184,7 +212,6 @@ class ScoreAttribution(SourceScores):
         provenance: as in `Attribution`.
     """
 
-    BY_PLACE: ClassVar = {**SourceScores.BY_PLACE, "to_html": ("batch",), "plot": ("batch",)}
 
     pairs: Float[Tensor, "batch source_q source_k"]
     query_sources: Float[Tensor, "batch source_q"]
@@ -196,7 +223,8 @@ class ScoreAttribution(SourceScores):
     soft_cap: float | None = None
 
     @property
-    def _what(self) -> str:
+    def target(self) -> str:
+        """What is explained, in words."""
         return "Attention score by source in the query and in the key"
 
     @property
@@ -333,7 +361,8 @@ class ScoreChange(SourceScores):
         return pd.concat(frames, ignore_index=True)
 
     @property
-    def _what(self) -> str:
+    def target(self) -> str:
+        """What is explained, in words."""
         return {"score": "Change of an attention score", "pattern": "Change of an entry of the pattern"}[self.of]
 
     def _bars(self, k: int, batch: int | None = None) -> Bars:

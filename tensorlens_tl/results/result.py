@@ -13,8 +13,8 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from inspect import signature
+from functools import partial, wraps
+from inspect import Parameter, signature, unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import nearest, whole_number
 from tensorlens_tl.drawing import figure, page
-from tensorlens_tl.errors import InvalidInputError, WrongCallError, warn_caller
+from tensorlens_tl.errors import InvalidInputError, WrongCallError
 from tensorlens_tl.results.entry import shown_target
 from tensorlens_tl.results.storage import LOADABLE, Stored, replacing
 
@@ -48,10 +48,17 @@ class Result(Stored, ABC):
     """How many parts a picture has where it is not said."""
     DRAWN_ARE_LISTED: ClassVar = True
     """Whether `show` lists what a picture draws, so that its k is that of both: a graph draws edges and lists nodes."""
-    BY_PLACE: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """What functions took by its place in earlier versions, where that was not ``k, query, batch``."""
-    RENAMED: ClassVar[Mapping[str, str]] = {}
-    """What arguments were called in earlier versions, and what they are called now."""
+
+    def __init_subclass__(cls) -> None:
+        """Give `show` and its like the signature of this class: what can be chosen of it, with types and defaults."""
+        super().__init_subclass__()
+        for name, hook, k in cls._showing():
+            setattr(cls, name, _with_choices(unwrap(getattr(cls, name)), cls._choices(hook), k))
+
+    @classmethod
+    def _showing(cls) -> list[tuple[str, str, int]]:
+        """What shows something, the function whose arguments say what can be chosen, and the default of k."""
+        return [("to_html", "_html", cls.DRAWN), ("plot", "_figure", cls.DRAWN), ("show", "_print", cls.PRINTED)]
 
     @abstractmethod
     def to_dataframe(self) -> "pd.DataFrame":
@@ -69,7 +76,7 @@ class Result(Stored, ABC):
     def _print(self, *args: Any, **choice: Any) -> None:
         """Print the table of k parts."""
 
-    def to_html(self, *k: Any, style: bool = True, **choice: Any) -> str:
+    def to_html(self, k: int | None = None, *, style: bool = True, **choice: Any) -> str:
         """Return the picture as an HTML fragment.
 
         Args:
@@ -82,10 +89,10 @@ class Result(Stored, ABC):
         Raises:
             InvalidInputError: k below 1, or no such choice, query or prompt.
         """
-        body = self._html(**{"k": self.DRAWN} | self._chosen("to_html", self._html, k, choice))
+        body = self._html(**{"k": self.DRAWN} | self._chosen("to_html", "_html", k, choice))
         return page.head(body) + body if style else body
 
-    def plot(self, *k: Any, ax: Any = None, **choice: Any) -> Any:
+    def plot(self, k: int | None = None, *, ax: Any = None, **choice: Any) -> Any:
         """Draw the picture with matplotlib, for print (extra ``plot``); returns the axes, of several panels a list.
 
         Args:
@@ -99,47 +106,40 @@ class Result(Stored, ABC):
         >>> tlens.attribute(frozen, " value").plot()
         <Axes: ...>
         """
-        chosen = self._chosen("plot", self._figure, k, choice)
+        chosen = self._chosen("plot", "_figure", k, choice)
         return self._figure(**{"k": self.DRAWN, "ax": ax} | chosen)
 
-    def show(self, *k: Any, **choice: Any) -> None:
+    def show(self, k: int | None = None, **choice: Any) -> None:
         """Display the picture in a notebook; elsewhere print the k largest parts, all others in one line where they
         sum.
 
         Arguments and errors are those of `to_html`.
         """
-        chosen = self._chosen("show", self._print, k, choice)
-        drawn = [name for name in self._choices(self._html) if name != "k" or self.DRAWN_ARE_LISTED]
+        chosen = self._chosen("show", "_print", k, choice)
+        drawn = [name for name in self._choices("_html") if name != "k" or self.DRAWN_ARE_LISTED]
         of_picture = {name: value for name, value in chosen.items() if name in drawn}
         if not page.display_in_notebook(lambda: self.to_html(**of_picture)):
             self._print(**{"k": self.PRINTED} | chosen)
 
-    def _chosen(
-        self, name: str, hook: Callable[..., Any], by_place: Sequence[Any], choice: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """What a call of a function chooses, by name; `hook` has arguments for what can be chosen."""
-        places = self.BY_PLACE.get(name, ("k", "query", "batch"))
-        chosen: dict[str, Any] = {**dict(zip(places, by_place, strict=False)), **choice}
-        for old in [*places[: len(by_place)], *self.RENAMED.keys() & choice]:
-            now = self.RENAMED.get(old, old)
-            if old != "k" and old in chosen:
-                warn_caller(f"{name}: pass {now}= by this name; version 0.2 takes no other way.", DeprecationWarning)
-                chosen[now] = chosen.pop(old)
-        known = list(dict.fromkeys(["k", *self._choices(hook)]))
-        wrong = [repr(one) for one in chosen if one not in known]
-        wrong += [f"a value {one!r} more" for one in by_place[len(places) :]]
-        if wrong:
+    def _chosen(self, name: str, hook: str, k: int | None, choice: Mapping[str, Any]) -> dict[str, Any]:
+        """What a call of a function chooses; k only where it is said."""
+        known = ["k", *self._choices(hook)]
+        wrong = next((one for one in choice if one not in known), None)
+        if wrong is not None:
             raise WrongCallError(
-                f"{name}: {wrong[0]} is nothing that can be chosen of this {type(self).__name__}; pass "
-                f"{', '.join(known)}.{nearest(wrong[0], known)}"
+                f"{name}: {wrong!r} is nothing that can be chosen of this {type(self).__name__}; pass "
+                f"{', '.join(dict.fromkeys(known))}.{nearest(wrong, known)}"
             )
-        if chosen.get("k") is None:
-            return {one: value for one, value in chosen.items() if one != "k"}
-        return chosen | {"k": whole_number("k", chosen["k"], least=1, why="how many parts to show")}
+        if k is None:
+            return dict(choice)
+        return {**choice, "k": whole_number("k", k, least=1, why="how many parts to show")}
 
-    def _choices(self, hook: Callable[..., Any]) -> list[str]:
+    @classmethod
+    def _choices(cls, hook: str) -> dict[str, Parameter]:
         """What can be chosen of what a function shows: its arguments."""
-        return [name for name in signature(hook).parameters if name != "ax"]
+        parameters = signature(getattr(cls, hook)).parameters.values()
+        several = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        return {one.name: one for one in parameters if one.name not in ("self", "ax") and one.kind not in several}
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str | None:
         """Write the table of `to_dataframe` as CSV, without row numbers; without a path, return it as text.
@@ -194,7 +194,7 @@ class Result(Stored, ABC):
                     f"save: batch= chooses the prompt of a figure, and {path.name!r} is none. Leave it out, or use one "
                     f"of {', '.join(FIGURES)}."
                 )
-            if "batch" not in self._choices(self._figure):
+            if "batch" not in self._choices("_figure"):
                 raise InvalidInputError(
                     f"save: the figure of {type(self).__name__} has no prompt to choose; leave out batch=."
                 )
@@ -211,6 +211,21 @@ class Result(Stored, ABC):
     def _writers(cls) -> Mapping[str, Callable[[Any], bytes]]:
         """What each suffix writes, besides the file that `load` reads back."""
         return WRITERS
+
+
+def _with_choices(shared: Callable[..., Any], choices: Mapping[str, Parameter], k: int) -> Callable[..., Any]:
+    """A function that all classes share, with a signature that names what one of them lets choose."""
+
+    @wraps(shared)
+    def shows(self: Result, *args: Any, **options: Any) -> Any:
+        return shared(self, *args, **options)
+
+    stated = signature(shared)
+    first = [one for one in stated.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
+    first = [one.replace(default=k) if one.name == "k" else one for one in first]
+    named = [one.replace(kind=Parameter.KEYWORD_ONLY) for name, one in choices.items() if name != "k"]
+    setattr(shows, "__signature__", stated.replace(parameters=[*first, *named]))  # noqa: B010
+    return shows
 
 
 def ending(path: Path) -> str:

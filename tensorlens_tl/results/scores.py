@@ -1,8 +1,9 @@
 """Scores of named parts: the largest of them, what they sum to, their mean over prompts, and one less another."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import nearest, whole_number
 from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.drawing import figure, graphs, terminal
 from tensorlens_tl.drawing.marks import number
@@ -83,7 +84,7 @@ class Scored(Result):
         """What is drawn of the k largest parts, of a result that is drawn as bars."""
         raise NotImplementedError
 
-    def top(self, *k: Any, **choice: Any) -> list[Entry]:
+    def top(self, k: int | None = None, **choice: Any) -> list[Entry]:
         """Return the k parts of largest absolute score.
 
         Args:
@@ -96,10 +97,28 @@ class Scored(Result):
         >>> tlens.circuits.logit_attribution(frozen, " value").top(1, names="MLP*")[0].name
         'MLP0'
         """
-        chosen = {"k": self.PRINTED} | self._chosen("top", self._parts, k, choice)
+        chosen = {"k": self.PRINTED} | self._chosen("top", "_parts", k, choice)
         count: int = chosen.pop("k")
         parts = self._parts(**chosen)
         return largest(parts.scores, parts.names, count, parts.positions, parts.labels)
+
+    def __len__(self) -> int:
+        return len(self._parts().names)
+
+    def __getitem__(self, name: str) -> Any:
+        """The parts of one name, with their scores, among those that `top` lists where nothing is chosen.
+
+        Raises:
+            InvalidInputError: no part of that name.
+        """
+        parts = self._parts()
+        every = largest(parts.scores, parts.names, max(1, len(parts.names)), parts.positions, parts.labels)
+        return [entry for entry in every if entry.name == name] or self._refuse_name(name, parts.names)
+
+    def _refuse_name(self, name: str, names: Sequence[str]) -> Any:
+        """Raise for a part that there is not."""
+        some = ", ".join(map(repr, names[:8]))
+        raise InvalidInputError(f"no part {name!r}; there are {some}, ….{nearest(str(name), names)}")
 
     def _html(self, *args: Any, **choice: Any) -> str:
         bars = self._titled_bars(**choice)
@@ -117,9 +136,15 @@ class Scored(Result):
         bars = self._bars(**choice)
         return replace(bars, title=title, heading=title, figure_title=title) if title else bars
 
-    def _choices(self, hook: Callable[..., Any]) -> list[str]:
-        names = super()._choices(hook)
-        return [*super()._choices(self._bars), "title"] if "choice" in names else names
+    @classmethod
+    def _showing(cls) -> list[tuple[str, str, int]]:
+        return [*super()._showing(), ("top", "_parts", cls.PRINTED)]
+
+    @classmethod
+    def _choices(cls, hook: str) -> dict[str, Parameter]:
+        if "choice" not in signature(getattr(cls, hook)).parameters:  # that are those of bars
+            return super()._choices(hook)
+        return super()._choices("_bars") | {"title": signature(cls._titled_bars).parameters["title"]}
 
 
 class QueryScores(Scored):
@@ -204,16 +229,11 @@ class QueryScores(Scored):
         first, second = self._aligned(other)
         names = [name for name in (*first.NUMBERS, "keys") if hasattr(first, name)]
         pairs = {name: (getattr(first, name), getattr(second, name)) for name in names}
-        facts = self.provenance
-        which = "second"
-        if any(name.startswith("second ") for name in (*facts, *other.provenance)):
-            which = "subtracted"  # one of them is itself of two models
-        differing = {f"{which} {name}": fact for name, fact in other.provenance.items() if facts.get(name) != fact}
         return replace(
             first,
             **{name: None if a is None or b is None else a - b for name, (a, b) in pairs.items()},
             target=self._difference(other),
-            provenance={**facts, **differing},
+            provenance=provenance_of_both(self, other),
         )
 
     @abstractmethod
@@ -284,6 +304,16 @@ class PartScores(QueryScores):
     def _short_target(self) -> str:
         """The target as the title of a mean has it."""
         return self.target
+
+
+def provenance_of_both(first: Any, second: Any) -> dict[str, str]:
+    """That of the first, and beside it what differs in the second, as ``"second model"``."""
+    facts: dict[str, str] = first.provenance
+    others: dict[str, str] = second.provenance
+    which = "second"
+    if any(name.startswith("second ") for name in (*facts, *others)):
+        which = "subtracted"  # one of them is itself of two models
+    return facts | {f"{which} {name}": fact for name, fact in others.items() if facts.get(name) != fact}
 
 
 def refuse_ranked(first: str, second: str, *tokens: Any) -> None:

@@ -548,7 +548,6 @@ class ChangeRoutes(PartScores):
     NUMBERS: ClassVar = ("scores", "heads", "total")
     NAMES: ClassVar = {"layer": "layers"}
     HEADING: ClassVar = "How the {} passes each layer"
-    BY_PLACE: ClassVar = dict.fromkeys(("to_html", "plot", "show"), ("query", "batch"))
 
     layers: list[str]
     scores: Float[Tensor, "batch query layer route"]
@@ -571,6 +570,9 @@ class ChangeRoutes(PartScores):
         totals = some_numbers(self.total)
         gap = float(self.gap.max())
         return f"ChangeRoutes({self.target!r}, {len(self.layers)} layers, total={totals}, gap={gap:.1e})"
+
+    def __len__(self) -> int:
+        return len(self.layers)
 
     def __getitem__(self, route: str) -> Float[Tensor, "batch query layer"]:
         """Return one route's score at every layer; raise `InvalidInputError` for an unknown route."""
