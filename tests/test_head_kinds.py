@@ -96,7 +96,7 @@ def test_a_prompt_without_such_a_token_has_no_score():
     model = tiny_model("bridge/gpt2")
     result = circuits.induction_scores(model, [PROMPTS[0], [3, 4, 5]])
     assert result.scores[1].isnan().all()
-    assert torch.equal(result.mean(), result.scores[0])
+    assert torch.equal(result.mean().scores, result.scores[:1])
     assert set(result.to_dataframe()["batch"]) == {0}
 
 
