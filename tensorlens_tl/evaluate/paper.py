@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -217,7 +217,6 @@ class Reproduction(Result):
         experiment: what was run.
         evaluation: what was measured.
     """
-
 
     experiment: Experiment
     evaluation: Evaluation

@@ -180,9 +180,9 @@ class EdgeScores(Scored):
                 "not the same ones; subtract scores of the same edges and as many prompts."
             )
         refuse_ranked(self.target, other.target)
-        changed: dict[str, Any] = {
-            name: " − ".join(dict.fromkeys((getattr(self, name), getattr(other, name)))) for name in ("target", "method")
-        }
+        changed: dict[str, Any] = {}
+        for name in ("target", "method"):
+            changed[name] = " − ".join(dict.fromkeys((getattr(self, name), getattr(other, name))))
         for name in ("scores", "clean", "corrupted", "by_position"):
             a, b = getattr(self, name), getattr(other, name)
             changed[name] = None if a is None or b is None or a.shape != b.shape else a - b

@@ -142,7 +142,6 @@ class HeadScores(Scored):
 class SourceScores(Scored):
     """What sources give to one number of attention; `top`, `show` and `plot` take `batch`, the first by default."""
 
-
     names: list[list[str]]
     total: Float[Tensor, "batch"]
     by: str
@@ -211,7 +210,6 @@ class ScoreAttribution(SourceScores):
         places: head, query and key of each prompt, as a text.
         provenance: as in `Attribution`.
     """
-
 
     pairs: Float[Tensor, "batch source_q source_k"]
     query_sources: Float[Tensor, "batch source_q"]

@@ -322,7 +322,9 @@ class _RuledRun:
         self.uncut = torch.cat([part.flatten(3).to(tokens.device) for part in pulled], dim=2)
         if not start:
             live = frozen.activation(self.read_at)
-            self._refuse_error(relative_error(read.detach().to(live), live), "under the rule it computes something else")
+            self._refuse_error(
+                relative_error(read.detach().to(live), live), "under the rule it computes something else"
+            )
         error = relative_error(self.arrived[self.read_at].detach(), read.detach())
         self._refuse_error(error, "where it is cut, it computes something else")
 
