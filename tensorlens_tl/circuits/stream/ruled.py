@@ -316,16 +316,15 @@ class _RuledRun:
         with torch.enable_grad(), ruled(frozen.model, rule):
             run_until(frozen.model, frozen.inputs, hooks, self.read_at)
         read = whole.arrived[self.read_at]
+        value = read.detach()
         seed = self.readout.seed[..., slice(*self._side(-1)), :].reshape(-1, *read.shape).to(read)
         pulled = [gradients(read, whole.leaves[name], seed) for name in self.entries]
         tokens = frozen.tokens
         self.uncut = torch.cat([part.flatten(3).to(tokens.device) for part in pulled], dim=2)
         if not start:
             live = frozen.activation(self.read_at)
-            self._refuse_error(
-                relative_error(read.detach().to(live), live), "under the rule it computes something else"
-            )
-        error = relative_error(self.arrived[self.read_at].detach(), read.detach())
+            self._refuse_error(relative_error(value.to(live), live), "under the rule it computes something else")
+        error = relative_error(self.arrived[self.read_at].detach(), value)
         self._refuse_error(error, "where it is cut, it computes something else")
 
     def check(self, pulled: Float[Tensor, "query batch pos d_model"]) -> None:
