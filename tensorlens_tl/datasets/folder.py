@@ -69,9 +69,8 @@ class Manifest:
     """What a run is.
 
     Attributes:
-        identity: what must be the same when it is resumed, as JSON holds it: model, data, method, options, `keep`.
-        batches: the rows of each batch, by number; the rows of the last are those that are no prompt, if there are any.
-        rejected: whether there are such rows.
+        identity: what must be the same when it is resumed, as JSON: model, data, method, options, `keep`.
+        batches: the rows of each batch; the last has those that are no prompt, if any (`rejected`).
         shards: the first batch of each shard, and the one after its last.
         double: whether scores are float64.
     """
@@ -100,9 +99,9 @@ class Manifest:
 def planned(
     lengths: Sequence[int], rejected: Sequence[int], tokens_per_batch: int
 ) -> tuple[list[list[int]], list[Any]]:
-    """Batches of rows of similar length, longest first, and shards of batches.
+    """Plan batches of rows of similar length, longest first, and shards of batches.
 
-    No batch of several rows has more than `tokens_per_batch` tokens. Rows that are no prompt are a batch by themselves.
+    A batch of several rows has at most `tokens_per_batch` tokens. Rows that are no prompt are a batch by themselves.
     """
     refused = set(rejected)
     prompts = [row for row in range(len(lengths)) if row not in refused]
@@ -235,10 +234,8 @@ class Folder:
 
     @contextlib.contextmanager
     def claimed(self, number: int, wait: bool) -> Generator[bool, None, None]:
-        """Inside, whether this shard is ours to write: it is missing, and no other process is writing it.
-
-        With `wait`, another process that is writing it is waited for.
-        """
+        """Inside, whether this shard is ours to write: it is missing, and no other process writes it (or `wait` for
+        that one)."""
         import filelock
 
         lock = filelock.FileLock(self.path / "locks" / f"part-{number:05d}")
@@ -331,10 +328,7 @@ def sealed(table: "pa.Table", run: str, shard: int) -> "pa.Table":
 
 
 def broken(table: "pa.Table", names: list[str], run: str, shard: int) -> str | None:
-    """What is wrong with a shard that was read, in words; None where it is what was written.
-
-    `table` has the columns that were read, all or some of the file's, whose `names` are all of them.
-    """
+    """Say what is wrong with a shard that was read, or None; `table` has some of its columns, `names` are all."""
     metadata: Mapping[bytes, bytes] = table.schema.metadata or {}
     if FACTS.encode() not in metadata or SEAL.encode() not in metadata:
         return "it lacks the facts that a shard of this library holds; another program rewrote it"
@@ -396,10 +390,11 @@ def _feed(array: "pa.Array", streams: Mapping[tuple[int, str], Any], depth: int)
 
 
 def model_identity(model: ModelLike) -> dict[str, Any]:
-    """What tells one model from another: names, versions, dtype, a digest of all its numbers, configuration, hooks.
+    """Return what distinguishes models: names, versions, dtype, a digest of all numbers, configuration, hooks.
 
-    Versions are those of the packages that decide what is computed: this library, TransformerLens and transformers.
-    Another PyTorch rounds otherwise, and is no other model. Of hooks only the hook points count, not what they do.
+    Versions are this library's, TransformerLens' and transformers': another PyTorch only rounds otherwise. Of hooks
+    only
+    the hook points count.
     """
     view = ModelView(model)
     digest = hashlib.sha256()
@@ -451,9 +446,9 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 class DatasetResults:
-    """A run's results, finished or not; a result is read from the run's folder when it is needed.
+    """A run's results, finished or not, each read from the run's folder when needed.
 
-    `path` is the folder and `manifest` what it says the run is. The shards are plain Parquet files, which
+    `path` is the folder and `manifest` describes the run. Shards are plain Parquet files, which
     ``datasets.load_dataset("parquet", data_files="run/part-*.parquet")``, pandas, polars and DuckDB read as well.
     """
 
@@ -483,11 +478,7 @@ class DatasetResults:
         return sum(len(self.manifest.rows_of(number)) for number in self.shards)
 
     def tables(self, columns: Sequence[str] | None = None) -> Iterator["pa.Table"]:
-        """One shard after another, as Arrow tables.
-
-        Raises:
-            FileFormatError: a shard is damaged.
-        """
+        """Yield one shard after another as Arrow tables; raises `FileFormatError` for a damaged one."""
         for number in self.shards:
             yield self._folder.read_shard(self.manifest, number, columns)
 
@@ -500,10 +491,9 @@ class DatasetResults:
 
     # which kind of result it is stands in the folder, not in the code that reads it
     def __getitem__(self, id: str | int) -> Any:
-        """The result of one row: an Attribution, or Terms of a circuit, or an Evaluation of one unit.
+        """Return the result of one row: an Attribution, Terms of a circuit, or an Evaluation of one unit.
 
-        Raises:
-            InvalidInputError: there is no such row (yet), or it failed.
+        Raises `InvalidInputError` where there is no such row (yet), or it failed.
         """
         if str(id) not in self._rows:
             state = "" if self.complete else " among those that are done"
@@ -535,9 +525,9 @@ class DatasetResults:
         }
 
     def frames(self) -> "Iterator[pd.DataFrame]":
-        """The long tables of the rows that did not fail, one shard after another, in the order of the shards.
+        """Yield the long tables of the rows that did not fail, shard by shard.
 
-        Columns: `id` and `row` of the data set, then those of the result's own `to_dataframe` besides `batch`. Of
+        Columns: `id` and `row` of the data set, then those of the result's own `to_dataframe` besides `batch`. After
         ``keep="top:N"`` a line of the kind ``"rest"`` is the sum of what was not stored, so that lines still sum.
 
         Raises:
@@ -561,11 +551,11 @@ class DatasetResults:
                 yield pd.concat(frames, ignore_index=True)
 
     def to_dataframe(self, columns: Sequence[str] | None = None, *, long: bool = False) -> "pd.DataFrame":
-        """All rows in the data set's order, a line each; `columns` names those to read.
+        """Return all rows in the data set's order, a line each.
 
         Args:
             columns: which; None is all of them.
-            long: one line per row, query and source instead, as `frames` gives them shard by shard.
+            long: one line per row, query and source instead, as `frames` yields them.
 
         Raises:
             InvalidInputError: no row is done yet, or no such column.
@@ -590,20 +580,24 @@ class DatasetResults:
         return _chosen(frame.sort_values("row", ignore_index=True), columns)
 
     def summary(self, quantiles: Quantiles = QUANTILES, *, names: str = "*", memory: Memory = None) -> "pd.DataFrame":
-        """How each component's effect is distributed over the rows that are done, of ``method="logit_attribution"``.
+        """Return the distribution of each component's effect over the rows that are done
+        (``method="logit_attribution"``).
 
-        Exact, from what the shards hold; memory is that of some components over all rows, or of one shard.
+        Exact; memory is that of some components over all rows, or of one shard.
 
         Args:
             quantiles: which, as shares of the values; between two values they are interpolated.
-            names: of components with such names only: ``"L*H*"`` are heads, ``"L3H*"`` those of one layer.
+            names: of some components only: ``"L*H*"`` are heads, ``"L3H*"`` those of one layer.
             memory: what may be allocated at once, as ``"512MB"`` or bytes; less reads the shards more often.
 
         Returns:
-            A line for each component: `count`, `mean`, `low` and `high`, `variance` (with count − 1), `std`, and the
-            quantiles as ``"5%"``. Each query of each row is one value. `low` and `high` are the ends of the mean's 95 %
-            interval, 1.96 standard errors away, where rows are independent and the queries of one row are not; it is
-            too narrow for fewer than some 30 rows, and NaN for one.
+            A line for each component: `count`, `mean`, `low`, `high`, `variance` (with count − 1), `std`, and the
+                quantiles
+            as ``"5%"``. Each query of each row is one value. `low` and `high` are the mean's 95 % interval, 1.96
+                standard
+            errors each way, where rows are independent and the queries of one row are not; too narrow below some 30
+                rows,
+            NaN for one.
 
         Raises:
             InvalidInputError: the rows are no terms, no row is done, no such component, or no such quantile.
@@ -651,9 +645,9 @@ class DatasetResults:
         return values
 
     def evaluation(self) -> Evaluation:
-        """All rows that are done as one evaluation, in the data set's order, of `evaluate.perturbation_dataset`.
+        """Return all rows of `evaluate.perturbation_dataset` that are done as one evaluation, in the data set's order.
 
-        It holds every row's curves in memory: eight bytes for each metric, method and step.
+        Every row's curves are in memory: eight bytes for each metric, method and step.
 
         Raises:
             InvalidInputError: the rows are no evaluations, or no row is done.
@@ -712,7 +706,7 @@ def _check_columns(columns: Sequence[str], known: Iterable[str]) -> None:
 
 @checked_names
 def load_results(path: str | os.PathLike[str]) -> DatasetResults:
-    """The results of a run that `attribute_dataset` began.
+    """Load the results of a run that `attribute_dataset` began.
 
     Raises:
         FileFormatError: there is no run in that folder, or its manifest is damaged.
@@ -721,9 +715,9 @@ def load_results(path: str | os.PathLike[str]) -> DatasetResults:
 
 
 def _statistics(values: np.ndarray, lengths: Sequence[int], shares: Sequence[float]) -> np.ndarray:
-    """Mean, its interval, variance, standard deviation and quantiles of each line of `[term, value]`.
+    """Return mean, interval, variance, standard deviation and quantiles of each line of `[term, value]`.
 
-    The values of a row, as many as `lengths` says, stand side by side. What is handed over is overwritten.
+    A row's values, as many as `lengths` says, are adjacent. The argument is overwritten.
     """
     mean = values.mean(axis=1)
     error = np.full(len(values), np.nan)

@@ -51,9 +51,8 @@ class Rows:
     Attributes:
         ids: their names, all different.
         tokens: each row's token ids; empty where the row is no prompt.
-        errors: what is wrong with a row, by its number.
-        dropped: how many tokens were cut off a row, by its number.
-        options: what a column says of each row, such as its target, by the option's name.
+        errors, dropped: by row number, what is wrong, and how many tokens were cut off.
+        options: each option's values from a column, such as targets.
     """
 
     ids: list[str] = field(default_factory=list)
@@ -180,11 +179,7 @@ def _tables(source: Any, text: str) -> Iterator[Mapping[str, Any]]:
 
 
 def check_rows(path: Path, reading: Reading) -> None:
-    """Look at the first row of a file, which says whether its columns are there: before a model is loaded.
-
-    Raises:
-        InvalidInputError: no such file, a first row that cannot be read, or no such column.
-    """
+    """Raise `InvalidInputError` before a model is loaded: no such file, an unreadable first row, or no such column."""
     for row in islice(file_rows(path), 1):
         _check_present(row, reading)
 

@@ -64,39 +64,36 @@ def attribute_dataset(
 ) -> DatasetResults:
     """Attribute every row of a data set, and write the results as Parquet shards.
 
-    Rows are run in batches of similar length. An interrupted run resumes where it stopped when it is called again
-    with the same arguments; several processes may work on one folder. A row that fails is written
-    with its error.
+    Rows are run in batches of similar length. An interrupted run resumes when it is called again with the same
+    arguments;
+    several processes may work on one folder. A row that fails is written with its error.
 
     Args:
         model: a TransformerLens model that reads text.
         rows: a ``.jsonl``, ``.csv`` or ``.parquet`` file, a Hugging Face data set, a data frame, or any iterable of
             tables, texts, or lists of token ids. It is read once, before work starts.
         out: the folder of the run; a missing one is created.
-        method: one of `list_methods()`; or ``"logit_attribution"`` or ``"total_effects"``, the functions of
-            `tensorlens_tl.circuits` of these names: each row then is a `Terms`, and `DatasetResults.summary` says how
-            every component's effect is distributed over the rows.
-        text: the column that holds the texts (or token ids).
-        id: the column that names rows, texts or integers that differ; rows without a column ``"id"`` are named by their
-            number.
-        columns: options that every row has a value of, and the column that it is in: ``{"target": "answer"}``; they
-            may be `target`, `minus` and `direction`.
+        method: one of `list_methods()`; or ``"logit_attribution"`` or ``"total_effects"`` of `tensorlens_tl.circuits`:
+            each row is then a `Terms`, and `DatasetResults.summary` has the distribution of every component's effect.
+        text: the column of texts (or token ids).
+        id: the column of names, different texts or integers; without a column ``"id"`` rows are named by number.
+        columns: options (`target`, `minus`, `direction`) that each row has its own value of, and the column of it:
+            ``{"target": "answer"}``.
         tokens_per_batch: how many tokens, padding included, are run together at most; `memory` may cut them further.
         keep: ``"scores"``, ``"top:32"`` (the largest scores of each query, and the sum of the others), or ``"all"``
             (whole results besides, as safetensors, with the maps of layers and standard errors).
-        truncate: whether a text longer than the context loses its end (recorded); otherwise it is a row with an error.
-        resume: whether a run in this folder is resumed; False refuses it.
-        progress: whether to show a bar.
+        truncate: cut the end off texts longer than the context (recorded); otherwise they are rows with an error.
+        resume: False raises an error for a folder with a run.
+        progress: show a bar.
         prepend_bos: as in TransformerLens.
         memory: see `attribute`.
         engine: None runs here; ``"ray"`` on the actors of a Ray cluster, to which `out` must be the same folder.
-        load_model: of Ray: a function of no arguments that loads this model, called once by each actor; None sends them
-            the model itself.
+        load_model: of Ray: a function that loads this model, called once by each actor; None sends the model itself.
         num_actors, num_gpus: of Ray: how many actors, and how many GPUs each of them has.
         options: the options of the method or function, and those of `freeze`.
 
     Returns:
-        The results, read from the folder when they are needed: by id, as tables, or one shard after another.
+        The results, read from the folder when needed: by id, as tables, or one shard after another.
 
     Raises:
         InvalidInputError: an unknown column or option, ids that are not different, no row, rows that all fail; a folder
@@ -131,16 +128,15 @@ def work_of(method: str, keep: str, options: Mapping[str, Any], columns: Mapping
 
 
 class BatchAttributor:
-    """Columns of rows in, columns of results out; it can be pickled, and loads its model where it first works.
+    """A picklable function from columns of rows to columns of results, which loads its model where it first works.
 
         rows.map_batches(BatchAttributor, fn_constructor_args=(load_model,), concurrency=4, num_gpus=1)   # Ray Data
         rows.map(BatchAttributor(load_model, target=" the"), batched=True)                                # Hugging Face
 
-    The results have the columns of `attribute_dataset`'s shards, one row for each row; there is no folder, no plan of
-    batches and nothing to resume: the tool has its own way of doing these.
+    Results have the columns of `attribute_dataset`'s shards. Batching, folders and resuming are the tool's.
 
     Args:
-        load_model: a function of no arguments that gives the model (a function of a module, where it is to be pickled).
+        load_model: a function of no arguments that returns the model (of a module, where it is to be pickled).
         method, text, columns, keep, truncate, prepend_bos, options: see `attribute_dataset`.
         id: the column that names rows; it is required.
 
@@ -173,11 +169,7 @@ class BatchAttributor:
         return self.__dict__ | {"_model": None}
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> "pa.Table":
-        """The results of some rows, given as columns.
-
-        Raises:
-            InvalidInputError: a column is missing, or two rows have the same id.
-        """
+        """Return the results of rows given as columns; raise `InvalidInputError` for a missing column, or equal ids."""
         if self._model is None:
             self._model = ModelView(self.load_model()).model
         names = list(batch)
@@ -203,10 +195,9 @@ class BatchAttributor:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run is read, cut into batches and written; see `attribute_dataset` for each option.
+    """How a run is read, cut into batches and written; see `attribute_dataset`.
 
-    Nothing here is part of a run's identity but what it makes of the rows: a run may be resumed in other batches, with
-    or without a bar, here or on Ray.
+    Only what it makes of the rows is part of a run's identity: it may be resumed in other batches, here or on Ray.
 
     Raises:
         InvalidInputError: a number of tokens below 1, an unknown engine, or a file where the folder should be.
@@ -241,14 +232,8 @@ def read_prompts(model: ModelLike, source: RowSource, reading: Reading) -> tuple
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What is computed of which rows, and where the results go.
-
-    Attributes:
-        model: a TransformerLens model; None where each actor loads it.
-        rows: the data set.
-        work: what is computed of each row.
-        folder: where the results go.
-    """
+    """What `work` is computed of which `rows`, and the `folder` of the results; `model` is None where each actor
+    loads it."""
 
     model: Any
     rows: Rows
@@ -289,8 +274,8 @@ class Job:
         self.folder.write_shard(manifest, shard, self.work.table(records, facts, manifest.double))
 
     def _records(self, batch: list[int]) -> tuple[list[Record], list[tuple[int | None, Any]]]:
-        """The records of a batch, and its results: one of all rows (None), or those of its parts, by the number
-        of the first row."""
+        """Return the records of a batch, and its results: of all rows (None), or of parts, by their first row's
+        number."""
         if batch[0] in self.rows.errors:  # rows that are no prompt are a batch by themselves
             return [{"error": self.rows.errors[row]} for row in batch], []
         per_row = {name: [values[row] for row in batch] for name, values in self.rows.options.items()}
@@ -340,7 +325,7 @@ def _write(job: Job, manifest: Manifest, options: RunOptions) -> None:
 
 
 def run_here(job: Job, manifest: Manifest) -> Iterator[int]:
-    """Write the missing shards in this process; gives the number of each once it is written.
+    """Write the missing shards in this process; yields the number of each once it is written.
 
     First those that no other process is writing; then the others, once that process has ended.
     """

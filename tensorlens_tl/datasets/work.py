@@ -41,10 +41,10 @@ PER_QUERY = ("bias", "total", "gap")
 
 
 class Work(ABC):
-    """What is computed of each row. It can be pickled, and holds no model.
+    """What is computed of each row; can be pickled, and holds no model.
 
     Attributes:
-        name: what messages call it.
+        name: in messages.
         double: whether its numbers are float64 in every model's dtype.
         save_whole: whether results are also saved as safetensors.
     """
@@ -117,11 +117,13 @@ def facts_in(table: "pa.Table") -> dict[str, Any]:
 def run_rows(
     work: Work, model: ModelLike, tokens: Sequence[np.ndarray], per_row: Mapping[str, Sequence[Any]]
 ) -> tuple[list[Record], list[tuple[int | None, Any]]]:
-    """One record for each row, and the results they come from: of all rows (None), or of a part, by its first row.
+    """Return a record for each row, and the results they come from: of all rows (None), or of a part, by its first row.
 
-    The rows are run together; where that fails, each half is, and so on down to single rows. A row that fails by itself
-    is a record with its error. Whole results that are saved are of all rows or of one: there, single rows come next.
-    `per_row` are options of which every row has another value.
+    The rows are run together; where that fails, each half is, and so on. A row that fails by itself is a record with
+    its
+    error. Results that are saved are of all rows or of one: there, single rows come next. `per_row` are options of
+    which
+    every row has its own value.
     """
 
     def run(rows: Sequence[int]) -> tuple[list[Record], Any]:
@@ -179,13 +181,7 @@ def _describe(record: Record, view: ModelView, options: Mapping[str, Any], row_o
 
 @dataclass(frozen=True)
 class MethodWork(Work):
-    """What a method gives of each row.
-
-    Attributes:
-        name: the method.
-        keep, options: see `attribute_dataset`.
-        of_rows: the options of which every row has another value.
-    """
+    """A method's results; `of_rows` are the options of which every row has its own value."""
 
     name: str
     keep: str
@@ -233,10 +229,9 @@ class Attributions(MethodWork):
         return attribute(model, list(tokens), method=self.name, **options)
 
     def packed(self, result: Attribution) -> list[Record]:
-        """Each prompt of a result as a row.
+        """Return each prompt of a result as a row, with the ``shape`` of its scores.
 
-        ``shape`` is that of the prompt's scores, the axes of the result but the batch. Of ``"top:N"``, ``keys`` says
-        which source tokens the scores belong to, and ``rest`` is the sum of the others, so that sums still hold.
+        For ``"top:N"``, ``keys`` are the source tokens of the scores, and ``rest`` the sum of the others.
         """
         limit = entry_limit(self.keep)
         scores = result.scores.detach().cpu()
@@ -417,10 +412,8 @@ def unpacked_terms(row: Mapping[str, Any], facts: Mapping[str, Any]) -> Terms:
 def _row_of_prompt(
     result: Attribution | Terms, number: int, is_real: Bool[Tensor, "query"], numbers: Mapping[str, Tensor | None]
 ) -> Record:
-    """What a row says of a prompt besides its scores: its tokens, its queries among them, its target and its numbers.
-
-    The prompt's queries are those that are real; `numbers` are `[batch, query]`, and those that are missing no entry.
-    """
+    """Return what a row says of a prompt besides its scores: tokens, real queries, target and `numbers` `[batch,
+    query]`."""
     real = result.mask[number].cpu()
     queries = result.queries[number].cpu()[is_real]
     return {

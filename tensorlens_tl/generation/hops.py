@@ -60,23 +60,14 @@ LEAST_TOTAL = 0.25
 
 
 def check_hops(hops: Hops) -> int | None:
-    """How many hops, None for all.
-
-    Raises:
-        InvalidInputError: neither a number of at least 0 nor ``"all"``.
-    """
+    """Return how many hops, None for all; raise `InvalidInputError` for anything but a number from 0 or ``"all"``."""
     if isinstance(hops, str) and hops == "all":
         return None
     return whole_number("hops", hops, least=0, why="a number of hops, or 'all'")
 
 
 def divisors(totals: Float[Tensor, "batch token"], real: Bool[Tensor, "batch token"]) -> Float[Tensor, "batch token"]:
-    """The totals that signed shares are of; zero where a total is next to nothing.
-
-    Args:
-        totals: of each generated token.
-        real: which of them are tokens; others have totals of zero.
-    """
+    """Return the totals that signed shares are of; zero where a `real` token's total is next to nothing."""
     typical = (totals.square().sum(1, keepdim=True) / real.sum(1, keepdim=True)).sqrt()
     return totals.masked_fill(totals.abs() < LEAST_TOTAL * typical, 0.0)
 
@@ -120,7 +111,7 @@ def sent_on(
         Scores `[batch, query, key]` and bias `[batch, query]` with the same sum.
 
     Raises:
-        InvalidInputError: neither a number of at least 0 nor ``"all"``, or no such shares.
+        InvalidInputError: another number of hops, or no such shares.
     """
     count = check_hops(hops)
     check_choice("shares", shares, SHARES)
@@ -153,13 +144,8 @@ def sent_on(
 
 
 class GeneratedTokens(NamedTuple):
-    """The generated tokens of some texts.
-
-    Attributes:
-        positions: where they stand, `[batch, token]`; padding where a text has fewer.
-        queries: the positions that predict them.
-        real: which of them are tokens.
-    """
+    """The generated tokens of some texts: their `positions` `[batch, token]`, the `queries` that predict them, which
+    are `real`."""
 
     positions: Int[Tensor, "batch token"]
     queries: Int[Tensor, "batch token"]
@@ -174,18 +160,10 @@ def sent_on_by_pulls(
     minus: TokenLike = None,
     **settings: Any,
 ) -> Collapse:
-    """A stretch's scores after some hops, as `sent_on` gives them with signed shares.
+    """Return a stretch's scores `[batch, 1, key]` after some hops, as `sent_on` does with signed shares, with bias and
+    total.
 
-    Args:
-        operator: of the texts, or of the difference of two.
-        tokens: the generated ones.
-        queries: the positions that predict those of the stretch.
-        hops: how many, at least 1.
-        minus: what is subtracted from each token of the stretch.
-        settings: bias and memory, as for a target.
-
-    Returns:
-        Scores `[batch, 1, key]` with bias and total.
+    `queries` predict the stretch's tokens; `settings` are bias and memory, as for a target.
     """
     ask = partial(operator.target, NEXT, summed=True, **settings)
     reached = partial(ask, keys=tokens.positions)

@@ -109,7 +109,7 @@ class _Question:
 
 @dataclass(frozen=True, eq=False)
 class FrozenGeneration:
-    """Prompts and their continuations in one frozen pass. See `freeze_generation`.
+    """Prompts and their continuations in one frozen pass, from `freeze_generation`.
 
     >>> from tensorlens_tl.generation import freeze_generation
     >>> written = freeze_generation(model, text, max_new_tokens=3)
@@ -120,7 +120,7 @@ class FrozenGeneration:
 
     Attributes:
         frozen: the pass of the whole text, or the difference of two; see `difference`.
-        positions: of the generated tokens, `[batch, token]`; where a prompt has fewer of them, of padding.
+        positions: of the generated tokens, `[batch, token]`; padding where a prompt has fewer.
     """
 
     frozen: PassOrDifference
@@ -160,17 +160,9 @@ class FrozenGeneration:
         method: str = METHOD,
         **options: Any,
     ) -> Attribution:
-        """What made the generated tokens, one query for each, or a stretch of them together.
+        """Attribute the generated tokens, one query for each, or a stretch of them together.
 
-        Args:
-            span, hops, shares, minus, bias, activation, memory, method, options: as for `attribute_generation`.
-
-        Returns:
-            Scores `[batch, query, key]`, additive with their bias; see `attribute_generation`.
-
-        Raises:
-            InvalidInputError: a span that is empty, outside the generated text or not in it; no such number of hops;
-                and what `FrozenOperator.target` raises.
+        Arguments, result and errors are those of `attribute_generation`.
 
         >>> written = tlens.generation.freeze_generation(model, "Return the", max_new_tokens=3)
         >>> bool((written.attribute().gap < 1e-4).all())
@@ -224,17 +216,18 @@ class FrozenGeneration:
         return label if label.startswith(before) else before + label
 
     def difference(self, other: "FrozenGeneration") -> "FrozenGeneration":
-        """What another text, or the same text in another run, makes otherwise: to ask as of one text.
+        """Compare with another text, or the same text in another run; the result is used like one text.
 
-        Every target is a logit of this text's own token, in both runs: what does it give to that token here that it
-        does not give there? Scores are parts of the exact change (`tlens.difference`), and a span is one question.
+        Targets are logits of this text's own tokens in both runs. Scores are parts of the exact change
+        (`tlens.difference`).
 
         Args:
-            other: a text of as many tokens, generated at the same positions: another prompt's, of another model of the
-                same architecture, or of a model that was changed in between.
+            other: a text of as many tokens, generated at the same positions: another prompt's, another model's of the
+                same
+                architecture, or of a model that was changed in between.
 
         Raises:
-            InvalidInputError: other positions, and what `tlens.difference` refuses.
+            InvalidInputError: other positions, and what `tlens.difference` raises.
             UnsupportedModelError: see `tlens.difference`.
 
         >>> other = text.replace("red", "blue")
@@ -274,13 +267,9 @@ class FrozenGeneration:
         return links
 
     def queries(self, span: Span = None) -> Int[Tensor, "batch query"]:
-        """The positions that predict a stretch's tokens, one before each, padding counted.
+        """Return the positions that predict a stretch's tokens (None: every generated token), one before each.
 
-        Args:
-            span: as for `attribute_generation`; None is every generated token.
-
-        Returns:
-            Positions, of padding where a prompt has fewer of them.
+        Padding counts, and fills prompts with fewer tokens.
 
         Raises:
             InvalidInputError: a span that is empty, outside the generated text or not in it.
@@ -305,11 +294,11 @@ class FrozenGeneration:
         *,
         capped: bool = False,
     ) -> str:
-        """What scores of generated tokens are of, in words.
+        """Return what scores of generated tokens explain, as a text.
 
         Args:
             queries: the positions that predict the tokens; see `queries`.
-            span: None where each of them is explained by itself; else they are together.
+            span: None where each token is explained by itself; else they are together.
             minus, hops: as for `attribute_generation`.
             capped: see `tensorlens_tl.passes.operator.logit_word`.
         """
@@ -419,10 +408,8 @@ class FrozenGeneration:
 
 
 def span_of_each(span: Span, prompts: int) -> list[Stretch] | None:
-    """The spans of a list that has one for each prompt, numbers as slices; None of a span that serves all prompts.
-
-    Two whole numbers are the ends of one span.
-    """
+    """Return the spans of a list with one for each prompt, numbers as slices; None for one span (two numbers are its
+    ends)."""
     if not isinstance(span, list) or [type(each) for each in span] == [int, int]:
         return None
     if len(span) != prompts:
@@ -508,19 +495,16 @@ def freeze_generation(
     store: Store = "model",
     verify: Verify = True,
 ) -> FrozenGeneration:
-    """Write or take continuations of prompts, and freeze the whole texts once, in one pass.
+    """Write or take continuations of prompts, and freeze the whole texts once, to attribute as often as you like.
 
     Args:
         model, prompt, max_new_tokens, continuation, stop_at_eos, prepend_bos, padding_side: as for
             `attribute_generation`.
         store, verify: as for `freeze`.
 
-    Returns:
-        The frozen texts, to attribute as often as you like.
-
     Raises:
         InvalidInputError: see `attribute_generation`.
-        UnsupportedModelError: not a causal language model, and what `freeze` refuses.
+        UnsupportedModelError: not a causal language model, and what `freeze` raises.
 
     >>> written = tlens.generation.freeze_generation(model, "Return the", max_new_tokens=3)
     >>> written.generated_ranges()
@@ -555,7 +539,7 @@ def attribute_generation(
     method: str = METHOD,
     **options: Any,
 ) -> Attribution:
-    """What made the text that a model writes after a prompt: scores of the prompt and of earlier generated tokens.
+    """Attribute the text that a model writes after a prompt to the prompt and to earlier generated tokens.
 
     >>> result = tlens.attribute_generation(model, text, max_new_tokens=3)
     >>> result.scores.shape  # batch, generated tokens, source tokens
@@ -563,50 +547,46 @@ def attribute_generation(
     >>> bool(((result.scores.sum(-1) + result.bias - result.total).abs() < 1e-3).all())
     True
 
-    The whole text is frozen once. The result has one query for each generated token, which is the position that
-    predicts it, one before its own; or with `span` one query in all, computed by one pull. Its options say where the
-    generated tokens stand (``"generated"``: the first position, and the one after the last, of each prompt) and which
-    of them the scores are about (``"asked"``).
+    The whole text is frozen once. There is one query for each generated token, the position before it, which predicts
+    it;
+    or with `span` one query in all, computed by one pull. The result's options say where the generated tokens are
+    (``"generated"``: each prompt's first position, and the one after the last) and which are explained (``"asked"``).
 
     Args:
         model: a causal language model.
         prompt: text, the messages of a chat or token ids, one prompt or several; see `freeze`.
-        max_new_tokens: write so many tokens greedily: each has the largest logit of a plain run. Fewer where the model
-            ends before.
-        continuation: or take this continuation: the new text only, one for each prompt, as text or token ids; of a chat
-            what the assistant answers.
+        max_new_tokens: write so many tokens greedily, or fewer where the model ends.
+        continuation: or take this one: the new text only, one for each prompt, as text or token ids; in a chat the
+            assistant's answer.
         span: a stretch of the generated text, attributed as a whole: the sum of its tokens' targets. ``"all"``, a
             text (its last occurrence), ``(start, stop)`` or a slice of the generated tokens, or the number of one; or a
             list with one for each prompt.
-        hops: send what reached generated tokens on to what made those: so many times, or ``"all"``, after which only
+        hops: send what reached generated tokens on to their sources, so many times, or ``"all"``, after which only
             the prompt and the bias have scores. See `tensorlens_tl.generation.hops`; weights are those of each token's
-            own logit, whatever `minus` says.
-        shares: what a token's makers take over of what it was given: ``"signed"`` shares of its own logit, one pull for
-            each hop of a span, or ``"absolute"`` ones, one pull for each generated token, whatever the number of hops.
-        minus: a token to hold each one against, ``"runner-up"`` for the likeliest other token at each position, or one
-            for each prompt or query, as in `FrozenOperator.target`.
+            own logit, whatever `minus` is.
+        shares: how a token's score is divided: by ``"signed"`` shares of its own logit, one pull for each hop of a
+            span,
+            or ``"absolute"`` ones, one pull for each generated token, whatever the number of hops.
+        minus: a token to subtract, ``"runner-up"`` for the likeliest other token at each position, or one for each
+            prompt or query, as in `FrozenOperator.target`.
         bias: ``"apart"`` from the scores, or by ``"position"``; see `FrozenOperator.in_out`.
         activation: the rule for activations; see `FrozenPass.operator`.
-        stop_at_eos: end a text before the first end token (of the tokenizer or the config) that the model writes.
-        prepend_bos: as in TransformerLens; of strings.
+        stop_at_eos: end a text before the first end token (of the tokenizer or the config).
+        prepend_bos: as in TransformerLens, for strings.
         padding_side: ``"left"`` or ``"right"`` (the default), where texts differ in length.
         store, verify: as for `freeze`.
         memory: what may be allocated at once, as ``"512MB"`` or bytes; it bounds how many prompts run together.
-        method: any of `list_methods()`, for the same tokens: one query for each, or of a span the sum of their scores.
-            A method that explains no prediction (attention, say) has one map for every target; its rows are averaged
-            over a span.
+        method: any of `list_methods()`, for the same tokens. Scores are summed over a span; those of a method that
+            explains no prediction (attention, say) are averaged.
         options: of another method than the default.
-
-    Returns:
-        Scores `[batch, query, key]`, additive with their bias to each target where the method is.
 
     Raises:
         RegistryError: no such method.
-        InvalidInputError: an option that the method does not take, or hops of another than the default;
-            both or neither of `max_new_tokens` and `continuation`; a continuation that is empty, that
-            changes the prompt's tokens, or not one per prompt; nothing written; a text beyond the context; a span that
-            is empty, outside the generated text or not in it; no such number of hops.
-        UnsupportedModelError: not a causal language model, and what `freeze` refuses.
+        InvalidInputError: an option that the method does not take, or hops of another than the default; both or neither
+            of `max_new_tokens` and `continuation`; a continuation that is empty, changes the prompt's tokens, or is not
+            one per prompt; nothing written; a text beyond the context; a span that is empty, outside the generated text
+            or not in it; no such number of hops.
+        UnsupportedModelError: not a causal language model, and what `freeze` raises.
     """
     question = _Question(span, hops, shares, minus, bias, activation, memory, method, options)
     check_rule(activation)
@@ -653,11 +633,8 @@ def scored_by(
     span: bool,
     memory: Memory = None,
 ) -> Attribution:
-    """What a method says of the tokens that queries predict, one before each.
-
-    With `span` there is one query for all of them: scores of a method that explains a prediction are summed, as the
-    targets of a span are; those of one that explains none are averaged.
-    """
+    """Return a method's scores of the tokens that queries predict; with `span` summed, or averaged without a
+    prediction."""
     explains = get_method(method).explains_prediction(options)
     target = {"target": NEXT} if explains else {}
     result = attribute(run, method=method, query=queries, memory=memory, **target, **options)

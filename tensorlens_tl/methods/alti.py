@@ -71,20 +71,10 @@ def _contributions(layer: LocalLayer, order: int) -> Float[Tensor, "batch query 
 def alti(frozen: FrozenPass, *, distance: Distance = "l1", query: Query = "all") -> Attribution:
     """How much nearer each token's vector brings a layer's output, rolled out over layers (Ferrando 2022).
 
-    Rows are distributions: they sum to 1.
-
-    Args:
-        frozen: the pass.
-        distance: `"l1"` or `"l2"`.
-        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
-
-    Returns:
-        Scores `[batch, query, key]`, and each layer's map in `layers`.
+    Rows are distributions: they sum to 1. `distance` is ``"l1"`` or ``"l2"``.
 
     Raises:
-        InvalidInputError: an unknown distance, or a query out of range.
-        UnsupportedModelError: the model is whitened, has a layer without softmax attention, or a gate or a norm inside
-            attention.
+        UnsupportedModelError: whitening, a layer without softmax attention, or a gate or norm inside attention.
 
     >>> tlens.methods.alti(frozen, query=-1).scores.sum(-1).round(decimals=4)
     tensor([[1.]])

@@ -52,18 +52,11 @@ def alti_logit(
     Scores and bias sum to the logit. `layers` holds each layer's part of the scores.
 
     Args:
-        frozen: the pass.
-        target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
         updates: ``"attention"`` gives tokens what attention adds, as in the paper; the rest is bias. ``"all"`` gives
             them what the embeddings and MLPs add as well; bias is what biases add.
         distance: of ALTI, ``"l1"`` or ``"l2"``.
-        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
-
-    Returns:
-        Scores `[batch, query, key]`, the logit and its bias `[batch, query]`, and each layer's part in `layers`.
 
     Raises:
-        InvalidInputError: several tokens, an unknown option, or a query out of range.
         UnsupportedModelError: the model predicts no tokens, is whitened, or `alti` is not defined for it.
 
     >>> result = tlens.methods.alti_logit(frozen, target=" value")
@@ -112,8 +105,8 @@ def _rollouts(frozen: FrozenPass, maps: Maps) -> Float[Tensor, "depth batch pos 
 class _Updates:
     """What every part of the stream adds to the logits of some queries, at the positions where it is added.
 
-    One row holds the vectors of as many queries as have positions of their own: apart from a head that reads several
-    positions, which allows a single query, nothing on the direct way mixes positions.
+    One row has the vectors of several queries at positions of their own: nothing on the direct way mixes positions, but
+    for a head that reads several positions, which allows a single query.
     """
 
     def __init__(
@@ -139,11 +132,9 @@ class _Updates:
     def parts(
         self, rollouts: Float[Tensor, "depth batch pos key"], *, everything: bool
     ) -> tuple[list[Float[Tensor, "batch query key"]], Float[Tensor, "row batch pos"]]:
-        """Each layer's part of the scores; and what biases add, and the MLPs that are not among the scores.
+        """Return each layer's part of the scores, what biases add, and the MLPs that are not among the scores.
 
-        Args:
-            rollouts: ALTI's rollout before the first attention, and after each.
-            everything: whether MLPs are among the scores.
+        `rollouts` are ALTI's before the first attention and after each; `everything` counts MLPs among the scores.
         """
         stream = self.stream
         pulled = self.pulled

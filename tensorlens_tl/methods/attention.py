@@ -28,15 +28,9 @@ def attention(
     A token of an encoder–decoder's decoder has two patterns, cross-attention's and its own side's: its row sums to 2.
 
     Args:
-        frozen: the pass.
         head_reduction: `"mean"` or `"max"` over heads, or None for every head (axes batch, head, query, key).
-        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
-
-    Returns:
-        Scores `[batch, query, key]`, or `[batch, head, query, key]`, and each layer's patterns in `layers`.
 
     Raises:
-        InvalidInputError: an unknown reduction, or a query out of range.
         UnsupportedModelError: a layer without softmax attention.
 
     >>> tlens.methods.attention(frozen, head_reduction=None, query=-1)

@@ -50,23 +50,11 @@ def chefer(
     """R ← R + E_h[(∇A ⊙ A)⁺]·R over self-attention layers, ∇A of the target's logit (Chefer 2021).
 
     Scores are never negative, and a query has at least 1 from itself. An encoder–decoder has the rules of the second
-    paper, for cross-attention too.
-
-    Args:
-        frozen: the pass; its prompt and patterns are used.
-        target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
-        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
-        memory: what the runs of several queries may allocate at once, as ``"512MB"`` or bytes.
-
-    Returns:
-        Scores `[batch, query, key]`.
+    paper, for cross-attention too. The live model is run again.
 
     Raises:
-        InvalidInputError: no target, several tokens, or a query out of range.
         UnsupportedModelError: the model predicts no tokens, has a layer without softmax attention or with a gate or a
             norm inside it, or is whitened.
-        FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
-        NumericalError: the model's own gradients are not finite, as with padding on the left in some models.
 
     >>> bool((tlens.methods.chefer(frozen, target=" value").scores >= 0).all())
     True
@@ -104,10 +92,8 @@ def _relevance(
     gradients: list[Float[Tensor, "query batch _side *width"] | None],
     positions: Int[Tensor, "batch query"],
 ) -> Float[Tensor, "batch query key"]:
-    """The rows of R that belong to some queries, each from its own gradients.
-
-    Those of an encoder–decoder by the rules of its self- and cross-attention.
-    """
+    """Return the rows of R of some queries, from their own gradients; an encoder–decoder's by both attentions'
+    rules."""
     x = upcast(frozen.resid_pre(0))
     by_site = list(zip(sites, gradients, strict=True))
     if frozen.sides is None:
@@ -137,8 +123,7 @@ def _normalized(relevance: Float[Tensor, "batch query pos pos"]) -> Float[Tensor
 class _Site:
     """One attention, where the logits are differentiated.
 
-    `output` is what the last run gave there: the heads' mixed values, or the output of attention that is held as a
-    whole.
+    `output` is the last run's: the heads' mixed values, or the output of attention that is frozen as a whole.
     """
 
     def __init__(self, layer: LocalLayer) -> None:

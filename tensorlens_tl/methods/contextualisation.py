@@ -29,7 +29,6 @@ def context_change(
     """1 − ρ (Spearman) between two scopes' maps over each prompt's pairs: how much the steps between reorder them.
 
     Args:
-        frozen: the pass.
         before, after: scopes of the `ff-ig` method, such as ``"atb"`` and ``"atb_ff"``.
         without_low_gain: leave this share of the channels out of both, those with the smallest gain in the norm that
             reads the feed-forward layer's output (the paper leaves out 0.01).
@@ -63,17 +62,7 @@ def ff_amp(
 ) -> Float[Tensor, "layer batch query key"]:
     """Two scopes' maps, each divided by its column sums, subtracted: which pairs the steps between amplify.
 
-    Args:
-        frozen: the pass.
-        before, after: scopes of the `ff-ig` method.
-        as_printed: see the `ff-ig` method.
-
-    Returns:
-        What the second scope's map has more than the first's, for each layer and pair; columns sum to 0.
-
-    Raises:
-        InvalidInputError: a scope this model does not have.
-        UnsupportedModelError: see the `ff-ig` method.
+    Columns of the result sum to 0. Arguments and errors are those of `context_change`.
 
     >>> amplified = tlens.contextualisation.ff_amp(frozen, "atb", "atb_ln_ff")
     >>> bool(amplified.sum(-2).abs().max() < 1e-5)
@@ -89,14 +78,7 @@ def top_pairs(
 ) -> list[Entry]:
     """The k most amplified pairs of one prompt, largest first: entries named by layer, query token and source token.
 
-    Args:
-        frozen: the pass.
-        amp: what `ff_amp` returns.
-        k: how many.
-        batch: the prompt.
-
-    Returns:
-        Entries whose position is the pair of query and key.
+    `amp` is what `ff_amp` returns. An entry's position is the pair of query and key.
 
     Raises:
         InvalidInputError: k below 1, or no such prompt.
@@ -120,7 +102,7 @@ def top_pairs(
 
 
 def ff_against_bypass(frozen: FrozenPass) -> Float[Tensor, "layer batch pos"]:
-    """‖FF output‖ / ‖bypass‖: the feed-forward layer's output beside the stream it is added to, biases included.
+    """‖FF output‖ / ‖bypass‖: the feed-forward layer's output next to the stream it is added to, biases included.
 
     >>> tlens.contextualisation.ff_against_bypass(frozen).shape
     torch.Size([4, 1, 7])
@@ -130,10 +112,9 @@ def ff_against_bypass(frozen: FrozenPass) -> Float[Tensor, "layer batch pos"]:
 
 
 def gain_against_ff(frozen: FrozenPass) -> Float[Tensor, "layer"]:
-    """Correlation over channels of the gain γ of the norm that follows with the mean |FF output|.
+    """Correlation over channels of the next norm's gain γ with the mean |FF output|.
 
-    Negative where the norm damps the channels in which the feed-forward layer writes outliers; NaN where no norm with a
-    gain follows.
+    Negative where the norm damps the channels in which the feed-forward layer writes outliers; NaN without such a gain.
 
     >>> correlations = tlens.contextualisation.gain_against_ff(frozen)
     >>> correlations.shape, bool(correlations.abs().max() <= 1)

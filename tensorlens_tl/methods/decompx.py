@@ -62,28 +62,21 @@ def decompx(
     """Source vectors through the whole model, biases spread over them stage by stage (Modarressi 2023).
 
     Args:
-        frozen: the pass.
         bias: `"absdot"`, `"norm"`, `"equal"`, `"abssim"`, `"dot"`, `"cls"`, `"token"` (an extra source, last on the key
             axis) or `"none"`.
         activation: `"ratio"` (zero origin) or `"tangent"` (linear approximation, its rest spread as a bias).
         aggregate: `"norm"` of the vectors, `"target"` (their share of a logit; additive), or `"vector"` (axes batch,
             query, key, d_model). None is `"target"` where one is given, else `"norm"`.
-        target, minus: the token of ``aggregate="target"``, and one to subtract.
-        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`. With a target pass
-            -1 for an encoder–decoder, whose encoder predicts nothing.
-        memory: what may be allocated at once, the vectors included, as ``"512MB"`` or bytes. There is a vector for
-            every source token at every position (in causal models up to the last query), twice with parallel blocks.
-
-    Returns:
-        Scores `[batch, query, key]`, or vectors `[batch, query, key, d_model]`; for a target the logit, its bias and
-        the gap `[batch, query]` as well.
+        target, minus: of ``aggregate="target"``. Then pass ``query=-1`` for an encoder–decoder, whose encoder predicts
+            nothing.
+        memory: includes a vector for every source token at every position (in causal models up to the last query),
+            twice with parallel blocks.
 
     Raises:
-        InvalidInputError: an unknown option, a target that is missing or belongs to another aggregate, or a query out
-            of range.
+        InvalidInputError: also a target that is missing, or belongs to another aggregate.
         UnsupportedModelError: a target, and the model predicts no tokens; a block that takes keys and values of
             another.
-        SizeError: the vectors alone take more than `memory`; says how much.
+        SizeError: the vectors need more than `memory`; says how much.
 
     >>> result = tlens.methods.decompx(frozen, target=" value", query=-1)
     >>> torch.allclose(result.scores.sum(-1) + result.bias, result.total, rtol=1e-3)
@@ -176,14 +169,10 @@ def source_to_output(
     through_head: bool = False,
     memory: Memory = None,
 ) -> Tensor:
-    """Source vectors `[key, batch, query, d_model]` at the model's output, or after the first `layers` blocks.
+    """Return source vectors `[key, batch, query, d_model]` at the model's output, or after the first `layers` blocks.
 
-    Args:
-        frozen: the pass.
-        bias, activation: as for `decompx`; ``bias="token"`` adds one key.
-        layers: stop after this many blocks, without the final norm.
-        through_head: go on through a masked language model's prediction head.
-        memory: that of `decompx`.
+    `through_head` includes a masked language model's prediction head; ``bias="token"`` adds one key; else see
+    `decompx`.
     """
     rule = check_bias_rule(bias)
     width = 3 * frozen.resid_pre(0).shape[-1] + max(block.widest for block in frozen.view.blocks)
@@ -263,9 +252,9 @@ def _stages(block: AffineMap) -> list[AffineMap]:
 
 
 def _reach(frozen: FrozenPass) -> Tensor:
-    """`[key, batch, query]`: both real, and the key not ahead of the query where the model is causal.
+    """Return `[key, batch, query]`: both real, and in a causal model the key not after the query.
 
-    In an encoder–decoder nothing reaches the encoder from the decoder, whose own positions are causal where it is.
+    In an encoder–decoder nothing reaches the encoder from the decoder, whose positions are causal if the model is.
     """
     mask = frozen.mask
     reach = mask.T[:, :, None] & mask[None]

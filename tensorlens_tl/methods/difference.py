@@ -52,30 +52,27 @@ def difference(
 ) -> Attribution:
     """Each token's part in the exact difference between a prompt and a baseline.
 
+    Signed scores and `bias`, the constants that belong to no token, sum to `total`, the change of the model's number.
+
     Args:
-        frozen: the pass, or the difference of two passes.
+        frozen: the pass, or the difference of two passes, which has its baseline already.
         target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`; by default the
             token that the run predicts against its runner-up, or of a difference against the token that the second run
             predicts. ``direction="change"`` explains the length of the change of the query's own output, as a sum over
             tokens; it is the default where the model or a query predicts no token.
-        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
-        baseline: what the prompt is compared with: ``"mask"`` or ``"pad"`` (the tokenizer's token in every place),
-            ``"mean"`` (the vocabulary's mean embedding), ``"zero"``, a token id, a text or ids of the same length (a
-            list of integers, or a tensor `[pos]` or `[batch, pos]`), embeddings `[d_model]` or `[pos, d_model]`, or a
-            frozen pass; or a list of several of these, over which scores are averaged. None is the mask token where
-            there is one, else the mean. Images and sound are compared with another image (or sound), with ``"mean"``
-            (each one's mean patch in all its places) or ``"zero"`` (position embeddings alone). A difference has its
-            baseline already. Special tokens (BOS and the like) stay where one thing stands for every token. Of an
-            encoder–decoder, what stands for a token stands in every place of both sides; a text, or ids of the
-            encoder's length, replace the source alone, and ids or embeddings `[pos, ..]` of all positions both sides.
-        memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
-
-    Returns:
-        Signed scores `[batch, query, key]`; with `bias`, the constants that are no token's, they sum to `total`, the
-        change of the model's number.
+        baseline: ``"mask"`` or ``"pad"`` (the tokenizer's token in every place), ``"mean"`` (the vocabulary's mean
+            embedding), ``"zero"``, a token id, a text or ids of the same length (a list, or a tensor `[pos]` or
+            `[batch, pos]`), embeddings `[d_model]` or `[pos, d_model]`, or a frozen pass; scores are averaged over a
+                list
+            of these. None is the mask token where there is one, else the mean. For images and sound: another one,
+            ``"mean"`` (its mean patch in all places) or ``"zero"`` (position embeddings only). Special tokens stay
+                where
+            one thing replaces every token. In an encoder–decoder it replaces tokens of both sides; a text, or ids of
+                the
+            encoder's length, the source only, ids or embeddings `[pos, ..]` of all positions both sides.
 
     Raises:
-        InvalidInputError: no such baseline, or one of another length; and what `FrozenOperator.target` refuses.
+        InvalidInputError: no such baseline, or one of another length; and what `FrozenOperator.target` raises.
         UnsupportedModelError: see `tensorlens_tl.difference`.
         NumericalError: the runs are so different that the scores are rounding.
 
@@ -155,10 +152,11 @@ def _change(
 
 
 def _refuse_amplified(of: Difference, gap: float) -> None:
-    """Refuse scores that miss their sum where the runs' streams are of very different length.
+    """Raise for scores that miss their sum where the runs' streams differ much in length.
 
-    A norm's secant grows with the shorter one, so that rounding in the longer one is multiplied from block to block.
-    Runs that differ by rounding alone have a gap as well, and nothing to explain.
+    A norm's secant grows with the shorter one, so rounding in the longer one is multiplied from block to block. Runs
+    that
+    differ by rounding only have a gap as well, and nothing to explain.
     """
     lengths = [
         torch.stack([upcast(run.resid_pre(layer)).norm(dim=-1) for layer in range(of.a.n_layers)])
@@ -197,10 +195,10 @@ def baseline_pass(frozen: FrozenPass, baseline: Any) -> FrozenPass:
 
 
 def _exchanged(frozen: FrozenPass) -> Bool[Tensor, "batch pos"]:
-    """Where something else stands for the content of a position: not at special tokens, which have none.
+    """Return where a position's content is replaced: not at special tokens, which have none.
 
-    Besides, streams at the first token (the attention sink) can be thousands of times larger with it than without it,
-    and secants between such runs multiply the model's own rounding. A prompt of nothing else is replaced as a whole.
+    Also, streams at the first token (the attention sink) can be thousands of times larger with it than without, and
+    secants between such runs multiply the model's rounding. A prompt of special tokens only is replaced as a whole.
     """
     positions = torch.arange(frozen.tokens.shape[1], device=frozen.mask.device)
     real = frozen.mask & (positions >= frozen.prompt.special)

@@ -82,10 +82,9 @@ def ff_scope(frozen: FrozenPass, scope: str | None) -> Scope:
 def ff_map(
     frozen: FrozenPass, scope: Scope | None = None, *, without_low_gain: int | float = 0.0, as_printed: bool = False
 ) -> Maps:
-    """Kobayashi et al. 2024: the block up to `scope`, its feed-forward part by integrated gradients.
+    """Return the block's map up to `scope`, its feed-forward part by integrated gradients (Kobayashi et al. 2024).
 
-    `without_low_gain` leaves that share of the channels, those of smallest gain in the norm that reads the feed-forward
-    layer's output, out of the norms of the vectors. `as_printed` is that of `ff_ig`.
+    `without_low_gain` leaves that share of the channels, those of smallest gain in the next norm, out of the norms.
     """
     checked_scope = ff_scope(frozen, scope)
 
@@ -147,9 +146,9 @@ def gain_after(layer: LocalLayer) -> Float[Tensor, "d_model"] | None:
 
 
 def _next_norm(frozen: FrozenPass, number: int) -> tuple[Norm, ...]:
-    """The norm that reads a block's output: the next block's, or the last one of the stack.
+    """Return the norm that reads a block's output: the next block's, or the last one of the stack.
 
-    After a HookedEncoderDecoder's encoder it has no gain: cross-attention's weights include that.
+    A HookedEncoderDecoder's encoder ends in one without gain, which cross-attention's weights include.
     """
     if number + 1 == frozen.view.encoder_layers:
         norm = frozen.maps.encoder_norm()
@@ -170,20 +169,15 @@ def ff_ig(
     """Norms of token-to-token vectors through the feed-forward layer (Kobayashi 2024), averaged over layers.
 
     Args:
-        frozen: the pass.
         scope: how far through the block; None goes to its end. Post-LN blocks have `"atb"`, `"atb_ff"`, `"atb_ff_res"`
             and `"atb_ff_res_ln"`, others `"atb"`, `"atb_ln"`, `"atb_ln_ff"`, `"atb_ln_ff_res"` and
             `"atb_ln_ff_res_nextln"`.
         as_printed: the paper's formulas to the letter: b_V is bias, not part of a source token's vector (Eqs. 7, 20,
             21; so is what a norm before attention adds), and the residual connection after the feed-forward layer
             passes on what a token gives itself, but not what others gave it (Eq. 53).
-        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
-
-    Returns:
-        Scores `[batch, query, key]`, and each layer's map in `layers`.
 
     Raises:
-        InvalidInputError: a scope that this kind of block does not have, or a query out of range.
+        InvalidInputError: also a scope that this kind of block does not have.
         UnsupportedModelError: parallel or attention-only blocks, where no MLP reads the attention output; a layer
             without softmax attention, or with a gate or a norm inside it; for the widest scope, a whitened pre-LN
             model.

@@ -24,9 +24,9 @@ def globenc_map(frozen: FrozenPass) -> Maps:
 
 
 def globenc_norms(layer: LocalLayer) -> tuple[Norm, ...]:
-    """The norms GlobEnc pushes attention and residual through: both of a post-LN block, else the one before the MLP.
+    """Return the norms that GlobEnc pushes attention and residual through: both of a post-LN block, else the MLP's.
 
-    Of a model that meets `norm_after_sum`.
+    For a model that meets `norm_after_sum`.
     """
     if layer.attn.outer is not None:
         return (*layer.outer, *layer.norms(layer.mlp.outer))
@@ -38,18 +38,11 @@ def globenc_norms(layer: LocalLayer) -> tuple[Norm, ...]:
 def globenc(frozen: FrozenPass, *, normalize: bool = False, query: Query = "all") -> Attribution:
     """The product over layers of norms through attention, residual and both norms (Modarressi 2022).
 
-    Args:
-        frozen: the pass.
-        normalize: whether the rows of each layer are divided by their sum (the original does not).
-        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
-
-    Returns:
-        Scores `[batch, query, key]`, and each layer's map in `layers`.
+    `normalize` divides the rows of each layer by their sum, which the original does not.
 
     Raises:
         UnsupportedModelError: parallel blocks, no norm that reads attention plus residual, or a whitened model; a layer
             without softmax attention, or with a gate or a norm inside it.
-        InvalidInputError: a query out of range.
 
     >>> tlens.methods.globenc(frozen, normalize=True, query=-1).scores.sum(-1).round(decimals=4)
     tensor([[1.]])

@@ -36,20 +36,7 @@ def input_x_gradient(
 ) -> Attribution:
     """x_j · ∂logit/∂x_j on the live model.
 
-    Args:
-        frozen: the pass; its prompt is used, and what enters its first block.
-        target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
-        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
-        memory: what the runs of several queries may allocate at once, as ``"512MB"`` or bytes.
-
-    Returns:
-        Scores `[batch, query, key]`.
-
-    Raises:
-        InvalidInputError: no target, several tokens, or a query out of range.
-        UnsupportedModelError: the model predicts no tokens.
-        FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
-        NumericalError: the model's own gradients are not finite, as with padding on the left in some models.
+    x_j is what enters the first block; the model is run again on the pass's prompt.
 
     >>> tlens.methods.input_x_gradient(frozen, target=" value", query=[2, -1])
     Attribution('input-x-gradient', "logit of ' value'", batch=1, query=2, key=7)
@@ -85,22 +72,8 @@ def integrated_gradients(
     """x_j · ∫₀¹ ∂logit/∂x_j (αx) dα on the live model, from a zero baseline, by the midpoint rule.
 
     Scores and bias (the logit at the baseline) sum to the logit up to the quadrature's error, which `gap` shows;
-    near α = 0 norms bend sharply, so it falls slowly with `steps`. A gap above 0.05 is a `GapWarning`.
-
-    Args:
-        frozen: the pass; its prompt is used, and what enters its first block.
-        target, minus, query, memory: as for `input-x-gradient`.
-        steps: gradient evaluations.
-
-    Returns:
-        Scores `[batch, query, key]`, and the logit, its bias and the gap `[batch, query]`.
-
-    Raises:
-        InvalidInputError: no target, several tokens, fewer than one step, or a query out of range.
-        UnsupportedModelError: the model predicts no tokens.
-        FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
-        NumericalError: the model's own gradients are not finite, as with padding on the left in some models; or the
-            pass is strict and the gap is above 0.05.
+    near α = 0 norms bend sharply, so it falls slowly with `steps`, the number of gradient evaluations. A gap above 0.05
+    is a `GapWarning`, or in a strict pass a `NumericalError`.
 
     >>> result = tlens.methods.integrated_gradients(frozen, target=" value", steps=8)
     >>> result.scores.shape, result.gap.shape
@@ -176,11 +149,11 @@ class _Logit:
     def mean_along(
         self, shares: Sequence[float], total: Float[Tensor, "batch query"]
     ) -> Float[Tensor, "batch query pos d"]:
-        """The mean of the gradients at several shares, as many of them in one run as fit.
+        """Return the mean of the gradients at several shares, as many of them in one run as fit.
 
-        A short prompt leaves most of a product's time to reading weights, which copies of it share. In every such run
-        the first and the last copy are the pass's own input; where they do not give its `total`, something acts on
-        some rows only, and each share is run by itself.
+        Copies of a short prompt share the time of reading weights. In every such run the first and last copy are the
+        pass's
+        own input; where they do not give its `total`, something acts on some rows only, and shares are run one by one.
         """
         size = self._bytes_per_copy
         room = max(0, in_bytes(self.memory) - 2 * size)

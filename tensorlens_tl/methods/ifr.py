@@ -54,7 +54,7 @@ Threshold = Annotated[int | float, THRESHOLD]
 class FlowEdges:
     """The importance of every edge of every layer; those that meet in one sum add up to 1.
 
-    A sum that none of its summands brings nearer has no edges: they are all zero there, as at padding.
+    A sum that none of its summands brings nearer has no edges: they are zero, as at padding.
 
     Attributes:
         heads: from source token to query, through each head.
@@ -71,18 +71,7 @@ class FlowEdges:
 
 @checked_arguments
 def flow_edges(frozen: FrozenPass, threshold: Threshold = 0.0, *, value_bias: bool = True) -> FlowEdges:
-    """The edges that `ifr` multiplies, by head, and those through MLPs.
-
-    Args:
-        frozen: the pass.
-        threshold, value_bias: as for `ifr`.
-
-    Returns:
-        The importance of every edge of every layer.
-
-    Raises:
-        InvalidInputError: a threshold outside [0, 1).
-        UnsupportedModelError: a layer without softmax attention, or with a factor on what its heads give.
+    """The edges that `ifr` multiplies, by head, and those through MLPs; arguments and errors are those of `ifr`.
 
     >>> edges = tlens.methods.flow_edges(frozen)
     >>> sums = edges.heads.sum((2, 4)) + edges.stream  # of what meets in attention's sum
@@ -129,20 +118,15 @@ def ifr(
     """How much nearer each head's vector of a token brings the stream, routed through layers (Ferrando & Voita 2024).
 
     Args:
-        frozen: the pass.
         aggregate: ``"product"`` follows the edges through all layers to the input tokens: rows are distributions.
             ``"sum"`` adds up attention's edges to the query's own position over layers, and counts a token's vector in
             any layer for the token, as FlashTrace does.
         threshold: edges of no more than this importance are left out, and the others of a sum divided by what is left.
         value_bias: whether b_V (and what a norm before attention adds) belongs to a source token's vector. False is
             what FlashTrace computes, where the model has one.
-        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
-
-    Returns:
-        Scores `[batch, query, key]`, and each layer's map in `layers`.
 
     Raises:
-        InvalidInputError: an unknown aggregate, a threshold outside [0, 1), or a query out of range.
+        InvalidInputError: also a threshold outside [0, 1).
         UnsupportedModelError: the model is whitened (for the product), has layers without softmax attention, or a
             factor on what heads give.
 

@@ -66,29 +66,25 @@ def leave_one_out(
 ) -> Attribution:
     """What the target's logit, or its probability, loses when a token is replaced (Li et al. 2016).
 
-    Args:
-        frozen: the pass; only its prompt is used.
-        target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
-        of: ``"logit"``, ``"probability"`` or ``"log_probability"``.
-        replacement: what stands in a token's place: ``"mask"`` or ``"pad"`` (the tokenizer's), a token (string or id),
-            ``"mean"`` (the mean embedding of the vocabulary) or ``"zero"`` (no token embedding; positions stay); or
-            ``"delete"``, which moves the tokens after it up. None is the mask token where there is one, else the mean,
-            as `evaluate.perturbation` has it (its mean is that of the prompts, where this one depends on no other
-            token). Of images and sound ``"zero"``, or the mean patch of all the images of the pass; None is zero.
-        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
-            Where the query's own token is deleted, a causal model is read at the token before it; a model that sees
-            both ways cannot be read, nor can any at its first token, and the score is 0.
-        memory: what the runs may allocate at once, as ``"512MB"`` or bytes.
+    The live model is run on copies of the pass's prompt.
 
-    Returns:
-        Scores `[batch, query, key]`.
+    Args:
+        of: ``"logit"``, ``"probability"`` or ``"log_probability"``.
+        replacement: ``"mask"`` or ``"pad"`` (the tokenizer's), a token (string or id), ``"mean"`` (the vocabulary's
+            mean
+            embedding) or ``"zero"`` (no token embedding; positions stay); or ``"delete"``, which moves later tokens up.
+            None is the mask token where there is one, else the mean, as in `evaluate.perturbation` (whose mean is that
+                of
+            the prompts). For images and sound ``"zero"`` (the default), or the mean patch of all images of the pass.
+        query: where its own token is deleted, a causal model is read at the token before it. At the first token, and in
+            a
+            model that sees both ways, nothing can be read, and the score is 0.
 
     Raises:
-        InvalidInputError: no target, several tokens, a query out of range, an unknown `of` or replacement, or
-            ``"delete"`` where a model reads more than tokens.
-        UnsupportedModelError: the model predicts no tokens; of an encoder–decoder, ``"delete"``; or what is put in a
-            token's place does not reach the first block.
-        FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
+        InvalidInputError: also ``"delete"`` where a model reads more than tokens.
+        UnsupportedModelError: the model predicts no tokens; ``"delete"`` in an encoder–decoder; or a replacement does
+            not
+            reach the first block.
 
     >>> result = tlens.methods.leave_one_out(frozen, target=" value", of="probability", replacement="delete")
     >>> result.target, result.scores.shape
@@ -166,12 +162,11 @@ def _scored(frozen: FrozenPass, live_logits: LiveLogits) -> Bool[Tensor, "batch 
 
 
 class _Runs:
-    """Runs on copies of the prompts, each of which has one token taken away, or none.
+    """Runs on copies of the prompts, each without one token, or unchanged.
 
-    Attributes:
-        unchanged: the numbers of the prompts as they are, `[batch, query]`, from a run that was compared with the pass.
-        bytes_per_copy: what one copy allocates.
-        parts: in how many runs at least.
+    `unchanged` are the prompts' own numbers, `[batch, query]`, from a run that was compared with the pass; `parts` is
+    the
+    least number of runs.
     """
 
     def __init__(self, frozen: FrozenPass, live_logits: LiveLogits, of: Compared) -> None:
@@ -233,11 +228,11 @@ class _Runs:
 
 
 class SharedPrefix:
-    """Keys and values of the first tokens of a pass's prompts, that runs of different endings share.
+    """Keys and values of the prompts' first tokens, shared by runs of different endings; it grows with `reach`.
 
-    It grows with `reach`. Both of TransformerLens' classes continue from a cache of their own: a TransformerBridge from
-    Hugging Face's, a HookedTransformer from TransformerLens'. Nothing is trusted: the numbers of an unchanged ending
-    are compared with the whole run's.
+    A TransformerBridge continues from Hugging Face's cache, a HookedTransformer from TransformerLens'. The numbers of
+    an
+    unchanged ending are compared with the whole run's.
     """
 
     def __init__(self, frozen: FrozenPass) -> None:

@@ -18,13 +18,7 @@ from tensorlens_tl.passes.operator import explained_tokens, logit_label, target_
 
 
 class LiveLogits:
-    """Logits of the live model at some queries of a pass.
-
-    Args:
-        frozen: the pass, of a model that predicts tokens.
-        target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
-        query: see `tensorlens_tl.passes.inputs.query_positions`.
-        what: the name of the method, for messages.
+    """Logits of the live model at some queries of a pass; `what` is the method's name in messages.
 
     Attributes:
         live: the model, which is still that of the pass.
@@ -32,7 +26,7 @@ class LiveLogits:
         target, minus: the tokens that are explained, also where none were named.
         ids, others: the target token of each query, and the one that is subtracted, or None.
         real: True at queries that are real tokens.
-        label: the same in words.
+        label: the same as a text.
     """
 
     def __init__(self, frozen: FrozenPass, target: TokenLike, minus: TokenLike, query: Query, what: str) -> None:
@@ -60,10 +54,8 @@ class LiveLogits:
         return at_ids(self.ids) - at_ids(self.others)
 
     def check(self, states: Tensor, logits: Float[Tensor, "batch query d_vocab"]) -> None:
-        """Refuse a run of the pass's prompts that unembeds something else than the pass did, or in another way.
-
-        The stream that was unembedded is given at every position, and what came of it at the queries.
-        """
+        """Raise for a run of the pass's prompts that unembeds another stream (every position) or gives other logits
+        (queries)."""
         frozen = self.frozen
         name = frozen.points.unembed_in
         assert name is not None  # a model with an unembedding
@@ -93,15 +85,12 @@ class LiveLogits:
         is_pass_input: bool = True,
         copies: int = 1,
     ) -> tuple[Tensor, Float[Tensor, "row query"]]:
-        """One run with gradients, in a batch of the pass's own shape or of copies of it: its input, and the numbers
-        that it gives.
-
-        To be called with gradients enabled, outside of inference mode.
+        """Run once with gradients and return the input, and the numbers that it gives; call with gradients enabled.
 
         Args:
             x: what enters the first block.
             hooks: further hooks of the run.
-            is_pass_input: whether this is the pass's own input, so that the run must repeat the pass.
+            is_pass_input: this is the pass's own input, so that the run must repeat the pass.
             copies: how often `x` has each of the prompts, copy after copy.
         """
         frozen = self.frozen

@@ -76,16 +76,10 @@ def norm(frozen: FrozenPass, *, scope: Scope = "attn", query: Query = "all") -> 
     """The norms of attention's token-to-token vectors (Kobayashi 2020, 2021), averaged over layers.
 
     Args:
-        frozen: the pass.
         scope: `"attn"` (attention alone), `"attn_res"` (with the residual connection) or `"attn_res_ln"` (with the norm
             around both).
-        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
-
-    Returns:
-        Scores `[batch, query, key]`, and each layer's norms in `layers`.
 
     Raises:
-        InvalidInputError: an unknown scope, or a query out of range.
         UnsupportedModelError: a layer without softmax attention, or with a gate or a norm inside it.
 
     >>> tlens.methods.norm(frozen, scope="attn_res").layers.shape
@@ -110,12 +104,8 @@ def mixing_ratio(
 ) -> Float[Tensor, "layer batch query"]:
     """How much a token takes from the others: ‖Σ_{j≠i}‖ / (‖Σ_{j≠i}‖ + ‖own‖) (Kobayashi 2021).
 
-    Args:
-        frozen: the pass.
-        scope: one of `norm`'s, or ``"globenc"`` for the whole of GlobEnc's block (Modarressi 2022).
-
-    Returns:
-        A share between 0 and 1 of each layer and token; 0 at padding.
+    A share between 0 and 1 of each layer and token; 0 at padding. `scope` is one of `norm`'s, or ``"globenc"`` for the
+    whole of GlobEnc's block (Modarressi 2022).
 
     Raises:
         InvalidInputError: an unknown scope.

@@ -39,19 +39,14 @@ def rollout(
     attentions of the token, cross-attention's and self-attention's, which share (1 − residual).
 
     Args:
-        frozen: the pass.
         layer_map: one of `list_layer_maps()`: `attention`, `norm:attn`, `norm:attn_res`, `norm:attn_res_ln`, `globenc`,
             `alti`, `ifr`, `ff-ig`, `value-zeroing`, and those that are registered.
-        residual: the share of the residual connection, or None for none. ``"auto"`` is 0.5, and none for maps that hold
-            the residual connection already.
+        residual: the share of the residual connection, or None for none. ``"auto"`` is 0.5, and none for maps that
+            include the residual connection.
         normalize: whether rows are divided by their sum first.
-        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
-
-    Returns:
-        Scores `[batch, query, key]`, and each layer's map, with the residual connection, in `layers`.
 
     Raises:
-        InvalidInputError: an unknown map, a residual outside [0, 1], or a query out of range.
+        InvalidInputError: also an unknown map, or a residual outside [0, 1].
         UnsupportedModelError: the map is undefined for this model, or the model is whitened.
 
     >>> tlens.methods.rollout(frozen, layer_map="norm:attn", query=-1).options["residual"]
@@ -78,18 +73,7 @@ def mean(
 ) -> Attribution:
     """The average over layers of a layer map; of an encoder–decoder, over the layers of the token's side.
 
-    Args:
-        frozen: the pass.
-        layer_map: as for `rollout`.
-        normalize: whether rows are divided by their sum first.
-        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
-
-    Returns:
-        Scores `[batch, query, key]`, and each layer's map in `layers`.
-
-    Raises:
-        InvalidInputError: an unknown map, or a query out of range.
-        UnsupportedModelError: the map is undefined for this model.
+    Arguments and errors are those of `rollout`.
 
     >>> torch.equal(tlens.methods.mean(frozen).scores, tlens.methods.attention(frozen).scores)
     True

@@ -36,26 +36,15 @@ def attnlrp(
 ) -> Attribution:
     """x_j · ∂logit/∂x_j under AttnLRP's rules.
 
-    Norm scales are held, activations are φ(z)/z, the products A·V, Q·K and φ(g)·u give each factor half, and softmax
+    Norm scales are fixed, activations are φ(z)/z, the products A·V, Q·K and φ(g)·u give each factor half, and softmax
     passes its own gradient on. These are the ε-rules of the paper with ε = 0, as input × gradient.
 
     The total is the logit before any soft cap, and `gap` the part of it that no token is given, relative to the
     scores: additive biases, and the constant term of every softmax, keep their share.
 
-    Args:
-        frozen: the pass.
-        target, minus: a token, and one to subtract; one per prompt, or one per query (``[batch][query]``).
-        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
-        memory: what the backward passes of several queries may allocate at once, as ``"512MB"`` or bytes.
-
-    Returns:
-        Scores `[batch, query, key]`, and the logit and the gap `[batch, query]`.
-
     Raises:
-        InvalidInputError: no target, several tokens, or a query out of range.
         UnsupportedModelError: the model predicts no tokens, mixes tokens by something other than softmax
             attention, or computes with an operation that no rule knows.
-        NumericalError: gradients are not finite.
 
     >>> result = tlens.methods.attnlrp(frozen, target=" value")
     >>> result.additive, result.scores.shape
@@ -76,25 +65,15 @@ def gim(
 ) -> Attribution:
     """x_j · ∂logit/∂x_j with gradient interaction modifications.
 
-    Norm scales are held; softmax is differentiated at twice its temperature (without the factor ½ of a softmax of s/2);
+    Norm scales are fixed; softmax is differentiated at twice its temperature (without the factor ½ of a softmax of
+    s/2);
     queries and keys are given a quarter of their gradient, values half. Activations and gates keep their own gradient.
 
     The total is the logit before any soft cap, and `gap` how far the scores' sum is from it: this method claims
     no sum.
 
-    Args:
-        frozen: the pass.
-        target, minus, query, memory: as for `attnlrp`.
-
-    Returns:
-        Scores `[batch, query, key]`, and the logit and the gap `[batch, query]`.
-
     Raises:
-        InvalidInputError: no target, several tokens, or a query out of range.
-        UnsupportedModelError: the model predicts no tokens, mixes tokens by something other than softmax
-            attention, or computes with an operation that no rule knows; rows of a pattern that do
-            not sum to 1 (attention sinks).
-        NumericalError: gradients are not finite.
+        UnsupportedModelError: as `attnlrp`; and rows of a pattern that do not sum to 1 (attention sinks).
 
     >>> result = tlens.methods.gim(frozen, target=" value")
     >>> result.additive, result.scores.shape
@@ -122,25 +101,14 @@ def relp(
 ) -> Attribution:
     """x_j · ∂logit/∂x_j with norm scales held, φ(z)/z, and gated products φ(g)·u halved.
 
-    With ``attention="frozen"`` patterns are held as well, and the scores are those of `tensorlens` with
-    ``collapse="target", activation="split"``, computed from the weights; they and the bias sum to the logit before any
-    soft cap. With ``attention="live"`` attention keeps its own gradient, softmax included, and they do not: `gap`
-    is how far their sum is from it.
-
-    Args:
-        frozen: the pass.
-        target, minus, query, memory: as for `attnlrp`.
-        attention: ``"frozen"`` (the paper's AH-rule) or ``"live"`` (the paper's code without it).
-
-    Returns:
-        Scores `[batch, query, key]`, and the logit and the gap `[batch, query]`; with held attention its bias.
+    With ``attention="frozen"`` (the paper's AH-rule) patterns are fixed too: the scores are those of `tensorlens` with
+    ``collapse="target", activation="split"``, computed from the weights, and sum with the bias to the logit before any
+    soft cap. With ``attention="live"`` (the paper's code without that rule) attention keeps its own gradient, softmax
+    included, and `gap` is how far their sum is from it.
 
     Raises:
-        InvalidInputError: no target, several tokens, or a query out of range; `attention` is neither.
         UnsupportedModelError: the model predicts no tokens, or its logits are not ``cap(W_U·x + b_U)``;
-            with ``attention="live"``, it mixes tokens by something other than softmax attention, or
-            computes with an operation that no rule knows.
-        NumericalError: gradients are not finite.
+            with ``attention="live"`` as `attnlrp`.
 
     >>> tlens.methods.relp(frozen, target=" value").additive
     True
@@ -166,19 +134,11 @@ def cp_lrp(
 ) -> Attribution:
     """x_j · ∂logit/∂x_j with nothing through queries, keys, gates and norm scales, and φ(z)/z.
 
-    With all of these held the model is affine, and its gradient is the pull of TensorLens' operator: this is
+    With all of these fixed the model is affine, and its gradient is the pull of TensorLens' operator: this is
     `tensorlens` with ``collapse="target"``, computed from the weights. Scores and bias sum to the logit before any soft
     cap.
 
-    Args:
-        frozen: the pass.
-        target, minus, query, memory: as for `attnlrp`.
-
-    Returns:
-        Scores `[batch, query, key]`, and the logit, its bias and the gap `[batch, query]`.
-
     Raises:
-        InvalidInputError: no target, several tokens, or a query out of range.
         UnsupportedModelError: the model predicts no tokens, or its logits are not ``cap(W_U·x + b_U)``.
 
     >>> result = tlens.methods.cp_lrp(frozen, target=" value")

@@ -54,21 +54,15 @@ def tensorlens(
     """The whole model's tensor ``T[i,:,j,:]``, collapsed by its norm, between input and output, or onto a target.
 
     Args:
-        frozen: the pass.
         collapse: `"in_out"` (Eq. 22) and `"target"` (Eq. 24) are additive, `"norm"` (Eq. 21) is not. By default
             `"target"`, and `"in_out"` where the model, the part of it or a query predicts no token.
-        query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         target, minus, direction: what `"target"` explains, by default the model's first choice against its runner-up;
             see `FrozenOperator.target`.
         layers, heads, mlp, final_norm, activation: which operator; see `FrozenPass.operator`.
         bias: of the additive collapses: ``"apart"`` from the scores, as in the paper, or by ``"position"``; see
             `FrozenOperator.in_out`.
-        probes, tol, rows, seed: estimate the norm; see `FrozenOperator.norm`.
+        probes, tol, rows, seed: estimate the norm; see `FrozenOperator.norm`. Estimates have standard errors.
         memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
-
-    Returns:
-        Scores `[batch, query, key]`; of the additive collapses what they sum to, their bias and the gap
-        `[batch, query]`; of an estimated norm its standard errors.
 
     Raises:
         InvalidInputError: an unknown collapse, a target without ``collapse="target"`` or the reverse, and what

@@ -104,21 +104,11 @@ def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
 def value_zeroing(frozen: FrozenPass, *, query: Query = "all", memory: Memory = None) -> Attribution:
     """How far a layer's outputs turn when the value of a token is zeroed, rolled out over layers (Mohebbi 2023).
 
-    Rows are distributions: they sum to 1.
-
-    Args:
-        frozen: the pass.
-        query: positions, every one by default; see `tensorlens_tl.passes.inputs.query_positions`.
-        memory: what the runs with zeroed values may allocate at once, as ``"512MB"`` or bytes.
-
-    Returns:
-        Scores `[batch, query, key]`, and each layer's map in `layers`.
+    Rows are distributions: they sum to 1. The live model is run again, with zeroed values.
 
     Raises:
-        InvalidInputError: a query out of range.
         UnsupportedModelError: a layer without softmax attention or with a gate or a norm inside it, a whitened model,
             or one that ignores hooks.
-        FrozenModelError: the model is no longer that of the pass, or a frozen pass is attached to it.
 
     >>> tlens.methods.value_zeroing(frozen, query=-1).scores.sum(-1).round(decimals=4)
     tensor([[1.]])
@@ -139,12 +129,8 @@ class _Rows(NamedTuple):
 
 
 class _Layout:
-    """How positions and the tokens zeroed for them are spread over rows.
-
-    Attributes:
-        all: every row that is to be run.
-        control: the positions of a row in which nothing is zeroed.
-    """
+    """How positions and the tokens zeroed for them are spread over rows; nothing is zeroed at the `control`
+    positions."""
 
     def __init__(self, pos: int, packed: bool, device: torch.device) -> None:
         number = torch.arange(pos, device=device)
@@ -172,10 +158,9 @@ class _Layout:
 
 
 class _Heads:
-    """What the heads of a pass mix, and what comes of it, from a run that gives the pass's own streams.
+    """What the heads of a pass mix, and their result, from a run that gives the pass's own streams.
 
-    Attributes:
-        attends_once: whether one copy's attention may be computed for all, as hooks give what the heads mix.
+    `attends_once`: one copy's attention may be computed for all, as hooks give what the heads mix.
     """
 
     def __init__(self, frozen: FrozenPass, live: LiveModel) -> None:
@@ -217,14 +202,8 @@ class _Heads:
 
 
 class _Run:
-    """One run of the live model, every layer reading its own input.
-
-    Args:
-        heads: of the pass.
-        rows: what the rows of the run hold.
-        first: what the first layer reads at every position, if it is to be another input than its own; of an
-            encoder–decoder, the encoder's first.
-    """
+    """One run of the live model, every layer reading its own input; `first` replaces the first layer's (encoder's
+    first)."""
 
     def __init__(self, heads: _Heads, rows: _Rows, first: Tensor | None = None) -> None:
         frozen = heads.frozen
@@ -325,7 +304,7 @@ def _directions(x: Float[Tensor, "*any d"]) -> Float[Tensor, "*any d"]:
 
 
 def _proven_layout(heads: _Heads, may_pack: bool) -> _Layout:
-    """How rows may be filled: in any order, or as whole prompts.
+    """Return how rows may be filled: in any order, or as whole prompts.
 
     Another first input must reach no later layer, and positions in another order change nothing.
     """
