@@ -102,10 +102,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def command_first(words: list[str], parser: Parser) -> list[str]:
-    """The words of a command line with the command in front of the options that stand before it.
+    """Return the words of a command line with the command moved before the options in front of it.
 
     ``--model gpt2 report TEXT`` is ``report --model gpt2 TEXT``, and ``--model gpt2 evaluate stability`` is
-    ``evaluate stability --model gpt2``. What stands behind the command stays in its place.
+    ``evaluate stability --model gpt2``. What follows the command keeps its place.
     """
     commands = parser.commands
     place = _leading(words, parser)
@@ -124,7 +124,7 @@ def of_command(words: Sequence[str], parser: Parser) -> Parser:
 
 
 def with_options(message: str, parser: Parser) -> str:
-    """A message of the library in which arguments are the command's options, where it has them.
+    """Write arguments in a library's message as the command's options, where it has them.
 
     >>> parser = Parser()
     >>> _ = parser.add_argument("--target"), parser.add_argument("--truncate", action="store_true")
@@ -202,9 +202,8 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (1 for our own errors and 130 for Ctrl-C, both without a traceback).
 
-    A text that is no command, nor nearly one, is attributed, and so is one behind options:
-    ``tensorlens-tl "The Eiffel Tower is in"``, ``tensorlens-tl --model gpt2 "The Eiffel Tower is in"``. Options may
-    stand before a command as well: ``tensorlens-tl --model gpt2 report "The Eiffel Tower is in"``.
+    A text that is no command, nor nearly one, is attributed. Options may stand before command or text:
+    ``tensorlens-tl --model gpt2 report "The Eiffel Tower is in"``.
     """
     if argv is None:
         argv = sys.argv[1:]

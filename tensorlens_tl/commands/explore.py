@@ -72,16 +72,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def named_dictionary(name: str, model: Any) -> Any:
-    """A dictionary by name, in the model's dtype and on its device.
+    """Return a dictionary in the model's dtype and on its device.
 
-    Args:
-        name: ``"demo"``, ``"demo:blocks.0.hook_resid_post"``, or a folder as SAELens' ``save_model`` writes it, or the
-            file of weights in it.
-        model: the model that it is of.
-
-    Raises:
-        InvalidInputError: no such dictionary or folder, a file that cannot be read, or a dictionary of another kind
-            than those that `circuits.features` reads.
+    `name` is ``"demo"``, ``"demo:blocks.0.hook_resid_post"``, a folder as SAELens' ``save_model`` writes it, or its
+    file of
+    weights. Raises `InvalidInputError` where it is missing, unreadable, or not of a kind that `circuits.features`
+    reads.
     """
     from tensorlens_tl.demo import load_demo_dictionary
 
@@ -128,12 +124,7 @@ def _of_folder(path: Path, like: Any) -> Any:
 
 
 def named_labels(files: Sequence[str], count: int) -> list[dict[int, str]] | None:
-    """The labels of so many dictionaries, from one file for each.
-
-    Args:
-        files: as `circuits.feature_labels` takes them, or `NO_LABELS`; none at all for no labels.
-        count: how many dictionaries there are.
-    """
+    """Return the labels of `count` dictionaries from one file each (see `circuits.feature_labels`), or `NO_LABELS`."""
     from tensorlens_tl.circuits import feature_labels
 
     if not files:

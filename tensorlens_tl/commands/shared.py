@@ -116,13 +116,8 @@ def run_imports(args: argparse.Namespace) -> None:
 
 
 def check_output(path: Path | None, name: str = "--output", *, endings: Sequence[str] = ()) -> None:
-    """Raise `InvalidInputError` before work starts where the output cannot be written.
-
-    Args:
-        path: of the file; None is none.
-        name: the flag.
-        endings: what its name may end in; any where there are none.
-    """
+    """Raise `InvalidInputError` before work starts where the output of a flag `name` cannot be written; any ending
+    if none."""
     if path is None:
         return
     if path.is_dir():
@@ -134,12 +129,7 @@ def check_output(path: Path | None, name: str = "--output", *, endings: Sequence
 
 
 def check_result_output(path: Path | None, kind: "type[Result] | None" = None) -> None:
-    """Raise `InvalidInputError` before work starts where a result cannot be saved to the output.
-
-    Args:
-        path: of the file; None is none.
-        kind: the class of the result; None is any, which all take the same endings.
-    """
+    """Raise `InvalidInputError` before work starts where a result of some `kind` cannot be saved to the output."""
     from tensorlens_tl.results import Result, check_file
 
     if path is not None:
@@ -156,11 +146,11 @@ def named_model(args: argparse.Namespace, name: str | None = None, *, images: bo
 def loaded_model(
     args: argparse.Namespace, name: str | None = None, *, images: bool = False, logits: bool = True
 ) -> Any:
-    """The same model, to be explained.
+    """Return the model that the arguments name, to be explained.
 
-    Raises:
-        InvalidInputError: see `load_model`; also a model whose weights, or whose head where `logits` are explained, its
-            checkpoint does not have, unless the arguments allow it.
+    Raises `InvalidInputError` also for one whose checkpoint lacks weights (of the head, if `logits` are explained),
+    unless
+    the arguments allow it.
     """
     model = named_model(args, name, images=images)
     _warn_unlike_checkpoint(model)
@@ -211,9 +201,9 @@ def load_model(
     *,
     images: bool = False,
 ) -> Any:
-    """A model by name: ``"demo"``, ``"demo:recall"``, ``"program:sort"``, a hub name, or a folder (always a Bridge).
+    """Load a model: ``"demo"``, ``"demo:recall"``, ``"program:sort"``, a hub name, or a folder (always a Bridge).
 
-    ``images=True`` allows the bundled model that reads images, for a command that can give it some.
+    ``images=True`` allows the bundled model that reads images.
     """
     import torch
 
@@ -337,8 +327,8 @@ def prompts_of(args: argparse.Namespace, model: Any, *, most: int = PROMPTS, len
 
 
 def check_prompts(args: argparse.Namespace) -> None:
-    """Raise `InvalidInputError` for a file of prompts that `read_prompts` refuses, or with `-n`: before a model is
-    loaded."""
+    """Raise `InvalidInputError` before a model is loaded for a file that `read_prompts` cannot read, or one with
+    `-n`."""
     path = getattr(args, "prompts", None)
     if path is None:
         return

@@ -48,14 +48,13 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CompressionEffect:
-    """A frozen pass taken apart by a compression.
+    """A frozen pass, divided by a compression.
 
     Attributes:
         frozen: the pass of the original model.
         plan: the compression.
-        compressed: the maps of the same pass, patterns, ratios and scales as they were, with the compressed weights.
-            Its activations are the original model's.
-        after: the activations that the compressed model has on this prompt, by hook-point name.
+        compressed: the same pass's maps (patterns, ratios, scales, activations) with the compressed weights.
+        after: the compressed model's activations on this prompt, by hook-point name.
     """
 
     frozen: FrozenPass
@@ -67,7 +66,8 @@ class CompressionEffect:
         return f"CompressionEffect({self.plan!r}, batch={len(self.frozen.tokens)}, pos={self.frozen.tokens.shape[1]})"
 
     def attention(self, layer: int) -> Split:
-        """One layer's attention, pattern held, as two maps that sum to it: the compressed one, and what was removed.
+        """Return one layer's attention, pattern frozen, as two maps that sum to it: the compressed one, and what was
+        removed.
 
         What was removed is one chain, both versions of each head side by side.
 
@@ -88,7 +88,7 @@ class CompressionEffect:
         return Split(self.compressed.maps.attention(layer), removed)
 
     def mlp(self, layer: int, activation: str = "ratio") -> Split | None:
-        """The same for its MLP, activation ratios held; None without one.
+        """Return the same for its MLP, activation ratios frozen; None without one.
 
         Raises:
             InvalidInputError: no such layer or rule.
@@ -125,19 +125,19 @@ class CompressionEffect:
         direction: Float[Tensor, "..."] | None = None,
         activation: str = "ratio",
     ) -> Terms:
-        """The change of a logit: what each removed head and MLP gave, and what patterns, ratios and scales did then.
+        """Explain the change of a logit by each removed head and MLP, and by what patterns, ratios and scales did then.
 
         Args:
             target, minus, direction: as in `FrozenOperator.target`.
-            query: positions, the last real token by default; see
-                `tensorlens_tl.passes.inputs.query_positions`.
+            query: positions, by default the last; see `tensorlens_tl.passes.inputs.query_positions`.
             activation: the rule for the MLPs that the parts go through.
 
         Returns:
-            Terms ``"L0H3"``, ``"MLP0"`` of what was compressed, ``"patterns"``, ``"ratios"`` (and where experts'
-            tokens are sent), ``"scales"``; their total is the model's own change, compressed − original, before any
-            final soft cap. `Terms.keys` has each head's share by the token that it read, each MLP's by its position,
-            and NaN for the last three, which belong to no token.
+            Terms ``"L0H3"``, ``"MLP0"`` of what was compressed, ``"patterns"``, ``"ratios"`` (and experts' routing),
+            ``"scales"``; their total is the model's own change, compressed − original, before any final soft cap.
+            `Terms.keys` has each head's share by the token that it read, each MLP's by its position, and NaN for the
+                last
+            three.
 
         Raises:
             InvalidInputError, UnsupportedModelError: as `tensorlens_tl.circuits.logit_attribution`.
@@ -185,9 +185,10 @@ class CompressionEffect:
         return before.mlp is not after.mlp
 
     def _settled(self, readout: StreamTarget, activation: str) -> tuple[Tensor, Float[Tensor, "batch query"]]:
-        """What patterns, ratios and scales do, one after the other `[query, batch, 3]`; the model's own new number.
+        """Return what patterns, ratios and scales do, one after the other `[query, batch, 3]`, and the model's own new
+        number.
 
-        With the ratios go routing, and what gates and parts held as a whole read.
+        Routing, gates and parts that are frozen as a whole count with the ratios.
         """
         points = self.frozen.points
         activations = dict(self.compressed.capture.activations)
@@ -213,7 +214,7 @@ class CompressionEffect:
 
 @checked_names
 def compression_effect(frozen: PassLike, plan: Plan | Any) -> CompressionEffect:
-    """Take a frozen pass apart by what a compression removes and what it leaves.
+    """Divide a frozen pass into what a compression removes and what it leaves.
 
     Runs the compressed model once on the pass's prompt.
 
@@ -226,10 +227,7 @@ def compression_effect(frozen: PassLike, plan: Plan | Any) -> CompressionEffect:
 
     Args:
         frozen: a pass of the model that the plan was made for.
-        plan: what `tensorlens_tl.compress.plan` gave.
-
-    Returns:
-        The pass, with the maps of both models.
+        plan: from `tensorlens_tl.compress.plan`.
 
     Raises:
         InvalidInputError: no pass or plan, or a plan of another model.

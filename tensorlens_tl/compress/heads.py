@@ -32,14 +32,14 @@ GAUGES = (None, "circuit")
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """The four projections of one layer by head, outputs transposed, and the biases of the first three.
+    """One layer's four projections by head, outputs transposed, and the biases of the first three.
 
     Keys and values have the key-value heads of grouped attention: query head h has key head ``h // group``.
 
     Attributes:
         matrices: by letter: Q and O `[head, d_model, d_head]`, K and V `[kv, d_model, d_head]`.
-        biases: by letter, `[head, d_head]`; letters without one are not there.
-        fixed_scores: says why the basis of queries and keys inside a head is not free (rotary positions, say), or None;
+        biases: by letter, `[head, d_head]`, where there are any.
+        fixed_scores: says why the basis of queries and keys in a head is not free (rotary positions, say), or None;
             called only where it matters.
         where: the layer, for messages.
     """
@@ -157,7 +157,7 @@ def slice_scales(tensor: Float[Tensor, "d1 d2 slices h"]) -> Float[Tensor, "slic
 
 @checked_names
 def in_circuit_gauge(weights: HeadWeights, matrices: str = LETTERS) -> HeadWeights:
-    """Every head in the singular basis of its own circuits, biases moved along; what the model computes is the same.
+    """Move every head into the singular basis of its own circuits, biases too; the model computes the same.
 
     >>> from tensorlens_tl import compress
     >>> before = compress.head_weights(model, 0)
@@ -169,14 +169,7 @@ def in_circuit_gauge(weights: HeadWeights, matrices: str = LETTERS) -> HeadWeigh
     The QK circuit is ``[W_Q; b_Q]·[W_K; b_K]ᵀ``, the OV circuit ``[W_V; b_V]·W_O``; in a group, those of all its query
     heads together. Both sides get the square root of the singular values, so that directions come in descending order
     and cutting them off is the circuit's truncated SVD. A direction's sign, which its circuit does not fix, is taken so
-    that the sum of cubes of its query (value) side is positive.
-
-    Args:
-        weights: of one layer.
-        matrices: ``"QK"``, ``"VO"`` or both: whose circuits are moved.
-
-    Returns:
-        Weights of the same shapes.
+    that the sum of cubes of its query (value) side is positive. `matrices` are ``"QK"``, ``"VO"`` or both.
 
     Raises:
         InvalidInputError: half a circuit.
@@ -224,7 +217,7 @@ def _singular(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> tuple[Ten
 
 @checked_names
 def rotate_heads(weights: HeadWeights, seed: int = 0) -> HeadWeights:
-    """The same circuits in a random basis inside every head: shows whether a method depends on that basis.
+    """Return the same circuits in a random basis in every head, to see whether a method depends on it.
 
     >>> from tensorlens_tl import compress
     >>> heads = compress.head_weights(model, 0)
@@ -259,18 +252,11 @@ def circuits(weights: HeadWeights) -> dict[str, tuple[Tensor, Tensor]]:
 
 @checked_names
 def head_weights(model: ModelLike | ModelView, layer: int) -> HeadWeights:
-    """One layer's projections by head, copied, half precision as float32.
+    """Return one layer's projections by head, copied, half precision as float32; `model` may be a `FrozenPass`.
 
     >>> from tensorlens_tl import compress
     >>> compress.head_weights(model, 0).matrices["Q"].shape  # head, d_model, d_head
     torch.Size([4, 128, 32])
-
-    Args:
-        model: a model or a `FrozenPass`.
-        layer: which one.
-
-    Returns:
-        Q, K, V and O by letter, each `[head, d_model, d_head]`, and the biases.
 
     Raises:
         InvalidInputError: no such layer.
@@ -321,10 +307,10 @@ def mlp_matrices(view: ModelView, layer: int) -> dict[str, Tensor]:
 
 
 def why_scores_fix_the_basis(view: ModelView, layer: int, short_pass: Callable[[], FrozenPass]) -> str | None:
-    """Why queries and keys cannot be given another basis without changing the scores, or None where they can.
+    """Say why another basis of queries and keys would change the scores, or None.
 
-    Read from the weights, and decided by a pass: scores that are a plain product of queries and keys reproduce the
-    layer's pattern (`tensorlens_tl.circuits.scores`), or they do not.
+    Decided by a pass: scores that are a plain product of queries and keys reproduce the layer's pattern
+    (`tensorlens_tl.circuits.scores`), others do not.
     """
     weights = view.blocks[layer].query_key
     if weights.q_norm is not None or weights.k_norm is not None:

@@ -64,7 +64,7 @@ class Replacement(ABC):
     """Some weights of one layer, compressed.
 
     Attributes:
-        before: how many parameters the matrices have that it replaces.
+        before: the number of parameters of the matrices that it replaces.
         biases: those that move along with a basis (``"b_Q"``, ``"b_K"``, ``"b_V"``), `[head, d_head]`; never counted.
     """
 
@@ -79,7 +79,8 @@ class Replacement(ABC):
     @abstractmethod
     def matrices(self) -> dict[str, Tensor]:
         """Dense weights by name: ``W_Q``, ``W_K``, ``W_V`` `[head, d_model, d_head]`, ``W_O`` `[head, d_head,
-        d_model]`, ``W_in``, ``W_gate`` `[d_model, d_mlp]`, ``W_out`` `[d_mlp, d_model]`."""
+        d_model]`, ``W_in``, ``W_gate`` `[d_model, d_mlp]`, ``W_out`` `[d_mlp, d_model]`.
+        """
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -173,9 +174,9 @@ class LowRank(Replacement):
     Attributes:
         left: `[d_model, R]` for all heads of a matrix together, `[head, d_model, R]` head by head, or the plain
             matrix's.
-        right: what it is multiplied by, `[R, head d_head]`, `[head, R, d_head]` or the plain matrix's; where there is
-            none, `left` is the leading columns of the head's d_head, the others being zero.
-        widths: d_head of matrices by head; 0 for the MLP's, which have none.
+        right: its second factor, `[R, head d_head]`, `[head, R, d_head]` or the plain matrix's; without one, `left` is
+            the leading columns of the head's d_head, the others being zero.
+        widths: d_head of matrices by head; 0 for the MLP's.
         error: ‖W − compressed‖ / ‖W‖ over these matrices, in the basis that was compressed.
     """
 
@@ -232,7 +233,7 @@ class Dense(Replacement):
 
     Attributes:
         weights: the new matrices, laid out as TransformerLens has them (``W_O`` `[head, d_head, d_model]`).
-        count: how many parameters they take in the form in which the method would store them.
+        count: the number of parameters in the form in which the method would store them.
     """
 
     weights: Mapping[str, Tensor]
@@ -240,7 +241,7 @@ class Dense(Replacement):
 
     @classmethod
     def of(cls, old: HeadWeights, new: HeadWeights | Mapping[str, Tensor], count: int | None = None) -> "Dense":
-        """What a method has computed from a layer's heads.
+        """Return what a method has computed from a layer's heads.
 
         >>> from tensorlens_tl import compress
         >>> heads = compress.head_weights(model, 0)
@@ -249,9 +250,8 @@ class Dense(Replacement):
 
         Args:
             old: the weights before.
-            new: the same, changed (``old.changed({"O": ...})``), or the changed matrices by letter, laid out as in
-                `HeadWeights`.
-            count: the parameters they take; as many as before unless said.
+            new: the same, changed (``old.changed({"O": ...})``), or changed matrices by letter, as in `HeadWeights`.
+            count: their number of parameters, by default as before.
 
         Raises:
             InvalidInputError: a letter that is none of Q, K, V and O, or nothing changed.
@@ -344,15 +344,11 @@ def tucker(
         rule: with `ratio` and `energy`, which ranks are considered: all (``"free"``), or TensorLLM's (r·heads, r, s)
             (``"paper"``).
         matrices: which of Q, K, V and O are stacked; the ratio counts those.
-        layout: ``"paper"`` splits heads; ``"released"`` splits d_model, see `tensorlens_tl.compress.heads.stacked`.
-        balance: scale every slice to the same norm beforehand, and back afterwards (not in the paper).
-        gauge: ``"circuit"`` first moves every head into the basis of its own circuits (not in the paper); see
-            `in_circuit_gauge`.
+        layout: ``"paper"`` splits heads; ``"released"`` splits d_model, see `stack_heads`.
+        balance: scale every slice to the same norm before, and back afterwards (not in the paper).
+        gauge: ``"circuit"`` first applies `in_circuit_gauge` (not in the paper).
         start: ``"hosvd"``, or ``"sequential"`` truncation, cheaper, for given ranks only.
-        sweeps: at most so many sweeps of HOOI after the truncation.
-
-    Returns:
-        Core and factors, with their relative error.
+        sweeps: of HOOI after the truncation, at most.
 
     Raises:
         InvalidInputError: not one of ranks, ratio and energy, or no ranks that reach them; no such option.
@@ -439,9 +435,6 @@ def laser(
         rho: instead, LASER's ρ: the share of each matrix's largest possible rank that stays.
         matrices: which of Q, K, V and O.
 
-    Returns:
-        Two factors of each matrix, `[d_model, rank]` and `[rank, head d_head]`.
-
     Raises:
         InvalidInputError: not one of the three, or out of range.
     """
@@ -458,8 +451,7 @@ def laser_mlp(matrices: Mapping[str, Tensor], rho: MLPShare) -> LowRank:
 
     Args:
         matrices: by name (``W_in``, ``W_gate``, ``W_out``).
-        rho: the share of each matrix's largest possible rank that stays; one for all, or a table by name, of which
-            matrices that are not named stay as they are.
+        rho: the share of each matrix's largest possible rank that stays; one for all, or by name, others unchanged.
 
     Raises:
         InvalidInputError: no such matrix, or a share out of range.
@@ -475,13 +467,7 @@ def laser_mlp(matrices: Mapping[str, Tensor], rho: MLPShare) -> LowRank:
 
 @checked_names
 def head_svd(weights: HeadWeights, *, ratio: Number = None, rank: Count = None, matrices: str = LETTERS) -> LowRank:
-    """Each matrix of each head by its truncated SVD.
-
-    Args:
-        weights, ratio, rank, matrices: as in `laser`, the rank being at most d_head.
-
-    Returns:
-        Two factors of each head's matrices, `[head, d_model, rank]` and `[head, rank, d_head]`.
+    """Each matrix of each head by its truncated SVD; arguments as in `laser`, with a rank of at most d_head.
 
     Raises:
         InvalidInputError: not one of ratio and rank, or out of range.
@@ -503,9 +489,6 @@ def circuit_svd(weights: HeadWeights, *, ratio: Number = None, rank: Count = Non
     Args:
         weights, ratio, rank: as in `head_svd`.
         matrices: ``"QKVO"``, ``"VO"`` or ``"QK"``: whole circuits.
-
-    Returns:
-        Narrower heads, `[head, d_model, rank]`.
 
     Raises:
         InvalidInputError: as `head_svd`; half a circuit.

@@ -41,16 +41,11 @@ from tensorlens_tl.results.storage import read as read_file, write as write_file
 
 @checked_names
 def shared_tucker(model: ModelLike, layer: int, **options: Any) -> SharedTucker:
-    """TensorLLM's compression of one layer: factors that all its heads share, and a core for each.
-
-    Args:
-        model: a model, or a `FrozenPass`.
-        layer: which one.
-        options: of `tensorlens_tl.compress.tucker`: one of ``ranks=``, ``ratio=`` and ``energy=``; ``rule=``,
-            ``matrices=``, ``layout=``, ``balance=``, ``gauge=``, ``start=``, ``sweeps=``.
+    """TensorLLM's compression of one layer of a model or `FrozenPass`; options are those of
+    `tensorlens_tl.compress.tucker`.
 
     Raises:
-        InvalidInputError: no such layer, and what `tensorlens_tl.compress.tucker` refuses.
+        InvalidInputError: no such layer, and what `tensorlens_tl.compress.tucker` raises.
         UnsupportedModelError: attention that cannot be read, or a gauge where the basis is not free.
     """
     return tucker(head_weights(model, layer), **options)
@@ -78,19 +73,16 @@ def plan(
     >>> torch.equal(model(text), before)  # the old weights are back
     True
 
-    Nothing is written to the model: see `Plan.applied`. A method's ``ratio=`` counts the attention matrices that it
+    The model is not changed: see `Plan.applied`. A method's ``ratio=`` counts the attention matrices that it
     compresses; `Plan.ratio` counts all that the plan replaces, MLPs included.
 
     Args:
         model: a model, or a `FrozenPass`.
         layers: a layer, several, a slice, or None for all.
         method: one of `METHODS`; a function of one layer's `HeadWeights` and the options that returns a `Replacement`
-            or the changed `HeadWeights`; or None, where only MLPs are compressed.
+            or changed `HeadWeights`; or None, where only MLPs are compressed.
         mlp: LASER's ρ for MLP matrices, the share of each one's rank that stays, or ρ by name (``{"W_in": 0.1}``).
         options: the method's, such as ``ratio=4``.
-
-    Returns:
-        The compressed weights of each layer.
 
     Raises:
         InvalidInputError: no such layer, method or option, or a ratio that cannot be reached.
@@ -161,7 +153,7 @@ class Plan:
     Attributes:
         model: the model that they are for.
         layers: what replaces the weights of each layer.
-        fingerprints: what the weights were that are replaced, by layer.
+        fingerprints: of the weights that are replaced, by layer.
         method, options: of the compression.
         description: of the model.
     """
@@ -205,7 +197,7 @@ class Plan:
         }
 
     def __add__(self, other: "Plan") -> "Plan":
-        """Both plans as one: of different layers, or of different weights of the same ones.
+        """Join plans of different layers, or of different weights of the same ones.
 
         Raises:
             InvalidInputError: plans of different models, or of the same weights.
@@ -226,13 +218,12 @@ class Plan:
     # ------------------------------------------------------------------ applying
 
     def check_fits(self, model: ModelLike | None = None) -> ModelView:
-        """The reading of its model, or of another; refuses one whose weights are not those that were compressed.
+        """Return the view of its model or another; raise `InvalidInputError` for other weights than those that were
+        compressed.
 
-        They are told apart by numbers of every row and column of every head; a lone number may change unnoticed. Wider
-        floats that hold the same numbers are the same weights.
-
-        Raises:
-            InvalidInputError: another model, or weights that changed since.
+        Numbers of every row and column of every head are compared; a single changed number may go unnoticed. Wider
+        floats
+        with the same numbers are the same weights.
         """
         if model is None:
             model = self.model
@@ -249,16 +240,17 @@ class Plan:
 
     @contextmanager
     def applied(self) -> Generator[HookedModel, None, None]:
-        """The model with the compressed weights; the old ones are back afterwards, bit for bit, also on an exception.
+        """Inside, the model has the compressed weights; the old ones return bit for bit, also on an exception.
 
-        Passes that were frozen before are refused inside and valid again afterwards. The model's lock is held: leave
-        the block in the thread that entered it. A model that is cast or moved inside has its old weights afterwards,
-        cast or moved.
+        Passes that were frozen before are invalid inside, and valid again afterwards. The model's lock is held: leave
+        the
+        block in the thread that entered it. A model that is cast or moved inside has its old weights, cast or moved,
+        afterwards.
 
         Raises:
             InvalidInputError: the model's weights are not those that were compressed.
             FrozenModelError: a frozen pass is attached; or afterwards, if weights were changed inside (a state dict
-                loaded, weights processed): those are left as they are.
+                loaded, weights processed), which stay so.
             UnsupportedModelError: weights that cannot be written.
         """
         with lock_of(self.model):
@@ -268,7 +260,7 @@ class Plan:
                 yield self.model
 
     def copied(self) -> HookedModel:
-        """A copy of the model with the compressed weights, dense: as large and as fast as the model itself.
+        """Return a copy of the model with the compressed weights, dense: as large and as fast as the model.
 
         Raises:
             InvalidInputError: the model's weights are not those that were compressed.
@@ -326,7 +318,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: ModelLike) -> "Plan":
-        """Read a file that `save` wrote, for the model that it is for.
+        """Read a file that `save` wrote, for its model.
 
         Raises:
             FileFormatError: not such a file, damaged or changed since, or from a newer version.

@@ -41,10 +41,10 @@ class Sharing:
     Attributes:
         energy: the share of the energy of all heads' circuits, each of norm 1, in the best R directions, `[layer, side,
             R − 1]`, sides as `SIDES`.
-        chance: the same of heads with random directions, their mean over draws; None without a baseline.
+        chance: the mean of the same for random directions; None without a baseline.
         similarity: cosine of every two heads' circuits, `[layer, circuit, head, head]`, circuits as `CIRCUITS`.
         core_similarity: the same inside the best `rank` directions of both sides: of the heads' cores.
-        rank: how many directions those are: d_head, what one head can use.
+        rank: d_head, the directions that one head can use.
     """
 
     energy: Float[Tensor, "layer side rank"]
@@ -70,7 +70,7 @@ class Sharing:
 
 @checked_names
 def sharing(model: ModelLike, *, baseline: Baseline = "random", draws: Count = 4, seed: int = 0) -> Sharing:
-    """How far the heads of each layer share directions, and what they would share by chance.
+    """Measure how far the heads of each layer share directions, and what they would share by chance.
 
     >>> from tensorlens_tl import compress
     >>> shared = compress.sharing(model, draws=1)
@@ -85,11 +85,7 @@ def sharing(model: ModelLike, *, baseline: Baseline = "random", draws: Count = 4
     Args:
         model: a model or a `FrozenPass`.
         baseline: ``"random"``, or None for none.
-        draws: of random directions.
-        seed: of them.
-
-    Returns:
-        Shares of energy, and cosines of the heads' circuits.
+        draws, seed: of random directions.
 
     Raises:
         InvalidInputError: no such baseline, or no draws.
@@ -150,9 +146,9 @@ def _cosines(a: Float[Tensor, "h n k"], b: Float[Tensor, "h m k"]) -> Float[Tens
 def _by_chance(
     factors: list[tuple[Tensor, Tensor]], group: int, generator: torch.Generator
 ) -> Float[Tensor, "side rank"]:
-    """The share of energy where each head has its singular values, and random directions.
+    """Return the share of energy where each head has its singular values, and random directions.
 
-    Heads that share keys and values have those directions in common by construction, and so they do here.
+    Heads that share keys and values have those directions in common here too.
     """
     spectra = []
     for together, (a, b) in zip((1, group, group, 1), factors, strict=True):  # sides as `SIDES`

@@ -63,7 +63,7 @@ Shape = tuple[int, int, int, int]
 
 
 def parameter_count(shape: Sequence[int], ranks: Sequence[int]) -> int:
-    """R1·R2·R3·h + d·R1 + d_head·R2 + slices·R3: the numbers that core and factors hold.
+    """R1·R2·R3·h + d·R1 + d_head·R2 + slices·R3: the numbers of core and factors.
 
     >>> shape = (4096, 256, 4, 16)  # GPT-J
     >>> round(4 * 4096**2 / parameter_count(shape, (64, 4, 2)), 2)  # printed in the paper: 247.30
@@ -73,21 +73,13 @@ def parameter_count(shape: Sequence[int], ranks: Sequence[int]) -> int:
 
 
 def paper_ranks(shape: Sequence[int], r: Count, s: Count) -> Ranks:
-    """TensorLLM's ranks (r·h, r, s): those behind every compression ratio that the paper prints.
+    """TensorLLM's ranks (r·h, r, s), for a tensor of this shape (d_model, d_head, slices, heads).
 
     >>> from tensorlens_tl.compress import paper_ranks
     >>> paper_ranks((4096, 256, 4, 16), r=4, s=2)
     (64, 4, 2)
 
-    Args:
-        shape: of the tensor: d_model, d_head, slices, heads.
-        r, s: the ranks of a head's width and of the slices.
-
-    Returns:
-        (R1, R2, R3).
-
-    Raises:
-        InvalidInputError: r or s out of range.
+    They are behind every compression ratio that the paper prints. r and s out of range raise `InvalidInputError`.
     """
     d, width, slices, heads = shape
     r = whole_number("r", r, 1, min(width, d // heads), why=f"R1 = {heads}·r is at most {d}")
@@ -133,7 +125,7 @@ class Tucker:
 
 @dataclass(frozen=True, eq=False)
 class HOSVD:
-    """A tensor in the singular basis of each of its first three modes, before anything is cut off.
+    """A tensor in the singular basis of each of its first three modes, before truncation.
 
     >>> from tensorlens_tl.compress import HOSVD
     >>> whole = HOSVD.of(torch.randn(8, 6, 4, 3))
@@ -154,11 +146,8 @@ class HOSVD:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "HOSVD":
-        """Decompose a tensor `[d1, d2, d3, h]`.
-
-        Raises:
-            InvalidInputError: not four modes, not finite, or nothing but zeros.
-        """
+        """Decompose a tensor `[d1, d2, d3, h]`; raises `InvalidInputError` for another number of modes, NaN, or only
+        zeros."""
         _check_tensor(tensor)
         (first, one), (second, two), (third, three) = (_directions(tensor, mode) for mode in range(3))
         factors = first.to(tensor), second.to(tensor), third.to(tensor)
@@ -177,7 +166,7 @@ class HOSVD:
     def lost(self) -> Float[Tensor, "d1 d2 d3"]:
         """The share of ‖T‖² that ranks (a+1, b+1, c+1) lose: entry [a, b, c].
 
-        Summed over what is cut off, never as 1 − what is left, which would round small errors away.
+        Summed over what is cut off, as 1 − what is left would round small errors away.
         """
         energy = self.core.double().square().sum(3)
         energy = energy / energy.sum()
@@ -195,32 +184,22 @@ class HOSVD:
         return one * two * three * heads + d * one + width * two + slices * three
 
     def error(self, ranks: Sequence[int]) -> float:
-        """‖T − truncated‖ / ‖T‖ for these ranks.
-
-        Raises:
-            InvalidInputError: ranks out of range.
-        """
+        """‖T − truncated‖ / ‖T‖ for these ranks; raises `InvalidInputError` where they are out of range."""
         a, b, c = check_ranks(self.shape, ranks)
         return math.sqrt(float(self.lost[a - 1, b - 1, c - 1]))
 
     def ratio(self, ranks: Sequence[int]) -> float:
-        """Parameters before ÷ after.
-
-        Raises:
-            InvalidInputError: ranks out of range.
-        """
+        """Parameters before ÷ after, for these ranks; raises `InvalidInputError` where they are out of range."""
         return math.prod(self.shape) / parameter_count(self.shape, check_ranks(self.shape, ranks))
 
     def best_ranks(self, *, ratio: Number = None, energy: Number = None, rule: RankRule = "free") -> Ranks:
-        """The ranks that lose least at a compression ratio, or the fewest parameters that keep a share of the energy.
+        """Return the ranks (R1, R2, R3) that lose least at a ratio, or have the fewest parameters for a share of the
+        energy.
 
         Args:
             ratio: parameters before ÷ after, at least.
             energy: the share of ‖T‖² to keep, at least.
             rule: ``"free"`` or ``"paper"``, see `RULES`.
-
-        Returns:
-            (R1, R2, R3).
 
         Raises:
             InvalidInputError: neither or both, no such rule, or no ranks that reach it; says what ranks can reach.
@@ -266,10 +245,7 @@ class HOSVD:
         return allowed
 
     def truncated(self, ranks: Sequence[int]) -> Tucker:
-        """The leading directions of every mode.
-
-        Raises:
-            InvalidInputError: ranks out of range.
+        """Return the leading directions of every mode; raises `InvalidInputError` for ranks out of range.
 
         >>> whole = tlens.compress.HOSVD.of(torch.randn(8, 6, 4, 3))
         >>> whole.truncated((4, 3, 2)).core.shape
@@ -283,7 +259,7 @@ class HOSVD:
 def sequential_hosvd(tensor: Float[Tensor, "d1 d2 d3 h"], ranks: Sequence[int]) -> Tucker:
     """Truncate mode by mode, each factor from what the ones before have left (Vannieuwenhoven et al. 2012).
 
-    Cheaper than `HOSVD` where only one choice of ranks is wanted.
+    Cheaper than `HOSVD` for a single choice of ranks.
 
     Raises:
         InvalidInputError: not four modes, not finite, or ranks out of range.
@@ -310,7 +286,7 @@ class Refined(NamedTuple):
 
 
 def hooi(tensor: Float[Tensor, "d1 d2 d3 h"], start: Tucker, *, sweeps: Count = 25, tolerance: float = 1e-9) -> Refined:
-    """Higher-order orthogonal iteration: each factor in turn is made the best one given the others.
+    """Higher-order orthogonal iteration: each factor in turn becomes the best one given the others.
 
     Args:
         tensor: what is approximated.

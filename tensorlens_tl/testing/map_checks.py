@@ -31,15 +31,14 @@ TOLERANCE = {torch.float64: EXACT, torch.float32: 1e-4, torch.float16: 2e-2, tor
 def check_map(map: Map, x: Vectors = None, *, tolerance: float | None = None, seed: int = 0) -> None:
     """Put a map through everything the library relies on: all of `MAP_CHECKS`.
 
-    Shapes, dtype and inputs left alone; the same result twice; rows that do not know of each other, so that any
-    chunking gives the same; prompts of a batch that do not mix; linearity of `push` and `pull`;
-    ``m(x) = push(x) + bias``; the bias by the adjoint; the dot test ⟨A·x, g⟩ = ⟨x, Aᵀ·g⟩; the transpose; which
-    positions it mixes, the map cut to some of them, and pulls between single positions; the bound of its norm; and the
-    walk that spreads its biases.
+    Shapes, dtype and unchanged inputs; repeatable results; independent rows, so that any chunking gives the same, and
+    prompts; linearity of `push` and `pull`; ``m(x) = push(x) + bias``; the bias by the adjoint; the dot test
+    ⟨A·x, g⟩ = ⟨x, Aᵀ·g⟩; the transpose; which positions it mixes, the map cut to some of them, and pulls between single
+    positions; the bound of its norm; and the walk that spreads its biases.
 
     Args:
         map: an `AffineMap`, or a `FrozenOperator` (then leave `x` out).
-        x: vectors it accepts, `[batch, pos, d_in]`: random ones of their shape, dtype and device are used instead.
+        x: vectors `[batch, pos, d_in]`: random ones of their shape, dtype and device are used instead.
         tolerance: largest relative difference; None takes 1e-9 for float64, 1e-4 for float32.
         seed: of the random vectors.
 
@@ -52,14 +51,11 @@ def check_map(map: Map, x: Vectors = None, *, tolerance: float | None = None, se
 
 
 def map_checks(map: Map, x: Vectors = None, *, tolerance: float | None = None, seed: int = 0) -> list[Check]:
-    """The same, one by one, for `parametrize_with_checks`.
+    """The checks of `check_map`, one by one, for `parametrize_with_checks`.
 
     >>> from tensorlens_tl.testing import map_checks
     >>> [check.name for check in map_checks(frozen.operator())][:3]
     ['shapes', 'repeatable', 'rows']
-
-    Returns:
-        A check for each of `MAP_CHECKS`.
 
     Raises:
         InvalidInputError: not a map, or no vectors to try it on.

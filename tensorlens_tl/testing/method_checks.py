@@ -64,7 +64,7 @@ class Residual(NamedTuple):
 
 
 class MethodReport(dict[str, str]):
-    """The models that a method refuses, with its words; and what was measured on the others.
+    """The models that a method does not support, with its messages; and what was measured on the others.
 
     >>> from tensorlens_tl.testing import check_method
     >>> report = check_method("rollout", ["bridge/gpt2", "bridge/neox"])
@@ -73,7 +73,7 @@ class MethodReport(dict[str, str]):
 
     Attributes:
         method: the method's name.
-        residuals: of each model that it holds on: the checks, and the largest relative difference that each measured.
+        residuals: by model, the checks and the largest relative difference of each.
     """
 
     def __init__(self, method: str) -> None:
@@ -133,25 +133,25 @@ def check_method(
 ) -> MethodReport:
     """Put a registered method through everything that a result of this library promises: all of `METHOD_CHECKS`.
 
-    Shapes and axes, finite scores, the same scores twice, a batch that equals its prompts one by one, padding that
-    gives nothing and changes nothing, no score ahead of the query on causal models and none that later tokens change,
-    declared additivity, saving and loading, refusals in the library's own words, and a model left as it was: no hook,
-    no gradient, the same weights and modes.
+    Shapes and axes, finite and repeatable scores, a batch that equals its prompts one by one, padding without any
+    effect,
+    causality, declared additivity, files, errors of the library's own, and an unchanged model: hooks, gradients,
+    weights
+    and modes.
 
     Args:
         name: a registered method.
         models: a model, or several models or names of `model_names()`, best in float64; None takes one of every layout.
-        target, minus: of a method that explains a prediction: the token, and one that it is compared with; see
-            `FrozenOperator.target`. An id or ``"first-choice"`` suits models of any vocabulary.
+        target, minus: of a method that explains a prediction, as in `FrozenOperator.target`. An id or
+            ``"first-choice"`` suits models of any vocabulary.
         options: the method's further options.
         tolerance: largest relative difference; None takes 1e-9, or a hundred times what the model's own proof measures
             where that is more (norms that compute in float32).
         seed: of the random tokens.
 
     Returns:
-        What was checked on each model, with the largest difference that was measured: print it. As a dictionary it
-        holds the models that the method refuses (`UnsupportedModelError`), each with the method's own words; it is
-        empty if the method holds everywhere.
+        What was checked on each model, with the largest difference: print it. As a dictionary it holds the models that
+        the method does not support, with its messages; it is empty if the method runs everywhere.
 
     Raises:
         ConformanceError: naming what does not hold, and where.
@@ -479,14 +479,14 @@ METHOD_CHECKS = (
 
 
 def check_attribution(result: Result, frozen: FrozenPass, *, tolerance: float = 1e-9) -> None:
-    """What every Attribution of a pass must hold: shapes, finite scores, padding, causality, additivity, files.
+    """Check an Attribution of a pass: shapes, finite scores, padding, causality, additivity, files.
 
     >>> from tensorlens_tl.testing import check_attribution
     >>> check_attribution(tlens.attribute(frozen, method="rollout"), frozen, tolerance=1e-4)
 
     Args:
-        result: what a method gave.
-        frozen: the pass that it gave it for.
+        result: the method's result for the pass.
+        frozen: the pass.
         tolerance: the largest relative gap of a method that is declared additive.
 
     Raises:

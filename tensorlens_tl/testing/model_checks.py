@@ -44,14 +44,14 @@ from tensorlens_tl.testing.requirements import (
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What was measured on a model that holds everything.
+    """What was measured on a model that passes every check.
 
     Attributes:
         description: class and name.
         layouts: how each block is put together.
-        errors: relative error by what was claimed: the proof of every part, then the claims about the whole.
-        refused: what the model itself does not handle (padding on one side), in the library's own words.
-        tolerance: what the errors of the whole had to stay within.
+        errors: relative errors: the proof of every part, then the claims about the whole.
+        refused: what the model itself does not handle (padding on one side), with the library's message.
+        tolerance: of the errors of the whole.
     """
 
     description: str
@@ -67,7 +67,7 @@ def check_model(
     """Put a model through everything that a frozen pass of it promises: all of `MODEL_CHECKS`.
 
     Every block composed from its weights is the model's own; contributions and bias sum to the output; pull is the
-    adjoint of push; the live model held by hooks is the same affine map far from the input, under every activation
+    adjoint of push; the live model frozen by hooks is the same affine map far from the input, under every activation
     rule; autograd through it is `pull`; a batch equals its prompts, padded or not, as far as the model's own
     activations do; and the model is left as it was.
 
@@ -78,9 +78,6 @@ def check_model(
             where that is more (norms that compute in float32, models in half precision).
         seed: of random tokens and vectors.
         options: of `freeze`.
-
-    Returns:
-        What was measured.
 
     Raises:
         UnsupportedModelError: the proof of a block fails; see `freeze` for this and its other errors.
@@ -103,14 +100,11 @@ def model_checks(
     seed: int = 0,
     **options: Any,
 ) -> list[Check]:
-    """The same, one by one, for `parametrize_with_checks`; `model` may be one of `model_names()`.
+    """The checks of `check_model`, one by one, for `parametrize_with_checks`; `model` may be one of `model_names()`.
 
     >>> from tensorlens_tl.testing import model_checks
     >>> [check.name for check in model_checks("bridge/gpt2")][:2]
     ['bridge/gpt2: proofs', 'bridge/gpt2: completeness']
-
-    Returns:
-        A check for each of `MODEL_CHECKS`.
     """
     label, build = labelled(model)
 
@@ -294,15 +288,10 @@ MODEL_CHECKS: Sequence[Callable[[ModelCase], None]] = (
 
 
 def held_output(frozen: FrozenPass, x: Tensor, **options: Any) -> Tensor:
-    """The output of the live model, held by a pass's hooks, with `x` put in place of the first block's input.
+    """Return the last block's output of the live model with a pass's hooks and `x` as the first block's input.
 
-    Args:
-        frozen: the pass.
-        x: `[batch, pos, d_model]`.
-        options: of `FrozenPass.fwd_hooks`.
-
-    Returns:
-        The output of the last block `[batch, pos, d_model]`; of an encoder–decoder both sides', one after the other.
+    Both are `[batch, pos, d_model]`, an encoder–decoder's sides one after the other. `options` are those of
+    `FrozenPass.fwd_hooks`.
     """
     outputs: dict[str, Tensor] = {}
     points = frozen.points
@@ -330,16 +319,16 @@ TOKENS = 8
 def check_checkpoint(model: ModelLike, *, seed: int = 0) -> float | None:
     """Compare a model's logits with those of the model that Hugging Face loads from its folder, or the hub's cache.
 
-    The checkpoint is loaded once more, so both models are in memory for as long as this takes.
+    Both models are in memory meanwhile.
 
     Args:
-        model: a TransformerBridge of a checkpoint; it is expected to be as it was loaded.
+        model: a TransformerBridge of a checkpoint, unchanged since it was loaded.
         seed: of the random tokens.
 
     Returns:
-        The largest difference, as a share of the largest logit. None where nothing can be compared: models that are no
-        Bridge or read no tokens, whose checkpoint is not at hand (or is not
-        read by Hugging Face alone), or lacks the head that they have.
+        The largest difference, as a share of the largest logit. None where nothing can be compared: no Bridge, no
+            tokens,
+        no checkpoint (or one that Hugging Face alone cannot read), or a checkpoint without the model's head.
 
     Raises:
         ConformanceError: they differ by more than rounding; has the logit that differs most, of both.

@@ -428,10 +428,9 @@ def signal_module(family: str) -> Any:
 
 
 def seeing_module(family: str) -> Any:
-    """A language model that sees: token 47 stands for a piece of an image, of which each image has four.
+    """A language model that sees: token 47 stands for one of an image's four pieces.
 
-    Args:
-        family: ``"llava"``, or ``"gemma3-sees"``, whose images attend both ways where token types say so.
+    `family` is ``"llava"``, or ``"gemma3-sees"``, whose images attend both ways where token types say so.
     """
     transformers: Any = importlib.import_module("transformers")
     if family == "llava":
@@ -621,14 +620,9 @@ def model_names(reads: Reads = "tokens") -> list[str]:
     >>> model_names("both")
     ['bridge/llava', 'bridge/gemma3-sees']
 
-    Args:
-        reads: ``"tokens"``, or ``"signals"`` for models of images and sound; ``"both"`` for those of images and tokens.
-
-    Returns:
-        Their names, such as ``"bridge/gpt2"``.
-
-    Raises:
-        InvalidInputError: something else.
+    `reads` is ``"tokens"``, or ``"signals"`` for models of images and sound, or ``"both"`` for those of images and
+    tokens;
+    anything else raises `InvalidInputError`.
     """
     known = {"tokens": BUILDERS, "signals": SIGNAL_BUILDERS, "both": MULTIMODAL_BUILDERS}
     if reads not in known:
@@ -645,7 +639,8 @@ def encoder_decoder_names() -> list[str]:
 def tiny_input(
     model: ModelLike, prompts: int = 2, length: int = 6, *, seed: int = 0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Random tokens for any model that reads tokens, and the options `freeze` needs with them.
+    """Return random token ids `[prompt, pos]` for any model that reads tokens, and the options `freeze` needs with
+    them.
 
     >>> from tensorlens_tl import freeze
     >>> model = tiny_model("bridge/bart")
@@ -653,14 +648,7 @@ def tiny_input(
     >>> freeze(model, input, **options).sides
     (6, 4)
 
-    Args:
-        model: a TransformerLens model.
-        prompts: how many.
-        length: in tokens; an encoder–decoder's decoder gets two thirds as many.
-        seed: of the tokens.
-
-    Returns:
-        Token ids `[prompt, pos]`, and of an encoder–decoder ``{"decoder_input_ids": …}``.
+    The options are an encoder–decoder's ``{"decoder_input_ids": …}``, two thirds as many as `length`.
     """
     generator = torch.Generator().manual_seed(seed)
     view = ModelView(model)
@@ -675,7 +663,7 @@ def tiny_input(
 
 
 def tiny_model(name: str, *, seed: int = 0) -> Any:
-    """A two-layer, 16-wide float64 model of one class and family, with random weights, biases and gains.
+    """Build a two-layer, 16-wide float64 model of one class and family, with random weights, in eval mode.
 
     >>> from tensorlens_tl.testing import tiny_model
     >>> tiny_model("bridge/gpt2", seed=1).cfg.d_model
@@ -684,9 +672,6 @@ def tiny_model(name: str, *, seed: int = 0) -> Any:
     Args:
         name: one of `model_names()`, such as ``"hooked/gqa"``, ``"encoder/bert"`` or ``"bridge/llama"``.
         seed: seeds torch's global generator for the weights, and restores it afterwards.
-
-    Returns:
-        The model, in eval mode.
 
     Raises:
         InvalidInputError: no such name on this TransformerLens.
@@ -707,16 +692,11 @@ def labelled(model: ModelLike | str) -> tuple[str, Callable[[], Any]]:
 
 
 def random_input(model: ModelLike, length: int, generator: torch.Generator) -> Tensor:
-    """Two random prompts, images, spectrograms or waveforms, as a model reads them.
+    """Return two random prompts `[2, pos]`, images, spectrograms or waveforms, as a model reads them.
 
-    Args:
-        model: the model.
-        length: of the prompts, as far as the context goes, and about as many frames of a waveform; images and
-            spectrograms have the size that the model's config says.
-        generator: of the numbers.
-
-    Returns:
-        Token ids `[2, pos]`, or images, spectrograms or waveforms as the model takes them.
+    `length` is that of prompts, as far as the context goes, and of a waveform in frames; images and spectrograms have
+    the
+    size of the model's config.
     """
     view = ModelView(model)
     if view.reads == "tokens":

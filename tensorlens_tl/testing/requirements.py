@@ -113,7 +113,7 @@ def real_positions(sizes: Sequence[int], counts: Sequence[int], side: Side) -> B
 
 
 def activation_change(padded: FrozenPass, row: int, real: Tensor, alone: FrozenPass) -> float:
-    """How much the model's own activations of one prompt change when it is padded, on this machine.
+    """Return how much the model's own activations of one prompt change when it is padded, on this machine.
 
     A softmax in float32, say, rounds otherwise over a longer row; nothing computed from it can change less.
     """
@@ -135,10 +135,8 @@ def activation_change(padded: FrozenPass, row: int, real: Tensor, alone: FrozenP
 
 
 class Untouched:
-    """``with Untouched(model, who):`` requires that no hook, gradient, weight or mode is changed inside.
-
-    Checked at the end also where an error leaves the block, which then stays the cause.
-    """
+    """Inside ``with Untouched(model, who):`` no hook, gradient, weight or mode may change; an error inside stays the
+    cause."""
 
     def __init__(self, model: ModelLike, who: str) -> None:
         self.model: Any = model

@@ -55,19 +55,18 @@ def check_rule(
 ) -> dict[str, str]:
     """Put a rule of one run through everything that questions rely on: all of `RULE_CHECKS`.
 
-    Each of its functions returns the operation's own value, and the model computes what it always does; nothing is
-    pulled back of a zero target, and gradients are linear in the target; a rule that says ``affine`` gives scores and a
-    bias that sum to the model's own number; a rule that changes nothing is the derivative; and the model is left as it
-    was.
+    Each of its functions returns the operation's own value, and the model computes what it always does; the pull of a
+    zero
+    target is zero, and gradients are linear in the target; a rule that says ``affine`` gives scores and a bias that sum
+    to
+    the model's own number; a rule that changes nothing is the derivative; and the model is left as it was. Returns the
+    models that the rule does not support, with its messages.
 
     Args:
         rule: a `Rule`, or the name of one.
         models: a model, or several models or names of `model_names()`; None for three small ones.
         tolerance: largest relative difference; None takes what suits the dtype and the proof of each model.
         seed: of the input and the targets.
-
-    Returns:
-        The models that the rule refuses, with the message of each refusal.
 
     Raises:
         InvalidInputError: no such rule, or one of two runs.
@@ -89,17 +88,12 @@ def rule_checks(
     tolerance: float | None = None,
     seed: int = 0,
 ) -> list[Check]:
-    """The same, one by one, for `parametrize_with_checks`.
+    """The checks of `check_rule` on each model, one by one, for `parametrize_with_checks`; the same arguments and
+    errors.
 
     >>> from tensorlens_tl.testing import rule_checks
     >>> [check.name for check in rule_checks("frozen", ["bridge/gpt2"])][:2]
     ['bridge/gpt2: functions', 'bridge/gpt2: values']
-
-    Returns:
-        A check for each of `RULE_CHECKS` and each model.
-
-    Raises:
-        InvalidInputError: no such rule, or one of two runs.
     """
     rule = rule_of(rule)
     if models is None:

@@ -42,8 +42,8 @@ class HookedCache(Protocol):
 class Whitening(nn.Module):
     """``w_i = L⁻¹(x_i − M w_{i−1})``: two dense linear maps without bias, shared by all heads.
 
-    It starts as the identity (L⁻¹ = 1, M = 0), which changes nothing. The maps are `torch.nn.Linear` modules, so that
-    their parameters end in ``.weight``: a TransformerBridge leaves anything else out of its state dict.
+    It starts as the identity (L⁻¹ = 1, M = 0). The maps are `torch.nn.Linear` modules, as a TransformerBridge leaves
+    parameters that do not end in ``.weight`` out of its state dict.
 
     Args:
         width: d_model.
@@ -52,8 +52,7 @@ class Whitening(nn.Module):
     Attributes:
         L_inv, M: the maps, acting on column vectors as in the paper.
         hook_in, hook_out: TransformerLens hook points: the stream x before whitening, and w.
-        reads: which of a module's inputs are whitened: ``"stream"``, or an attention layer's ``"attention"`` or
-            ``"keys and values"``.
+        reads: what is whitened: ``"stream"``, or an attention layer's ``"attention"`` or ``"keys and values"``.
         values: whether the model's W_V were ``"kept"`` when it was put on, or ``"dropped"``.
     """
 
@@ -91,7 +90,7 @@ class Whitening(nn.Module):
 
     @property
     def radius(self) -> float:
-        """The spectral radius of L⁻¹M: what is left of a vector one position later, in the long run.
+        """The spectral radius of L⁻¹M, the factor by which a vector shrinks per position in the long run.
 
         Above 1 every position outgrows the one before it.
         """
@@ -117,7 +116,7 @@ class Whitening(nn.Module):
 def attach(module: nn.Module, whitening: nn.Module) -> None:
     """Put a whitening layer in front of a module, as ``module.whitening``, by one forward pre-hook.
 
-    This is for your modules, such as the blocks of a Hugging Face model in training; a TransformerLens model also has
+    For your own modules, such as the blocks of a Hugging Face model in training. A TransformerLens model also has
     to list its new part, as `tensorlens_tl.whiten` does.
 
     >>> from tensorlens_tl.whitening import Whitening, attach
@@ -143,7 +142,7 @@ def attach(module: nn.Module, whitening: nn.Module) -> None:
 
 @checked_names
 def detach(module: nn.Module) -> None:
-    """Take a whitening layer off a module that `attach` put it on.
+    """Remove a whitening layer that `attach` put on a module.
 
     >>> from tensorlens_tl.whitening import Whitening, attach, detach
     >>> block = torch.nn.Identity()
@@ -192,7 +191,7 @@ def _whitened(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _real_positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bool[Tensor, "batch pos"] | None:
-    """Which positions are no padding, from the attention mask that a block is given; None for all.
+    """Return which positions are no padding, from the attention mask that a block is given; None for all.
 
     A mask of scores `[batch, 1, query, key]` lets every token see itself, and no padding.
     """
@@ -254,10 +253,11 @@ def _cached_tokens(layer: int, value: object) -> int:
 
 
 class Uncentred:
-    """A whitened model's method for processing weights, which refuses to centre the weights that write to the stream.
+    """Stands in front of a whitened model's method for processing weights, which may not centre weights that write.
 
-    Centring is harmless only where every reader of the stream subtracts its mean; whitening does not. TransformerLens
-    calls nothing of ours before it centres, so that this stands in front of its method, on this one model.
+    Centring is harmless only where every reader of the stream subtracts its mean, and whitening does not.
+    TransformerLens
+    calls nothing of ours before it centres.
     """
 
     def __init__(self, model: nn.Module, name: str) -> None:
@@ -265,11 +265,7 @@ class Uncentred:
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's own method.
-
-        Raises:
-            UnsupportedModelError: it would centre the weights.
-        """
+        """Call the model's own method; raise `UnsupportedModelError` where it would centre the weights."""
         method = getattr(type(self.model), self.name)
         bound = inspect.signature(method).bind(self.model, *args, **kwargs)
         bound.apply_defaults()
@@ -283,13 +279,7 @@ class Uncentred:
 
 
 class WhiteningAdapter(ABC):
-    """What `whiten` does to the models of one class.
-
-    Attributes:
-        view: the model's reading.
-        model: the model.
-        processing: its methods that may centre the weights that write to the residual stream.
-    """
+    """What `whiten` does to the models of one class; `processing` are methods that may centre weights."""
 
     processing: ClassVar[tuple[str, ...]]
 
@@ -303,11 +293,8 @@ class WhiteningAdapter(ABC):
 
     @abstractmethod
     def set_values_to_identity(self) -> None:
-        """Set W_V to the identity, so that each head reads separate channels, without bias and without gradient.
-
-        Raises:
-            UnsupportedModelError: values that cannot be set so.
-        """
+        """Set W_V to the identity, so that each head reads separate channels, without bias and gradient; raise if
+        impossible."""
 
     @abstractmethod
     def list_hook_points(self, layers: Sequence[Whitening]) -> None:
@@ -449,22 +436,22 @@ def whiten(model: Model, *, init: Init = "identity", reads: Reads = "stream", va
     """Put a whitening layer in front of every block: ``w_i = L⁻¹(x_i − M w_{i−1})`` (Whitened Self-Attention, Eq. 9).
 
     The model gets ``model.blocks[i].whitening`` with the hook points ``blocks.{i}.whitening.hook_in`` (the residual
-    stream, what the block before it gave) and ``hook_out`` (what ``hook_resid_pre`` sees now). Training, hooks, caches
-    and freezing work as before. ``stop_at_layer=i`` gives the stream before block i is whitened (a Bridge's
-    ``run_with_cache``, which stops at the block's own hook, after). TransformerLens' own sums over the residual stream,
-    as ``cache.decompose_resid``, know nothing of whitening. What the paper leaves open is an option:
+    stream) and ``hook_out`` (what ``hook_resid_pre`` sees now). Training, hooks, caches and freezing work as before.
+    ``stop_at_layer=i`` returns the stream before block i is whitened (a Bridge's ``run_with_cache``, after).
+    TransformerLens' own sums over the stream, such as ``cache.decompose_resid``, ignore whitening. Options, where the
+    paper leaves a choice:
 
     Args:
         model: a HookedTransformer or TransformerBridge; changed in place, and returned.
         init: ``"identity"`` changes nothing until it is trained; ``"random"`` draws both maps as `torch.nn.Linear`
-            does; or a filter for each block (what `stream_filters` gave, or a list; their means are not used), or pairs
-            ``(L_inv, M)``. Filters are a start for training: each was made for a stream that nothing else whitens, and
-            a trained model that is given them predicts worse than before.
+            does; or a filter for each block (from `stream_filters`, or a list; their means are not used), or pairs
+            ``(L_inv, M)``. Filters are a start for training: each was estimated where nothing else was whitened, and
+            makes a trained model's predictions worse.
         reads: what is whitened. ``"stream"``, the default, is the paper's Figure 2: before the block and its norm, for
             attention and residual connection alike; the frozen model stays one affine map and every part of it can be
-            read. ``"attention"`` whitens what attention reads, after the norm, and leaves the residual stream alone.
-            ``"keys and values"`` leaves queries alone too, as Eq. 4 is printed (HookedTransformer only: others give
-            queries, keys and values one input). Models with the latter two run and train, and are refused by `freeze`.
+            read. ``"attention"`` whitens what attention reads, after the norm. ``"keys and values"`` leaves queries
+            alone too, as Eq. 4 is printed (HookedTransformer only: others give queries, keys and values one input).
+            Models with the latter two run and train, but cannot be frozen.
         values: ``"kept"``, the default, keeps W_V, as every head needs its own; ``"dropped"`` sets it to the identity,
             each head reading channels of its own, and stops its training: Eq. 4 has no V, which L⁻¹ contains. Folding a
             norm into it afterwards undoes that.
@@ -511,12 +498,7 @@ def whiten(model: Model, *, init: Init = "identity", reads: Reads = "stream", va
 
 @checked_names
 def unwhiten(model: Model) -> Model:
-    """Take off what `whiten` put on: the layers, their hook points, and the refusal to centre weights.
-
-    All other weights stay as they are, with what they learned beside the layers.
-
-    Args:
-        model: a model that `whiten` changed; changed in place, and returned.
+    """Remove what `whiten` put on a model, in place, and return it; all other weights stay as they are.
 
     Raises:
         InvalidInputError: it is not whitened, or was with ``values="dropped"``, whose W_V are gone.

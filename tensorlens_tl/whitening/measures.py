@@ -70,7 +70,7 @@ class Whiteness(NamedTuple):
 
 
 class Stationarity(NamedTuple):
-    """ρ, its share of Σ_t ‖Λ_{t,t+1}‖, and both with the noise of a finite batch taken off, as far as two halves tell.
+    """ρ, its share of Σ_t ‖Λ_{t,t+1}‖, and both without the noise of a finite batch, estimated from two halves.
 
     The last is NaN where the covariances themselves are no more than noise.
     """
@@ -91,12 +91,11 @@ def whiteness(x: Sequences, *, memory: Memory = None) -> Whiteness:
     >>> psi.covariance > 2 * psi.floor  # far above what noise alone gives
     True
 
-    Args:
-        x: sequences of equal length, a tensor `[batch, pos, d]`.
-        memory: what covariances may take at once, as ``"512MB"`` or bytes.
+    Returns Ψ of covariances and of correlations, and what noise alone gives.
 
-    Returns:
-        Ψ of covariances and of correlations, and what noise alone gives.
+    Args:
+        x: sequences of equal length, `[batch, pos, d]`.
+        memory: what covariances may take at once, as ``"512MB"`` or bytes.
 
     Raises:
         InvalidInputError: fewer than four sequences, fewer than two numbers each, or all sequences the same.
@@ -120,14 +119,8 @@ def stationarity(x: Sequences) -> Stationarity:
     >>> stationarity(steps).relative > 0.3
     True
 
-    Args:
-        x: sequences of equal length, a tensor `[batch, pos, d]`.
-
-    Returns:
-        ρ, ρ relative to the size of the covariances, and both without the noise of a finite batch.
-
     Raises:
-        InvalidInputError: fewer than four sequences, or fewer than three positions.
+        InvalidInputError: fewer than four sequences `[batch, pos, d]`, or fewer than three positions.
         NumericalError: values that are not finite.
     """
     if isinstance(x, Tensor) and x.ndim == 3 and x.shape[1] < 3:
@@ -203,8 +196,8 @@ class WhiteningFilter:
 
     Attributes:
         L_inv, M: its matrices, acting on column vectors as in the paper.
-        mean: what is taken off every vector first.
-        reach: the share of the neighbours' covariance that it was made for.
+        mean: subtracted from every vector first.
+        reach: the share of the neighbours' covariance that it was estimated for.
     """
 
     L_inv: Float[Tensor, "d d"]
@@ -221,11 +214,7 @@ class WhiteningFilter:
         return spectral_radius(self.L_inv @ self.M)
 
     def __call__(self, x: Float[Tensor, "*rows pos d"]) -> Float[Tensor, "*rows pos d"]:
-        """The whitened sequences.
-
-        Raises:
-            InvalidInputError: vectors of another width.
-        """
+        """Whiten sequences; raise `InvalidInputError` for vectors of another width."""
         if x.shape[-1] != len(self.mean):
             raise InvalidInputError(f"this filter is for vectors of {len(self.mean)} numbers, got {tuple(x.shape)}.")
         L_inv = self.L_inv.to(x)
@@ -235,7 +224,7 @@ class WhiteningFilter:
 
 @checked_names
 def estimate(x: Sequences, *, reach: Reach = 1.0, ridge: Number = 1e-6) -> WhiteningFilter:
-    """The filter of a process, from sequences of it.
+    """Estimate the filter of a stationary process from sequences of it, in float64.
 
     >>> from tensorlens_tl.whitening import estimate
     >>> noise = torch.randn(2000, 9, 1, generator=torch.Generator().manual_seed(0))
@@ -244,15 +233,11 @@ def estimate(x: Sequences, *, reach: Reach = 1.0, ridge: Number = 1e-6) -> White
     0.5
 
     Args:
-        x: sequences of equal length, a tensor `[batch, pos, d]`; means and covariances are taken over all positions,
-            as of a stationary process.
-        reach: a factor of the neighbours' covariance C, at most 1: less than 1 where no factor exists otherwise.
-            ``"auto"`` takes 1 where that has a factor, else 0.1 less than the largest of 0.95, 0.9, … that has one:
+        x: sequences of equal length, `[batch, pos, d]`; means and covariances are over all positions.
+        reach: a factor of the neighbours' covariance C, at most 1: less where no factor exists otherwise.
+            ``"auto"`` takes 1 if that has a factor, else 0.1 less than the largest of 0.95, 0.9, … that has one:
             at the edge a filter is nearly singular, and makes things worse.
         ridge: a share of the mean variance that is added to every variance.
-
-    Returns:
-        The filter, in float64, for vectors of d numbers.
 
     Raises:
         InvalidInputError: fewer than two positions, or numbers out of range; no factor exists (says what to try).
@@ -346,7 +331,7 @@ def measure(
     skip: int | None = None,
     memory: Memory = None,
 ) -> "pd.DataFrame":
-    """Whiteness and stationarity at hook points, over a batch of prompts.
+    """Measure whiteness and stationarity at hook points, over a batch of prompts.
 
     >>> from tensorlens_tl import whitening
     >>> prompts = tlens.demo.held_out_prompts(model, 32, length=8)
@@ -358,12 +343,12 @@ def measure(
         model: a TransformerLens model.
         prompts: text or token ids, four prompts or more of the same number of tokens. Their number B sets the noise
             floor of whiteness, √(2/(π(B−1))).
-        points: names of hook points with one vector per position; None takes the residual stream before every block
-            and after the last.
-        filters: a filter for each hook point (`stream_filters`): what is measured has gone through it.
-        skip: how many positions at the start are left out. None leaves out none, or with `filters` the first 4, where a
-            filter has not settled yet; compare tables of the same positions. Positions that are the same in all
-            prompts, such as ``<bos>``, are always left out.
+        points: hook points with one vector per position; None takes the residual stream before every block and after
+            the last.
+        filters: a filter for each hook point (`stream_filters`), applied before measuring.
+        skip: how many first positions are left out. None is 0, or with `filters` the first 4, where a filter has not
+            settled; compare tables of the same positions. Positions that are the same in all prompts, such as
+            ``<bos>``, are always left out.
         memory: what covariances may take at once, as ``"512MB"`` or bytes.
 
     Returns:
@@ -418,7 +403,7 @@ def measure(
 def stream_filters(
     model: ModelLike, prompts: InputLike, points: PointNames = None, *, reach: Reach = "auto", ridge: Number = 1e-6
 ) -> dict[str, WhiteningFilter]:
-    """The first-order filter of each hook point, from the covariances there, by name.
+    """Estimate the first-order filter of each hook point, by name, in the order of `points`.
 
     >>> from tensorlens_tl import whitening
     >>> prompts = tlens.demo.held_out_prompts(model, 64, length=12)
@@ -428,14 +413,11 @@ def stream_filters(
 
     Args:
         model, prompts, points: as for `measure`.
-        reach, ridge: as for `estimate`. Neighbours of real streams have more in common than a first-order process may,
-            so by default as much of it stays as leaves a filter.
-
-    Returns:
-        Hook point → filter, in the order of `points`.
+        reach, ridge: as for `estimate`. Neighbours in real streams share more than a first-order process allows, so by
+            default `reach` is as large as leaves a filter.
 
     Raises:
-        InvalidInputError: what `measure` and `estimate` refuse.
+        InvalidInputError: what `measure` and `estimate` raise.
     """
     sequences = activations(model, prompts, points)
     return {name: estimate(x, reach=reach, ridge=ridge) for name, x in sequences.items()}
@@ -495,18 +477,15 @@ CURVES = {
 def picture(
     measures: "pd.DataFrame", filtered: "pd.DataFrame | None" = None, title: str = "Whiteness and stationarity"
 ) -> Picture:
-    """Curves over hook points, in the order of the table, and the figures.
+    """Draw curves over hook points, in the table's order, with the figures, for a notebook or a page.
 
     Args:
-        measures: what `measure` gave, two hook points or more.
-        filtered: what it gave for the same hook points with ``filters=``.
+        measures: from `measure`, two hook points or more.
+        filtered: from `measure` with ``filters=``, for the same hook points.
         title: of the page.
 
-    Returns:
-        A picture that a notebook shows, and that saves itself as a page.
-
     Raises:
-        InvalidInputError: a table of something else, of one hook point, or of other hook points than the first.
+        InvalidInputError: another table, one hook point, or other hook points than the first.
     """
     tables = {"": measures}
     if filtered is not None:
