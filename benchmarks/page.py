@@ -1,14 +1,17 @@
 """`RESULTS.md`: sections of one heading each, every one with when and on which code it was measured."""
 
+import csv
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from subprocess import run
 from typing import Any
 
 RESULTS = Path(__file__).parent / "RESULTS.md"
+STATIC = Path(__file__).parent.parent / "docs" / "_static"
+"""Where tables of the site are, as CSV files."""
 
 Lines = Iterator[str]
 Section = Callable[[], Lines]
@@ -23,6 +26,18 @@ def table(*columns: str) -> str:
 def row(*cells: Any) -> str:
     """A line of a table, numbers with two digits after the point."""
     return f"| {' | '.join(f'{cell:.2f}' if isinstance(cell, float) else str(cell) for cell in cells)} |"
+
+
+def rows(lines: Iterable[str]) -> list[list[str]]:
+    """The cells of a table's lines, its head first."""
+    cells = [[cell.strip() for cell in line.strip()[1:-1].split("|")] for line in lines if line.startswith("|")]
+    return [row for row in cells if not set("".join(row)) <= set("- ")]
+
+
+def save(name: str, lines: Iterable[Sequence[str]]) -> None:
+    """Write a table of the site."""
+    with (STATIC / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
 
 
 def heading(section: Section) -> str:

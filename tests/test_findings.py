@@ -1,0 +1,49 @@
+"""What pages say of tables that are CSV files is what the tables say."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+COMPRESSION, WHITENING = "howto/7_compress_attention.md", "howto/8_whiten_a_model.md"
+
+
+def cell(table, row, column):
+    """The number of one cell, without its interval."""
+    with (DOCS / "_static" / f"{table}.csv").open(encoding="utf-8", newline="") as file:
+        (found,) = [line for line in csv.DictReader(file) if row.items() <= line.items()]
+    return found[column].split(" ")[0]
+
+
+def added(method):
+    return {"model": "language", "number": "added loss", "method": method}
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence", "cells"),
+    [
+        (
+            COMPRESSION,
+            "loses {} nats per token with it, {} with LASER and {} with circuit SVD",
+            [("compression", added(method), "÷ 2") for method in ("Tucker (paper)", "LASER", "circuit SVD")],
+        ),
+        (
+            COMPRESSION,
+            "close most of the gap**: {}.",
+            [("compression", added("Tucker, circuit gauge, balanced"), "÷ 2")],
+        ),
+        (COMPRESSION, "4 bits (ratio 8) cost {}.", [("compression", added("rounding"), "÷ 8")]),
+        (WHITENING, "{} nats per character below", [("whitening-training", {"model": "whitened"}, "below standard")]),
+        (WHITENING, "{} of 6,000 steps", [("whitening-steps", {"model": "whitened"}, "standard's steps")]),
+    ],
+)
+def test_a_page_quotes_its_table(page, sentence, cells):
+    text = " ".join((DOCS / page).read_text(encoding="utf-8").split())
+    assert sentence.format(*(cell(*each) for each in cells)) in text
+
+
+def test_no_compression_raises_accuracy():
+    with (DOCS / "_static" / "compression-raised.csv").open(encoding="utf-8", newline="") as file:
+        changes = [float(row["accuracy change on the other prompts"].split(" ")[0]) for row in csv.DictReader(file)]
+    assert max(changes) == 0
