@@ -412,14 +412,22 @@ def test_one_row_of_a_batch_does_not_take_the_others_down(gpt2, tmp_path):
     assert close(results["r2"].scores, tlens.attribute(gpt2, ROWS[2]["text"], target=5).scores)
 
 
+def test_a_column_called_prompt_needs_no_name(gpt2, tmp_path):
+    prompts = [{"id": row["id"], "prompt": row["text"]} for row in ROWS]
+    results = tlens.attribute_dataset(gpt2, prompts, tmp_path / "run", target=5, **SMALL)
+    assert torch.equal(
+        results["r2"].scores, tlens.attribute_dataset(gpt2, ROWS, tmp_path / "b", target=5, **SMALL)["r2"].scores
+    )
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
         ([], {}, "there is none"),
         ({"text": "a"}, {}, "one table is one row"),
         (3, {}, "int holds no rows"),
-        ([{"prompt": "a"}], {}, "no column 'text', only 'prompt'"),
-        ([{"id": 1, "prompt": "Return the"}], {}, "Say which one holds the prompts, such as text='prompt'"),
+        ([{"input": "a"}], {}, "no column 'text', only 'input'"),
+        ([{"id": 1, "input": "Return the"}], {}, "Say which one holds the prompts, such as text='input'"),
         ([{"id": 1, "prompt": "a"}], {"text": "promt"}, "no column 'promt', .* Did you mean 'prompt'"),
         ([{"id": 1, "prompt": "Return the"}], {"text": "zzz"}, "such as text='prompt'"),
         (ROWS, {"id": "name"}, "no column 'name'"),

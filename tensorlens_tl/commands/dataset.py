@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="tensorlens",
         help="one of `tensorlens-tl methods`, or logit_attribution or total_effects: each component's effect",
     )
-    parser.add_argument("--text", default="text", help="the column of texts or token ids (default: text)")
+    parser.add_argument("--text", default="text", help="the column of texts or token ids (default: text, or prompt)")
     parser.add_argument("--id", default="id", help="the column that names rows (default: id, else their number)")
     parser.add_argument(
         "--target", help="a token to explain in every row, such as ' Paris', or first-choice, what the model predicts"

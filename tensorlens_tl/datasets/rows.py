@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +119,7 @@ def read_rows(view: ModelView, source: RowSource, reading: Reading) -> Rows:
     has_ids = False
     for number, row in enumerate(_tables(source, reading.text)):
         if number == 0:
-            _check_present(row, reading)
+            reading = _present(row, reading)
             has_ids = reading.id in row
         name = _name(row.get(reading.id), reading.id, number) if has_ids else str(number)
         if name in number_of:
@@ -181,7 +181,7 @@ def _tables(source: Any, text: str) -> Iterator[Mapping[str, Any]]:
 def check_rows(path: Path, reading: Reading) -> None:
     """Raise `InvalidInputError` before a model is loaded: no such file, an unreadable first row, or no such column."""
     for row in islice(file_rows(path), 1):
-        _check_present(row, reading)
+        _present(row, reading)
 
 
 def file_rows(path: Path) -> Iterable[Mapping[str, Any]]:
@@ -248,8 +248,13 @@ def _of_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
         raise InvalidInputError(f"rows: {path} is no Parquet file, or damaged ({error}).") from error
 
 
-def _check_present(row: Mapping[str, Any], reading: Reading) -> None:
-    """Raise `InvalidInputError` where a row lacks a column that is named."""
+def _present(row: Mapping[str, Any], reading: Reading) -> Reading:
+    """The columns to read; raises `InvalidInputError` where a row lacks one.
+
+    Without a column of the default name, prompts may be in one that is called ``"prompt"``.
+    """
+    if reading.text == Reading.text and reading.text not in row and "prompt" in row:
+        reading = replace(reading, text="prompt")
     columns = [reading.text, *(reading.columns or {}).values()]
     if reading.id != UNKNOWN_ID:
         columns.append(reading.id)
@@ -262,6 +267,7 @@ def _check_present(row: Mapping[str, Any], reading: Reading) -> None:
             longest = max(row, key=lambda name: len(str(row[name])), default="prompt")
             hint = f" Say which one holds the prompts, such as text={longest!r}."
         raise InvalidInputError(f"rows: there is no column {missing[0]!r}, only {', '.join(map(repr, row))}.{hint}")
+    return reading
 
 
 def _name(value: Any, column: str, number: int) -> str:

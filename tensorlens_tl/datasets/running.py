@@ -75,7 +75,7 @@ def attribute_dataset(
         out: the folder of the run; a missing one is created.
         method: one of `list_methods()`; or ``"logit_attribution"`` or ``"total_effects"`` of `tensorlens_tl.circuits`:
             each row is then a `Terms`, and `DatasetResults.summary` has the distribution of every component's effect.
-        text: the column of texts (or token ids).
+        text: the column of texts (or token ids); without ``"text"`` one called ``"prompt"``.
         id: the column of names, different texts or integers; without a column ``"id"`` rows are named by number.
         columns: options (`target`, `minus`, `direction`) that each row has its own value of, and the column of it:
             ``{"target": "answer"}``.
