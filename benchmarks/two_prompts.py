@@ -15,13 +15,13 @@ import torch
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, evaluate
 from tensorlens_tl.evaluate.checks import spearman
-from tensorlens_tl.evaluate.patching import ROWS, PairWork
+from tensorlens_tl.evaluate.patching import EDGE_ROWS, PairWork
 
 TABLES = Path(__file__).parent.parent / "docs" / "_static"
 PAIRS = {"recall": 64, "induction": 32}
 CHANGES = ("source", "question")
 COLUMNS = [f"{task}, {change}" for task in PAIRS for change in CHANGES]
-METHODS = [name for name in ROWS if name != "patching"]
+METHODS = [name for name in EDGE_ROWS if name != "patching"]
 LARGEST = 0.1
 """The share of edges, by the size of their patching score, that are called the largest."""
 

@@ -24,6 +24,7 @@ from tensorlens_tl.evaluate.checks import (
 )
 from tensorlens_tl.evaluate.compression import compression, compression_table
 from tensorlens_tl.evaluate.known import expected_mrr, known_answer, known_attention, known_components
+from tensorlens_tl.evaluate.language import TASKS as LANGUAGE_TASKS, LanguageTask, language_task
 from tensorlens_tl.evaluate.paper import (
     EXPERIMENTS,
     LENGTH as LENGTH,
@@ -66,6 +67,7 @@ from tensorlens_tl.results.statistics import auroc, bootstrap_interval, holm
 
 __all__ = [
     "EXPERIMENTS",
+    "LANGUAGE_TASKS",
     "MIB_OPTIONS",
     "PREDICTED",
     "PROPORTIONS",
@@ -77,6 +79,7 @@ __all__ = [
     "KnownAttention",
     "KnownChoice",
     "KnownComponents",
+    "LanguageTask",
     "LinearRelation",
     "PromptPairs",
     "PublishedNumber",
@@ -101,6 +104,7 @@ __all__ = [
     "known_answer",
     "known_attention",
     "known_components",
+    "language_task",
     "over_seeds",
     "patching_agreement",
     "perturbation",

@@ -363,6 +363,15 @@ def test_scores_that_are_measured_agree_with_patching(real, texts):
     assert float((measured.scores - patched.scores).abs().max()) <= rest["largest"]
 
 
+@pytest.mark.parametrize("name", evaluate.LANGUAGE_TASKS)
+def test_tasks_have_pairs_that_the_model_answers(real, name):
+    task = evaluate.language_task(real.bridge(), name)
+    pairs = task.pairs
+    assert len(pairs) == 8
+    for tokens, answers in ((pairs.clean, pairs.answers), (pairs.corrupted, pairs.others)):
+        assert [int(real.logits(row).argmax()) for row in tokens.tolist()] == answers.tolist()
+
+
 def test_a_contribution_graph(real, pair):
     graph = circuits.contribution_graph(pair.clean, **pair.question, threshold=0.05)
     assert abs(float(graph.total) - pair.contrast(real.logits(pair.ids[0]))) <= real.allowed
