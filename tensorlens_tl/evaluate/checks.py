@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def completeness(
     model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: int = 0, **freezing: Any
 ) -> Evaluation:
-    """How far each method's scores and bias are from the total they explain, and the bias' share of it.
+    """Measure how far each method's scores and bias are from the total they explain, and the bias' share of it.
 
     Args:
         model: a TransformerLens model.
@@ -84,14 +84,11 @@ def _completeness(scorer: Scorer, frozen: FrozenPass) -> Float[Tensor, "2 batch"
 def randomisation(
     model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: int = 0, **freezing: Any
 ) -> Evaluation:
-    """Rank correlation of each method's scores with its scores on the same model, weights scrambled from the top down.
+    """Correlate each method's scores with its scores on the same model, weights scrambled from the top down.
 
-    Block by block from the last to the first, the entries of every weight matrix are permuted within it, on a copy of
-    the model. A target is what the scrambled model predicts.
-
-    Args:
-        model, prompts, methods, freezing: as in `completeness`.
-        seed: of the permutations, and of the random baseline.
+    Block by block from the last to the first, the entries of every weight matrix are permuted, on a copy of the model.
+    A target is what the scrambled model predicts. Arguments are those of `completeness`; `seed` is also that of the
+    permutations.
 
     Returns:
         An Evaluation: `similarity` (Spearman) with all blocks scrambled, lower is better; curves over the number of
@@ -144,19 +141,16 @@ def stability(
     seed: int = 0,
     **freezing: Any,
 ) -> Evaluation:
-    """Rank correlation of each method's scores with its scores when the first block's input gets Gaussian noise.
+    """Correlate each method's scores with its scores when the first block's input gets Gaussian noise.
 
     Args:
         model, prompts, methods, freezing: as in `completeness`.
-        noise: its size, as a share of each token's vector.
+        noise: its size, as a share of each token's vector; must be positive.
         draws: how many noisy inputs are averaged.
         seed: of the noise, and of the random baseline.
 
     Returns:
         An Evaluation: `similarity` (Spearman), higher is better.
-
-    Raises:
-        InvalidInputError: noise that is not positive.
 
     >>> from tensorlens_tl import evaluate
     >>> list(evaluate.stability(model, [text], ["ifr"], draws=1).metrics)
@@ -204,14 +198,9 @@ def _plus(value: Tensor) -> Callable[..., Tensor]:
 def agreement(
     model: ModelLike, prompts: InputLike, methods: Methods = None, *, seed: int = 0, **freezing: Any
 ) -> Evaluation:
-    """Rank correlation of every two methods' scores for the last token.
+    """Correlate the ranks of every two methods' scores for the last token; arguments are those of `completeness`.
 
-    Args:
-        model, prompts, methods, freezing: as in `completeness`.
-        seed: of the random baseline.
-
-    Returns:
-        An Evaluation with one metric for each method, ``"with <method>"``: `agreement_table` makes a square of it.
+    The Evaluation has one metric for each method, ``"with <method>"``: `agreement_table` makes a square of it.
 
     >>> from tensorlens_tl import evaluate
     >>> evaluate.agreement_table(evaluate.agreement(model, text, ["ifr", "alti"])).shape
@@ -299,17 +288,17 @@ SUMMED = ("prompts", "dropped")
 def over_seeds(
     run: Callable[[int], Evaluation], seeds: Iterable[int] = (0, 1, 2), *, units: str = "same"
 ) -> Evaluation:
-    """Run an evaluation once per seed, and put the results together.
+    """Run an evaluation once per seed, and join the results.
 
     Args:
-        run: makes the Evaluation of a seed.
+        run: from a seed to an Evaluation.
         seeds: at least one.
         units: ``"same"`` where every seed has the same prompts (a random order, noise, scrambled weights): each
             prompt's value is its mean over the seeds, so that intervals and tests still count prompts and not runs.
             ``"drawn"`` where each seed draws other prompts: the result has all of them.
 
     Returns:
-        An Evaluation as each run gives, with the list of seeds in ``settings["seed"]``.
+        An Evaluation with the list of seeds in ``settings["seed"]``.
 
     Raises:
         InvalidInputError: no seed, a seed twice, or runs that differ in metrics, methods, steps or, of the

@@ -69,18 +69,17 @@ def compression(
     choose_by: ChooseBy = "loss",
     seed: int = 0,
 ) -> Evaluation:
-    """Loss and accuracy of a model under compressions.
+    """Measure loss and accuracy of a model under compressions.
 
     Args:
         model: a TransformerLens model that predicts tokens.
-        task: prompts, as text or token ids, each token of which is to be predicted from those before; `KnownAnswers`,
-            of which the answer is; or token ids and answers ``(tokens, answers)``, both `[prompt, pos]`, -100 where
-            there is none (for masked models).
+        task: prompts, as text or token ids, each token of which is predicted from those before; `KnownAnswers`, whose
+            answers are; or token ids and answers ``(tokens, answers)``, both `[prompt, pos]`, -100 where there is none
+            (for masked models).
         plans: label → a plan of `compress.plan`, a function that makes one, or several of either as candidates; or
-            label → ratio → the same, the same ratios under every label (each plan has at least the ratio that it is
-            under; with MLPs compressed as well, it is the attention's).
-        validation: the share of prompts that candidates are chosen on, where a label has several; they are not
-            reported.
+            label → ratio → the same, the same ratios under every label (each plan has at least its ratio, with MLPs
+            the attention's).
+        validation: the share of prompts that candidates are chosen on, which are not reported.
         choose_by: ``"loss"`` or ``"accuracy"`` on them.
         seed: of the prompts that are for validation.
 
@@ -177,10 +176,8 @@ class Questions:
     """Prompts with the right tokens at some of their positions.
 
     Attributes:
-        name: of the task.
         parts: the prompts, some at once.
-        positions: where the logits are read, `[prompt, answer]`.
-        answers: the right token at each position.
+        positions, answers: where logits are read, `[prompt, answer]`, and the right token there.
         counts: True at the answers that count.
     """
 

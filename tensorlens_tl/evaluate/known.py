@@ -120,7 +120,7 @@ def known_answer(
     seed: int = 0,
     progress: bool = True,
 ) -> Evaluation:
-    """Rank of the tokens that determine the answer, by each method's scores for the last token.
+    """Rank the tokens that determine the answer by each method's scores for the last token.
 
     Args:
         model: a TransformerLens model that can do the task.
@@ -128,11 +128,11 @@ def known_answer(
         methods: see `tensorlens_tl.evaluate.scorers`; None is every standard method that fits the model, and random.
         k: of `precision`; None is each prompt's number of true sources.
         minus: explain the predicted token's logit less this one's: a token, one for each prompt, or ``"runner-up"``,
-            which also takes the place of a token that is itself predicted. None explains the logit alone.
-        only_correct: leave out prompts that the model answers wrongly, where the true sources need not have been used.
+            which also replaces a token that is itself predicted. None explains the logit.
+        only_correct: leave out prompts that the model answers wrongly, where it need not have used the true sources.
         absolute: rank by absolute score.
         seed: of the random baseline and of the order of equal scores.
-        progress: whether to show a bar.
+        progress: show a bar.
 
     Returns:
         An Evaluation with `mrr`, `precision` and `mass` per prompt; ``settings["accuracy"]`` is the model's, and
@@ -276,7 +276,7 @@ def expected_mrr(tokens: WholeNumber, sources: WholeNumber = 1) -> float:
 
 @checked_names
 def known_attention(model: ModelLike, task: AttentionTask, methods: Names = None, *, seed: int = 0) -> Evaluation:
-    """How high the true sources of each head's query and key are ranked: 1 / rank of the best-placed true one.
+    """Rank the true sources of each head's query and key: 1 / rank of the best-placed true one.
 
     Args:
         model: the model whose attention is known.
@@ -285,12 +285,11 @@ def known_attention(model: ModelLike, task: AttentionTask, methods: Names = None
         seed: of the random baseline and of the order of equal scores.
 
     Returns:
-        An Evaluation with these metrics per head and prompt; ``settings["gap"]`` is how far the parts are from summing
-        to the scores at worst, and ``settings["attention"]`` the mean attention that the true keys get.
+        An Evaluation with these metrics per head and prompt; ``settings["gap"]`` is the parts' largest gap to the
+        scores, and ``settings["attention"]`` the mean attention to the true keys.
 
     Raises:
-        InvalidInputError: no task, no such method, a head or position that the model does not have, or a true component
-            that it does not have.
+        InvalidInputError: no task, no such method, or a head, position or component that the model does not have.
         UnsupportedModelError: the scores of a layer cannot be read.
 
     >>> from tensorlens_tl import evaluate
@@ -392,7 +391,7 @@ def known_components(
     steps: int = 5,
     memory: Memory = None,
 ) -> Evaluation:
-    """AUROC, precision and recall of each method's scores of nodes and edges, against what is known to matter.
+    """Measure AUROC, precision and recall of each method's scores of nodes and edges that are known to matter.
 
     Args:
         model: the model whose components are known.

@@ -95,7 +95,7 @@ class Experiment:
         metrics: of `perturbation`.
         methods: the paper's names.
         query: whose final hidden state is compared: ``"last"`` token or ``"cls"``, the first.
-        demo: the bundled model that it runs on without any other.
+        demo: the bundled model that it runs on by default.
     """
 
     name: str
@@ -186,11 +186,11 @@ def _all() -> tuple[PublishedNumber, ...]:
 
 @checked_names
 def published(name: str | None = None, model: str | None = None) -> list[PublishedNumber]:
-    """The published numbers, all or those of one experiment.
+    """Return the published numbers, all or those of one experiment.
 
     Args:
         name: one of `EXPERIMENTS`; Figures 5 to 7 are only drawn in the paper, and have none.
-        model: a Hugging Face name or a TransformerLens name. Where numbers of it were published, those alone.
+        model: a Hugging Face or TransformerLens name: its own numbers only, if there are any.
 
     Raises:
         InvalidInputError: no such experiment.
@@ -211,12 +211,7 @@ def published(name: str | None = None, model: str | None = None) -> list[Publish
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reproduction(Result):
-    """What `reproduce` returns.
-
-    Attributes:
-        experiment: what was run.
-        evaluation: what was measured.
-    """
+    """An `experiment` of the paper and its `evaluation` here, from `reproduce`."""
 
     experiment: Experiment
     evaluation: Evaluation
@@ -230,10 +225,11 @@ class Reproduction(Result):
         return published(self.experiment.name, str(self.evaluation.settings.get("model", "")))
 
     def to_dataframe(self) -> "pd.DataFrame":
-        """One row per metric, method and published model.
+        """Return one row per metric, method and published model.
 
-        Columns are metric, method, mean, low and high (measured, with the ends of the 95 % bootstrap interval), and
-        published model, bound (``"="``, ``"<"`` or ``">"``) and published: empty and NaN where the paper has no number.
+        Columns are metric, method, mean, low and high (measured, with the 95 % bootstrap interval), published model,
+        bound
+        (``"="``, ``"<"`` or ``">"``) and published: empty and NaN where the paper has no number.
         """
         import pandas as pd
 
@@ -251,10 +247,11 @@ class Reproduction(Result):
         return pd.DataFrame(rows, columns=names).astype({"published": float})
 
     def rank_correlations(self) -> dict[tuple[str, str], float]:
-        """Spearman's correlation of our order of methods and the paper's, by metric and published model.
+        """Correlate our order of methods with the paper's (Spearman), by metric and published model.
 
-        The scale of the paper's areas is not stated, their order does not depend on it. Bounds are no order, and
-        methods that either side lacks are left out.
+        The scale of the paper's areas is not stated; the order does not depend on it. Bounds, and methods that either
+        side
+        lacks, are left out.
         """
         correlations = {}
         for metric, model in dict.fromkeys((number.metric, number.model) for number in self.published):
@@ -398,18 +395,17 @@ def reproduce(
     Args:
         name: one of `EXPERIMENTS`: ``"table-1"``, ``"table-2"``, ``"figure-3"`` to ``"figure-7"``.
         model: a TransformerLens model, those of the paper (`Experiment.what`) or any other of the kind.
-        data: texts, or token ids `[text, pos]`, which are taken as they are; images `[image, channel, height, width]`
-            as the model's image processor makes them; for Figure 5 `Relation` objects, or None for those that come
-            with the library.
-        length: tokens of each text, special ones included: longer texts are cut, shorter ones left out. None is 128.
+        data: texts, or token ids `[text, pos]` as they are; images `[image, channel, height, width]` from the model's
+            image processor; for Figure 5 `Relation` objects, or None for those that come with the library.
+        length: tokens of each text, special ones included (128): longer texts are cut, shorter ones left out.
         n: how many of the texts or images are used, the first of them; None is all.
-        replacement: what stands for a replaced token or patch, see `perturbation`; the paper does not say.
+        replacement: of a token or patch, see `perturbation`; the paper does not say.
         seed: of the order of equal scores, and of the draws of Figure 5.
         memory: what perturbed runs may allocate, as ``"512MB"`` or bytes.
 
     Returns:
-        A Reproduction: `show()` prints what was measured beside what was published. Methods that are not defined on the
-        model are left out and named, as the paper does.
+        A Reproduction: `show()` prints measured and published numbers. Methods that are not defined on the model are
+        left out and named, as in the paper.
 
     Raises:
         InvalidInputError: no such experiment, no data, data of another kind, no text that is long enough, or an option

@@ -81,7 +81,7 @@ def patching_agreement(
     steps: int = 5,
     memory: Memory = None,
 ) -> Evaluation:
-    """The correlation of each method's scores with activation patching in the live model, over nodes or edges.
+    """Correlate each method's scores with activation patching in the live model, over nodes or edges.
 
     The first block's input is no node here: to patch it is to take the other prompt.
 
@@ -147,9 +147,9 @@ def circuit_faithfulness(
     folder: str | Path | None = None,
     memory: Memory = None,
 ) -> Evaluation:
-    """CPR and CMD of the circuits that each method chooses, and the curves below them.
+    """Measure CPR and CMD of the circuits that each method chooses, with the curves of f.
 
-    `cpr` is the area below f, the share of the behaviour that circuits of growing size have, and `cmd` the area of
+    f is the share of the behaviour that circuits of growing size have; `cpr` is its area, and `cmd` the area of
     abs(1 − f), how far circuits are from the model; lower is better.
 
     Args:
@@ -168,13 +168,10 @@ def circuit_faithfulness(
             benchmark's JSON.
         memory: what runs of circuits may allocate at once.
 
-    Returns:
-        An Evaluation with `cpr` and `cmd` per prompt, and the curves.
-
     Raises:
         InvalidInputError: no pairs, no such method or choice, proportions that do not rise to 1, no such folder, no
             pair that the model answers, or two prompts that give one mean logit difference.
-        UnsupportedModelError: what `circuits.edge_scores` refuses.
+        UnsupportedModelError: what `circuits.edge_scores` raises.
 
     >>> from tensorlens_tl import evaluate
     >>> model, pairs = tlens.load_demo_model("recall"), evaluate.prompt_pairs(evaluate.recall(4))

@@ -100,12 +100,12 @@ def perturbation(
     seed: int = 0,
     memory: Memory = None,
 ) -> Evaluation:
-    """How much damage is done by replacing the tokens that each method names first.
+    """Measure the damage of replacing the tokens that each method ranks first.
 
     Args:
         model: a TransformerLens model.
-        prompts: strings, or token ids `[prompt, pos]`; of a model of images or sound, what it reads (see
-            `tlens.freeze`): its patches are replaced, or a sound's frames.
+        prompts: strings, or token ids `[prompt, pos]`; images or sound as the model reads them (see `tlens.freeze`):
+            patches or frames are replaced.
         methods: see `tensorlens_tl.evaluate.scorers`; None is all that fit the model, and a random order. Methods that
             you name must fit the model. A method without a target ranks tokens in one order for every target.
         target, minus: the token that methods explain and metrics measure, and one that it is compared with (also
@@ -113,42 +113,42 @@ def perturbation(
             predicts for the whole prompt. With `minus`, `logit` and `aopc` are falls of the difference of both logits,
             or probabilities.
         query: ``"last"``, ``"cls"`` (the first token), a position counted over real tokens, or ``"mean"``: scores and
-            final hidden states averaged over all positions (metric `hs_mse` alone; norms of T are then estimated, to
+            final hidden states averaged over all positions (metric `hs_mse` only; norms of T are then estimated, to
             `MEAN_TOLERANCE`).
         max_new_tokens, continuation, span: test methods on text that the model wrote after each prompt, or that is
             given: on the sum of the targets of a span of its tokens, as `tlens.attribute_generation` explains it (None
-            is ``"all"`` of them; a list has one for each prompt). What stands before the span is replaced, the span
-            itself stays; `logit` is the fall of the sum of its tokens' logits, other metrics are means over its tokens.
-            All prompts are frozen at once.
+            is ``"all"`` of them; a list has one for each prompt). Only what precedes the span is replaced; `logit` is
+            the fall of the sum of its tokens' logits, other metrics are means over its tokens. All prompts are frozen
+            at once.
         fractions: shares of a prompt's tokens to replace, ascending, the first 0.
-        replacement: ``"resampled"`` (a token that the model itself would write there: drawn from its predictions at the
-            position before, without the token that it replaces and special tokens; of the first token, from their
-            mean), ``"mask"`` or ``"pad"`` (the tokenizer's), a token (string or id), ``"mean"`` (the token
-            embedding's mean over all prompts) or ``"zero"`` (no token embedding; positions stay). None is
-            ``"resampled"`` of a causal language model on tokens alone, else the mask token where there is one, else the
-            mean. Of patches, `"mean"` and `"zero"` are those of what the patch embedding gives.
-        draws: over how many draws the damage of ``"resampled"`` is averaged. A prompt's draws depend on `seed` and its
-            tokens, not on its batch.
-        metrics: of `hs_mse` (mean squared change of the final hidden state), `aopc` (how far the probability of the
-            model's first choice falls), `aopc_abs` (the absolute value of that: TensorLens' Table 1), `logit` (how
-            far its logit falls).
+        replacement: ``"resampled"`` (drawn from the model's predictions at the position before, without the token
+            itself
+            and special tokens; at the first token, from their mean), ``"mask"`` or ``"pad"`` (the tokenizer's), a token
+            (string or id), ``"mean"`` (the token embedding's mean over all prompts) or ``"zero"`` (no token embedding;
+            positions stay). None is ``"resampled"`` for a causal language model on tokens only, else the mask token
+                where
+            there is one, else the mean. For patches, `"mean"` and `"zero"` are those of the patch embedding's output.
+        draws: of ``"resampled"``, averaged. A prompt's draws depend on `seed` and its tokens, not on its batch.
+        metrics: of `hs_mse` (mean squared change of the final hidden state), `aopc` (the fall of the probability of the
+            model's first choice), `aopc_abs` (its absolute value: TensorLens' Table 1), `logit` (the fall of its
+                logit).
         order: ``"descending"`` (positive perturbation) or ``"ascending"`` (negative).
         absolute: order by absolute score; the paper and the default keep the sign.
-        hidden: which vector `hs_mse` measures: ``"unembedded"``, what the model unembeds, or ``"output"``, what its
-            blocks and final norm give. They differ where a prediction head lies between (masked language models).
+        hidden: which vector `hs_mse` measures: ``"unembedded"``, what the model unembeds, or ``"output"``, that of its
+            blocks and final norm. They differ where a prediction head is between (masked language models).
         attention_mask: 1 at real tokens, with token ids only.
         prepend_bos: as in TransformerLens, with strings only.
         seed: of the random order, of the order of equal scores, and of the draws.
         memory: what the perturbed runs may allocate, as ``"512MB"`` or bytes.
 
     Returns:
-        An Evaluation: areas per prompt in `values`, curves over the fractions; of generated text its `settings` hold
+        An Evaluation: areas per prompt in `values`, curves over the fractions; for generated text `settings` has
         what was generated after each prompt.
 
     Raises:
         MethodError: a method fails with an error that is none of the library's; names it.
         InvalidInputError: fractions outside [0, 1] or not ascending, an unknown metric, order or replacement, prompts
-            of special tokens alone, or methods that cannot be run with their options, or explain no span.
+            of special tokens only, or methods that cannot be run with their options, or explain no span.
         UnsupportedModelError: the model cannot be frozen, or a metric needs a prediction and it has none.
 
     >>> from tensorlens_tl import evaluate
@@ -208,13 +208,10 @@ def perturbation(
 
 
 class PerturbationTest:
-    """What is measured of prompts; see `perturbation` for each option. It can be pickled where its scorers can.
+    """What is measured of prompts; see `perturbation` for each option. Can be pickled if its scorers can.
 
-    Attributes:
-        scorers: the methods.
-        steps: the shares of tokens that are replaced.
-        names: of the metrics.
-        working_bytes: what perturbed runs may allocate.
+    `steps` are the shares of tokens that are replaced, `names` those of the metrics, `working_bytes` what runs may
+    allocate.
     """
 
     def __init__(
@@ -372,9 +369,9 @@ def rank(
     order: str = "descending",
     ties: Float[Tensor, "batch pos"] | None = None,
 ) -> Int[Tensor, "batch pos"]:
-    """Each token's rank in the order of replacement, from 0; tokens that are not allowed come after all others.
+    """Return each token's rank in the order of replacement, from 0; tokens that are not allowed come last.
 
-    Equal scores are ordered by `ties`, by position without them. Reversing the order reverses the ranks.
+    Equal scores are ordered by `ties`, else by position. Reversing the order reverses the ranks.
     """
     if ties is None:
         ties = torch.arange(scores.shape[1]).expand_as(scores)
@@ -487,22 +484,23 @@ def perturbation_dataset(
 ) -> DatasetResults:
     """`perturbation` over every row of a data set, each row's curves written to Parquet shards.
 
-    The numbers are those of one call of `perturbation` with all rows; `DatasetResults.evaluation` gives them as one
-    `Evaluation`, with its table and comparisons. A row of which no token may be replaced is written with its
-    error. Called again with the same arguments, an interrupted run is resumed.
+    The numbers are those of one call of `perturbation` with all rows; `DatasetResults.evaluation` returns them as one
+    `Evaluation`. A row of which no token may be replaced is written with its error. An interrupted run is resumed when
+    it
+    is called again.
 
     Args:
         model: a TransformerLens model that reads text.
         rows, out, text, id, tokens_per_batch, truncate, resume, progress, prepend_bos: see `tlens.attribute_dataset`.
-        methods, query, fractions, metrics, order, absolute, hidden, seed, memory: see `perturbation`. Functions among
-            the methods are known by their names alone when a run is resumed.
-        target, minus: see `perturbation`; the same of every row.
-        columns: the columns that hold each row's own `target` or `minus`: ``{"target": "answer"}``.
+        methods, query, fractions, metrics, order, absolute, hidden, seed, memory: see `perturbation`. When a run is
+            resumed, functions among the methods are known by their names only.
+        target, minus: see `perturbation`; the same for every row.
+        columns: the columns of each row's own `target` or `minus`: ``{"target": "answer"}``.
         replacement, draws: see `perturbation`; ``"mean"`` is the token embedding's mean over all rows.
         engine, load_model, num_actors, num_gpus: see `tlens.attribute_dataset`.
 
     Raises:
-        InvalidInputError: what `perturbation` and `tlens.attribute_dataset` refuse.
+        InvalidInputError: what `perturbation` and `tlens.attribute_dataset` raise.
         UnsupportedModelError: the model cannot be frozen, or a metric needs a prediction and it has none.
         FileFormatError: the folder's manifest or one of its shards is damaged.
         OSError: a shard cannot be written; those before it are whole.
@@ -551,12 +549,11 @@ class _Perturbing(Work):
     """A perturbation test of each row.
 
     Attributes:
-        test: what is measured, by which methods.
-        replacement: what tokens are replaced by, the same in all rows unless it is drawn.
+        replacement: the same for all rows unless it is drawn.
         skipped: methods that do not fit the model.
-        explained: the tokens that all rows are asked about, if any are named.
+        explained: the tokens that all rows explain, if any are named.
         described: what an Evaluation says besides its numbers.
-        options: all of this, as a manifest holds it.
+        options: all of this, as a manifest has it.
     """
 
     test: PerturbationTest

@@ -33,11 +33,12 @@ AT_ONCE = 2**23
 class PerturbedRuns:
     """Runs the live model on perturbed prompts, and compares it with itself on the whole ones.
 
-    Somebody's code on the model may act on some rows of a batch only, as `tensorlens_tl.passes.live.runs` says: each
-    prompt is run by itself where such code is seen (`alone`), else between whole ones that must come out the same.
-
-    A query is one position of each prompt, "all" for the mean over them, or the positions that predict a stretch of
-    generated text, `[prompt, query]` with `NEXT` as the target. Of several replacements, damages are averaged.
+    User code may act on some rows of a batch only (see `tensorlens_tl.passes.live.runs`): prompts then run one by one
+    (`alone`), else between whole ones that must come out the same. A query is one position of each prompt, "all" for
+    the
+    mean, or the positions that predict a stretch of generated text, `[prompt, query]` with `NEXT` as the target.
+    Damages
+    of several replacements are averaged.
     """
 
     def __init__(
@@ -217,10 +218,11 @@ def _damage(
     others: Int[Tensor, "row query"] | None,
     real: Bool[Tensor, "row query"],
 ) -> Float[Tensor, "row"]:
-    """One metric, from hidden states and logits of whole prompts and of perturbed ones.
+    """Return one metric, from hidden states and logits of whole prompts and of perturbed ones.
 
-    Metrics of a prediction are about the tokens `ids`, less `others`. Falls of logits are summed over the queries that
-    are `real`, everything else is averaged.
+    Metrics of a prediction are about the tokens `ids`, less `others`. Falls of logits are summed over the `real`
+    queries,
+    everything else is averaged.
     """
     counts = real.sum(1)
     if metric == "hs_mse":
@@ -278,10 +280,11 @@ def replacement_of(view: ModelView, prompt: Prompt, name: ReplacementName, mean:
 
 
 def drawn(view: ModelView, prompt: Prompt, replacement: Replacement, draws: int, seed: int) -> list[Replacement]:
-    """What stands for tokens in some prompts: `draws` times other tokens, or the replacement itself where it is fixed.
+    """Return what replaces tokens in some prompts: `draws` times other tokens, or a fixed replacement itself.
 
-    Each prompt is run by itself and without padding, and its draws depend on the seed, their number and its own tokens:
-    they are the same in every batch.
+    Prompts run one by one without padding; draws depend on the seed, their number and the prompt's tokens, so they are
+    the
+    same in every batch.
     """
     if replacement.name != RESAMPLED:
         return [replacement]
@@ -308,10 +311,11 @@ def drawn(view: ModelView, prompt: Prompt, replacement: Replacement, draws: int,
 
 
 def _expected(view: ModelView, ids: Int[Tensor, "pos"]) -> Iterator[Float[Tensor, "_some d_vocab"]]:
-    """What the model expects at each position of one prompt, some of them at a time, in float64 on the CPU.
+    """Return what the model expects at each position of a prompt, some at a time, in float64 on the CPU.
 
-    Neither the token that stands there nor a special one is among it. The first position has nothing before it (where
-    a BOS token does not stand there, which is never replaced): there it is the mean over what follows each token.
+    The token itself and special ones are excluded. The first position (never replaced where it is BOS) has the mean
+    over
+    what follows each token.
     """
     _, logits = capture(view.model, prepare(view, [ids.tolist()]).kwargs, [])
     logits = logits[0]

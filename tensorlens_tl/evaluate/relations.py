@@ -83,11 +83,7 @@ class Relation:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Relation":
-        """Read one JSON file.
-
-        Raises:
-            FileFormatError: not JSON, or without the fields of the format.
-        """
+        """Read one JSON file; raise `FileFormatError` where it is no JSON, or lacks fields of the format."""
         try:
             facts: Any = json.loads(Path(path).read_text(encoding="utf-8"))
             samples = tuple(Sample(str(s["subject"]), str(s["object"])) for s in facts["samples"])
@@ -147,7 +143,7 @@ def few_shot_prompts(
     length: PromptLength = None,
     separator: str = "\n",
 ) -> Prompts:
-    """Prompts that ask for the objects of some subjects, after examples.
+    """Build prompts for the objects of some subjects, after examples.
 
     Args:
         model: a TransformerLens model with a tokenizer.
@@ -155,7 +151,7 @@ def few_shot_prompts(
         subjects: whose objects the prompts ask for.
         examples: shown before each subject, the same for all, or a list of them for each.
         length: ``"most common"`` selects the prompts of the most common token length (Appendix D), an integer those of
-            that length; None insists that all have the same.
+            that length; None requires one length.
         separator: between examples.
 
     Raises:
@@ -221,7 +217,7 @@ def of_one_length(rows: Sequence[Sequence[int]], names: Sequence[str], length: P
 
 
 def of_common_length(model: ModelLike, template: str, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples whose prompts, alone and with their objects, have the most common token lengths (Appendix D).
+    """Return the samples whose prompts, alone and with objects, have the most common token lengths (Appendix D).
 
     Few-shot prompts of any of them then have the same length.
     """
@@ -316,13 +312,9 @@ class RelationDecoder:
         return cls(frozen, frozen.operator(activation=activation))
 
     def states(self, prompts: DecoderPrompts) -> Float[Tensor, "prompt d_model"]:
-        """What the mean operator makes of other prompts' embeddings: the predicted final state at their last token.
+        """Apply the mean operator to other prompts' embeddings: the predicted final state at their last token.
 
-        Args:
-            prompts: texts or token ids of the examples' length, or a `FrozenPass` of them.
-
-        Raises:
-            InvalidInputError: prompts of another length.
+        `prompts` are texts or token ids, or a `FrozenPass`, of the examples' length; others raise `InvalidInputError`.
         """
         x = self._embeddings(prompts)
         states = torch.empty(len(x), x.shape[-1], dtype=x.dtype, device=x.device)
@@ -412,7 +404,7 @@ class LinearRelation:
     def fit(
         cls, model: ModelLike, prompts: Prompts, *, layer: WholeNumber | None = None, beta: float = 1.0
     ) -> "LinearRelation":
-        """Mean Jacobian and bias over some prompts, on the live model.
+        """Average Jacobian and bias over some prompts, on the live model.
 
         Args:
             model: a TransformerLens model that predicts tokens.
@@ -448,7 +440,7 @@ class LinearRelation:
 
 
 def _jacobian(frozen: FrozenPass, row: int, layer: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-    """∂(final state at the last token) / ∂(state at `end` entering `layer`) of one prompt, with both states.
+    """Return ∂(final state at the last token) / ∂(state at `end` entering `layer`) of one prompt, with both states.
 
     One run of the prompt, and one backward pass for all coordinates of the output.
     """
@@ -500,7 +492,7 @@ def relation_decoding(
     protocol: str | None = None,
     seed: int = 0,
 ) -> Evaluation:
-    """How often the mean operator, LRE and a random object give the model's answer for held-out subjects.
+    """Measure how often the mean operator, LRE and a random object give the model's answer for held-out subjects.
 
     Per relation and split, m samples are drawn to fit on, and all others of the same token length (Appendix D) are
     decoded, after the same examples.
@@ -580,7 +572,7 @@ def relation_decoding(
 
 @checked_names
 def by_relation(result: Evaluation, metric: str = "faithful") -> "pd.DataFrame":
-    """Mean and standard deviation over splits, a row per relation, columns ``(method, "mean" | "std")``.
+    """Return mean and standard deviation over splits, a row per relation, columns ``(method, "mean" | "std")``.
 
     Raises:
         InvalidInputError: no result of `relation_decoding`, or no such metric.

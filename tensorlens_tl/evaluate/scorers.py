@@ -118,12 +118,7 @@ them and with; its eight baselines (mean and rollout of four layer maps); and th
 
 
 class Explained(NamedTuple):
-    """The tokens that some prompts are explained by, instead of what the model predicts.
-
-    Attributes:
-        target: the id of each prompt's token.
-        minus: of the token that it is compared with; None where there is none.
-    """
+    """The `target` ids that prompts are explained by, in place of predictions, and ids to subtract, or None."""
 
     target: list[int]
     minus: list[int] | None
@@ -132,9 +127,7 @@ class Explained(NamedTuple):
 class Stretch(NamedTuple):
     """A stretch of text that a model wrote after each of some prompts, explained as a whole.
 
-    Attributes:
-        queries: the positions that predict its tokens; of padding where a prompt has fewer of them.
-        minus: the ids of the tokens that each one is compared with; None where there are none.
+    `queries` predict its tokens (padding where a prompt has fewer); `minus` are ids to subtract, or None.
     """
 
     queries: Int[Tensor, "batch query"]
@@ -195,9 +188,9 @@ class Scorer:
     def result(
         self, frozen: FrozenPass, query: int | Literal["all"] = -1, explained: Explained | Stretch | None = None
     ) -> Any:
-        """What the method itself returns: an Attribution, or the output of a function.
+        """Return the method's own result: an Attribution, or the output of a function.
 
-        Of a `Stretch` it has its own queries; None explains the token that the model predicts.
+        A `Stretch` has its own queries; None explains the token that the model predicts.
         """
         with _named(self.label):
             if callable(self.method):
@@ -368,11 +361,8 @@ def usable(
     skip: bool,
     explained: Explained | Stretch | None = None,
 ) -> tuple[list[Scorer], dict[str, str]]:
-    """Try every method on a short pass before the work starts; with `skip`, those that do not fit are left out.
-
-    Returns:
-        The methods that work, and the refusals of the others by label.
-    """
+    """Try every method on a short pass before work starts; returns those that work, and errors by label (with
+    `skip`)."""
     fitting = []
     refusals = {}
     for scorer in scorers:
@@ -392,7 +382,7 @@ def usable(
 
 @checked_names
 def predictions(frozen: FrozenPass, query: int = -1) -> tuple[Int[Tensor, "batch"], Float[Tensor, "batch d_vocab"]]:
-    """The token that the live model predicts at a query, and its logits there.
+    """Return the token that the live model predicts at a query, and its logits there.
 
     Raises:
         UnsupportedModelError: the model predicts no tokens.
