@@ -75,9 +75,8 @@ def named_dictionary(name: str, model: Any) -> Any:
     """Return a dictionary in the model's dtype and on its device.
 
     `name` is ``"demo"``, ``"demo:blocks.0.hook_resid_post"``, a folder as SAELens' ``save_model`` writes it, or its
-    file of
-    weights. Raises `InvalidInputError` where it is missing, unreadable, or not of a kind that `circuits.features`
-    reads.
+    file of weights. Raises `InvalidInputError` where it is missing, unreadable, or not of a kind that
+    `circuits.features` reads.
     """
     from tensorlens_tl.demo import load_demo_dictionary
 

@@ -149,8 +149,7 @@ def loaded_model(
     """Return the model that the arguments name, to be explained.
 
     Raises `InvalidInputError` also for one whose checkpoint lacks weights (of the head, if `logits` are explained),
-    unless
-    the arguments allow it.
+    unless the arguments allow it.
     """
     model = named_model(args, name, images=images)
     _warn_unlike_checkpoint(model)

@@ -222,8 +222,7 @@ class Plan:
         compressed.
 
         Numbers of every row and column of every head are compared; a single changed number may go unnoticed. Wider
-        floats
-        with the same numbers are the same weights.
+        floats with the same numbers are the same weights.
         """
         if model is None:
             model = self.model
@@ -243,9 +242,8 @@ class Plan:
         """Inside, the model has the compressed weights; the old ones return bit for bit, also on an exception.
 
         Passes that were frozen before are invalid inside, and valid again afterwards. The model's lock is held: leave
-        the
-        block in the thread that entered it. A model that is cast or moved inside has its old weights, cast or moved,
-        afterwards.
+        the block in the thread that entered it. A model that is cast or moved inside has its old weights, cast or
+        moved, afterwards.
 
         Raises:
             InvalidInputError: the model's weights are not those that were compressed.

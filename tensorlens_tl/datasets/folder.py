@@ -393,8 +393,7 @@ def model_identity(model: ModelLike) -> dict[str, Any]:
     """Return what distinguishes models: names, versions, dtype, a digest of all numbers, configuration, hooks.
 
     Versions are this library's, TransformerLens' and transformers': another PyTorch only rounds otherwise. Of hooks
-    only
-    the hook points count.
+    only the hook points count.
     """
     view = ModelView(model)
     digest = hashlib.sha256()

@@ -65,8 +65,7 @@ def attribute_dataset(
     """Attribute every row of a data set, and write the results as Parquet shards.
 
     Rows are run in batches of similar length. An interrupted run resumes when it is called again with the same
-    arguments;
-    several processes may work on one folder. A row that fails is written with its error.
+    arguments; several processes may work on one folder. A row that fails is written with its error.
 
     Args:
         model: a TransformerLens model that reads text.

@@ -120,10 +120,8 @@ def run_rows(
     """Return a record for each row, and the results they come from: of all rows (None), or of a part, by its first row.
 
     The rows are run together; where that fails, each half is, and so on. A row that fails by itself is a record with
-    its
-    error. Results that are saved are of all rows or of one: there, single rows come next. `per_row` are options of
-    which
-    every row has its own value.
+    its error. Results that are saved are of all rows or of one: there, single rows come next. `per_row` are options of
+    which every row has its own value.
     """
 
     def run(rows: Sequence[int]) -> tuple[list[Record], Any]:

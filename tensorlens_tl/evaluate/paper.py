@@ -228,8 +228,7 @@ class Reproduction(Result):
         """Return one row per metric, method and published model.
 
         Columns are metric, method, mean, low and high (measured, with the 95 % bootstrap interval), published model,
-        bound
-        (``"="``, ``"<"`` or ``">"``) and published: empty and NaN where the paper has no number.
+        bound (``"="``, ``"<"`` or ``">"``) and published: empty and NaN where the paper has no number.
         """
         import pandas as pd
 
@@ -250,8 +249,7 @@ class Reproduction(Result):
         """Correlate our order of methods with the paper's (Spearman), by metric and published model.
 
         The scale of the paper's areas is not stated; the order does not depend on it. Bounds, and methods that either
-        side
-        lacks, are left out.
+        side lacks, are left out.
         """
         correlations = {}
         for metric, model in dict.fromkeys((number.metric, number.model) for number in self.published):

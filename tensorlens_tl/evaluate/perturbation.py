@@ -122,10 +122,10 @@ def perturbation(
             at once.
         fractions: shares of a prompt's tokens to replace, ascending, the first 0.
         replacement: ``"resampled"`` (drawn from the model's predictions at the position before, without the token
-            itself
-            and special tokens; at the first token, from their mean), ``"mask"`` or ``"pad"`` (the tokenizer's), a token
-            (string or id), ``"mean"`` (the token embedding's mean over all prompts) or ``"zero"`` (no token embedding;
-            positions stay). None is ``"resampled"`` for a causal language model on tokens only, else the mask token
+            itself and special tokens; at the first token, from their mean), ``"mask"`` or ``"pad"`` (the tokenizer's),
+            a token (string or id), ``"mean"`` (the token embedding's mean over all prompts) or ``"zero"`` (no token
+            embedding; positions stay). None is ``"resampled"`` for a causal language model on tokens only, else the
+            mask token
                 where
             there is one, else the mean. For patches, `"mean"` and `"zero"` are those of the patch embedding's output.
         draws: of ``"resampled"``, averaged. A prompt's draws depend on `seed` and its tokens, not on its batch.
@@ -486,8 +486,7 @@ def perturbation_dataset(
 
     The numbers are those of one call of `perturbation` with all rows; `DatasetResults.evaluation` returns them as one
     `Evaluation`. A row of which no token may be replaced is written with its error. An interrupted run is resumed when
-    it
-    is called again.
+    it is called again.
 
     Args:
         model: a TransformerLens model that reads text.

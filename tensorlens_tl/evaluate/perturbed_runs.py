@@ -35,10 +35,8 @@ class PerturbedRuns:
 
     User code may act on some rows of a batch only (see `tensorlens_tl.passes.live.runs`): prompts then run one by one
     (`alone`), else between whole ones that must come out the same. A query is one position of each prompt, "all" for
-    the
-    mean, or the positions that predict a stretch of generated text, `[prompt, query]` with `NEXT` as the target.
-    Damages
-    of several replacements are averaged.
+    the mean, or the positions that predict a stretch of generated text, `[prompt, query]` with `NEXT` as the target.
+    Damages of several replacements are averaged.
     """
 
     def __init__(
@@ -221,8 +219,7 @@ def _damage(
     """Return one metric, from hidden states and logits of whole prompts and of perturbed ones.
 
     Metrics of a prediction are about the tokens `ids`, less `others`. Falls of logits are summed over the `real`
-    queries,
-    everything else is averaged.
+    queries, everything else is averaged.
     """
     counts = real.sum(1)
     if metric == "hs_mse":
@@ -283,8 +280,7 @@ def drawn(view: ModelView, prompt: Prompt, replacement: Replacement, draws: int,
     """Return what replaces tokens in some prompts: `draws` times other tokens, or a fixed replacement itself.
 
     Prompts run one by one without padding; draws depend on the seed, their number and the prompt's tokens, so they are
-    the
-    same in every batch.
+    the same in every batch.
     """
     if replacement.name != RESAMPLED:
         return [replacement]
@@ -314,8 +310,7 @@ def _expected(view: ModelView, ids: Int[Tensor, "pos"]) -> Iterator[Float[Tensor
     """Return what the model expects at each position of a prompt, some at a time, in float64 on the CPU.
 
     The token itself and special ones are excluded. The first position (never replaced where it is BOS) has the mean
-    over
-    what follows each token.
+    over what follows each token.
     """
     _, logits = capture(view.model, prepare(view, [ids.tolist()]).kwargs, [])
     logits = logits[0]

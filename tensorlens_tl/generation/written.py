@@ -223,8 +223,7 @@ class FrozenGeneration:
 
         Args:
             other: a text of as many tokens, generated at the same positions: another prompt's, another model's of the
-                same
-                architecture, or of a model that was changed in between.
+                same architecture, or of a model that was changed in between.
 
         Raises:
             InvalidInputError: other positions, and what `tlens.difference` raises.
@@ -548,8 +547,7 @@ def attribute_generation(
     True
 
     The whole text is frozen once. There is one query for each generated token, the position before it, which predicts
-    it;
-    or with `span` one query in all, computed by one pull. The result's options say where the generated tokens are
+    it; or with `span` one query in all, computed by one pull. The result's options say where the generated tokens are
     (``"generated"``: each prompt's first position, and the one after the last) and which are explained (``"asked"``).
 
     Args:
@@ -565,8 +563,7 @@ def attribute_generation(
             the prompt and the bias have scores. See `tensorlens_tl.generation.hops`; weights are those of each token's
             own logit, whatever `minus` is.
         shares: how a token's score is divided: by ``"signed"`` shares of its own logit, one pull for each hop of a
-            span,
-            or ``"absolute"`` ones, one pull for each generated token, whatever the number of hops.
+            span, or ``"absolute"`` ones, one pull for each generated token, whatever the number of hops.
         minus: a token to subtract, ``"runner-up"`` for the likeliest other token at each position, or one for each
             prompt or query, as in `FrozenOperator.target`.
         bias: ``"apart"`` from the scores, or by ``"position"``; see `FrozenOperator.in_out`.

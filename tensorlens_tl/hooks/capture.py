@@ -460,8 +460,7 @@ def _same(before: Tensor | None, tensor: Tensor) -> bool:
     """True if a point that fires again shows the same as before.
 
     A Bridge in compatibility mode calls a hook for each of its point's names; a HookedTransformer computes a norm's
-    scale
-    for queries, keys and values each.
+    scale for queries, keys and values each.
     """
     if before is None or before is tensor or before.shape != tensor.shape or tensor.shape[-1] != 1:
         return before is tensor

@@ -94,8 +94,7 @@ class BlockPoints:
         norms: ends of norms.
         cross: of cross-attention; where one softmax reads both sides, with the values and outputs of `heads`.
         index, weight: where routing is seen, in `ModelPoints.calls` or at hook points; `index` is None where the
-            weights
-            say it.
+            weights say it.
         experts: `pre`, `pre_linear` and `post` of each expert of a HookedTransformer.
         attention_write, mlp_write: what a sublayer gives the block, in some classes after its norm; None if not shown.
         head_writes: what each head writes, ``hook_result``, which fires only where the model is configured so.

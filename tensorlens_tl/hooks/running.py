@@ -363,7 +363,11 @@ def run(
             points = dict(hook_points(model) if points is None else points)
             if is_looped(model):
                 placed = without_numbers(model, points, placed)
-            _drop_patterns(model, placing)
+            if model not in _keepers:
+                _keepers[model] = WeakSet(module for module in whole_model.modules() if "_pattern" in vars(module))
+            for module in _keepers[model]:
+                module._pattern = None
+                placing.on_module(module, _drop)
             placing.at_points(model, points, placed)
             output = whole_model.forward(**inputs)
             if not placing.is_whole:
@@ -413,17 +417,8 @@ def progress_hooks(note: Callable[[], None] = note_progress) -> list[FwdHook]:
     return [(lambda name: name.endswith(".hook_resid_pre"), in_this_thread(lambda activation, hook: note()))]
 
 
-def _drop_patterns(model: HookedModel, placing: Placing) -> None:
-    """No layer keeps its pattern: a Bridge's joint attention leaves its last one on itself, and nobody reads it."""
-    if model not in _keepers:
-        whole_model: Any = model
-        _keepers[model] = WeakSet(module for module in whole_model.modules() if "_pattern" in vars(module))
-    for module in _keepers[model]:
-        module._pattern = None
-        placing.on_module(module, _drop)
-
-
 def _drop(module: Any, args: Any, output: Any) -> None:
+    """Drop the last pattern that a Bridge's joint attention leaves on itself, and nobody reads."""
     module._pattern = None
 
 

@@ -155,8 +155,7 @@ def _refuse_amplified(of: Difference, gap: float) -> None:
     """Raise for scores that miss their sum where the runs' streams differ much in length.
 
     A norm's secant grows with the shorter one, so rounding in the longer one is multiplied from block to block. Runs
-    that
-    differ by rounding only have a gap as well, and nothing to explain.
+    that differ by rounding only have a gap as well, and nothing to explain.
     """
     lengths = [
         torch.stack([upcast(run.resid_pre(layer)).norm(dim=-1) for layer in range(of.a.n_layers)])

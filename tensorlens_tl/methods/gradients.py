@@ -152,8 +152,8 @@ class _Logit:
         """Return the mean of the gradients at several shares, as many of them in one run as fit.
 
         Copies of a short prompt share the time of reading weights. In every such run the first and last copy are the
-        pass's
-        own input; where they do not give its `total`, something acts on some rows only, and shares are run one by one.
+        pass's own input; where they do not give its `total`, something acts on some rows only, and shares are run one
+        by one.
         """
         size = self._bytes_per_copy
         room = max(0, in_bytes(self.memory) - 2 * size)

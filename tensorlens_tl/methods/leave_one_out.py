@@ -71,20 +71,18 @@ def leave_one_out(
     Args:
         of: ``"logit"``, ``"probability"`` or ``"log_probability"``.
         replacement: ``"mask"`` or ``"pad"`` (the tokenizer's), a token (string or id), ``"mean"`` (the vocabulary's
-            mean
-            embedding) or ``"zero"`` (no token embedding; positions stay); or ``"delete"``, which moves later tokens up.
-            None is the mask token where there is one, else the mean, as in `evaluate.perturbation` (whose mean is that
+            mean embedding) or ``"zero"`` (no token embedding; positions stay); or ``"delete"``, which moves later
+            tokens up. None is the mask token where there is one, else the mean, as in `evaluate.perturbation` (whose
+            mean is that
                 of
             the prompts). For images and sound ``"zero"`` (the default), or the mean patch of all images of the pass.
         query: where its own token is deleted, a causal model is read at the token before it. At the first token, and in
-            a
-            model that sees both ways, nothing can be read, and the score is 0.
+            a model that sees both ways, nothing can be read, and the score is 0.
 
     Raises:
         InvalidInputError: also ``"delete"`` where a model reads more than tokens.
         UnsupportedModelError: the model predicts no tokens; ``"delete"`` in an encoder–decoder; or a replacement does
-            not
-            reach the first block.
+            not reach the first block.
 
     >>> result = tlens.methods.leave_one_out(frozen, target=" value", of="probability", replacement="delete")
     >>> result.target, result.scores.shape
@@ -165,8 +163,7 @@ class _Runs:
     """Runs on copies of the prompts, each without one token, or unchanged.
 
     `unchanged` are the prompts' own numbers, `[batch, query]`, from a run that was compared with the pass; `parts` is
-    the
-    least number of runs.
+    the least number of runs.
     """
 
     def __init__(self, frozen: FrozenPass, live_logits: LiveLogits, of: Compared) -> None:
@@ -231,8 +228,7 @@ class SharedPrefix:
     """Keys and values of the prompts' first tokens, shared by runs of different endings; it grows with `reach`.
 
     A TransformerBridge continues from Hugging Face's cache, a HookedTransformer from TransformerLens'. The numbers of
-    an
-    unchanged ending are compared with the whole run's.
+    an unchanged ending are compared with the whole run's.
     """
 
     def __init__(self, frozen: FrozenPass) -> None:

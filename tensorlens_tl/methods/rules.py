@@ -66,8 +66,8 @@ def gim(
     """x_j · ∂logit/∂x_j with gradient interaction modifications.
 
     Norm scales are fixed; softmax is differentiated at twice its temperature (without the factor ½ of a softmax of
-    s/2);
-    queries and keys are given a quarter of their gradient, values half. Activations and gates keep their own gradient.
+    s/2); queries and keys are given a quarter of their gradient, values half. Activations and gates keep their own
+    gradient.
 
     The total is the logit before any soft cap, and `gap` how far the scores' sum is from it: this method claims
     no sum.

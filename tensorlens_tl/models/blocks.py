@@ -374,7 +374,9 @@ class BlockView:
     @property
     def end_norm(self) -> str | None:
         """Where the hook points of the norm that ends its stack's call are; None where no other call follows it."""
-        return None if self.call is None else self.call.norm_after(self.number)
+        call = self.call
+        ends_call = call is not None and self.number + 1 == call.length and not call.ends
+        return call.norm if call is not None and ends_call else None
 
     def _norms(self, names: Iterable[str]) -> dict[str, NormWeights]:
         modules = {name: getattr(self.module, name, None) for name in names}

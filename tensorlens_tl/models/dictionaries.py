@@ -52,7 +52,11 @@ def attributes_of(holder: Any) -> dict[str, Any]:
     attributes = dict[str, Any]()
     for kind in reversed(type(holder).__mro__):
         if kind.__module__.partition(".")[0] not in ("builtins", "torch", "types"):
-            attributes |= {name: value for name, value in vars(kind).items() if not _is_method(value)}
+            methods = (property, classmethod, staticmethod, cached_property)
+            members = vars(kind).items()
+            attributes |= {
+                name: value for name, value in members if not (callable(value) or isinstance(value, methods))
+            }
     attributes |= getattr(holder, "__dict__", {})
     for inside in ("_parameters", "_buffers", "_modules"):
         attributes |= attributes.pop(inside, None) or {}
@@ -61,10 +65,6 @@ def attributes_of(holder: Any) -> dict[str, Any]:
         for name, value in attributes.items()
         if not name.startswith("_") and not hasattr(value, "fwd_hooks")
     }
-
-
-def _is_method(value: Any) -> bool:
-    return callable(value) or isinstance(value, property | classmethod | staticmethod | cached_property)
 
 
 def says_nothing(value: Any) -> bool:

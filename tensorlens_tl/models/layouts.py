@@ -153,14 +153,10 @@ def _chained(stages: list[AffineMap]) -> AffineMap:
 
 
 def _branches(place: Place, parts: Sequence[AffineMap | None], norms: Mapping[str, AffineMap]) -> list[AffineMap]:
-    """The branches of the sublayers that are there."""
-    return [_branch(place, part, norms) for part in parts if part is not None]
-
-
-def _branch(place: Place, sublayer: AffineMap, norms: Mapping[str, AffineMap]) -> AffineMap:
-    parts = (norms[place.before] if place.before else None, sublayer, norms[place.after] if place.after else None)
-    stages = [part for part in parts if part is not None]
-    return _chained(stages)
+    """Return the branches of the sublayers that exist, each between its norms."""
+    before = [norms[place.before]] if place.before else []
+    after = [norms[place.after]] if place.after else []
+    return [_chained([*before, part, *after]) for part in parts if part is not None]
 
 
 def _placed(inner: AffineMap, within: Within | None) -> AffineMap:

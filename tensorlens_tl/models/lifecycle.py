@@ -444,7 +444,9 @@ class _Reading:
         values: list[Any] = []
         samples: list[Tensor] = []
         for held, (attributes, buffers) in zip(holders, self.names, strict=True):
-            values += [_comparable(held.get(name)) for name in attributes]
+            current = (held.get(name) for name in attributes)
+            # what may be written to in place is compared as text
+            values += [value if type(value) in PLAIN else _text(value) for value in current]
             samples += [_buffer_sample(held, name) for name in buffers]
         numbers = _joined_numbers(samples)
         if not self.texts or values != self.values or not torch.equal(numbers, self.numbers):
@@ -535,13 +537,6 @@ def _digest(sample: Shaped[Tensor, "n"]) -> str:
     return f"{sample.numel()} numbers, {digest[:16]}"
 
 
-def _comparable(value: Any) -> Any:
-    """A value as it is compared with a later one: what may be written to in place as text."""
-    if type(value) in PLAIN:
-        return value
-    return _text(value)
-
-
 def _text(value: Any) -> str:
     """A value in words, the same in another process."""
     if isinstance(value, Tensor):
@@ -626,8 +621,7 @@ def copied(model: Model) -> Model:
     """Return a deep copy of a model, whatever it has run.
 
     Modules keep tensors of their last run (a Bridge of GPT-2 its patterns) with an autograd history, which torch does
-    not
-    copy; the copy has none. Parts that cannot be copied raise `TypeError`, `RuntimeError` or `AttributeError`.
+    not copy; the copy has none. Parts that cannot be copied raise `TypeError`, `RuntimeError` or `AttributeError`.
     """
     without_history: dict[int, Any] = {}
     module: Any = model

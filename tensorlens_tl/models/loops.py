@@ -34,10 +34,6 @@ class StackCall:
         """The norm that ends it."""
         return f"{self.stack.removesuffix('_blocks')}_ln_final@{self.number}"
 
-    def norm_after(self, block: int) -> str | None:
-        """The same, after the last block of a call that is not the model's last; None after any other block."""
-        return self.norm if block + 1 == self.length and not self.ends else None
-
 
 @dataclass(frozen=True, eq=False)
 class Loop:

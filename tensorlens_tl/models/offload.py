@@ -320,7 +320,10 @@ def saved_by_name(model: Any) -> Generator[None, None, None]:
     graph stores those that do.
     """
     with lock_of(model):
-        weights = _matrices(model)
+        weights: Weights = {}
+        for module, _, name, weight in _away(model):
+            if weight.ndim > 1:  # vectors are too small to be worth reading again
+                weights.setdefault(weight.numel() * weight.element_size(), []).append((module, name))
         if not weights:
             yield
             return
@@ -333,15 +336,6 @@ def saved_by_name(model: Any) -> Generator[None, None, None]:
         finally:
             for module, name in trained:
                 module.get_parameter(name).requires_grad_(True)
-
-
-def _matrices(model: nn.Module) -> Weights:
-    """Those that are worth reading again: vectors are small."""
-    weights: Weights = {}
-    for module, _, name, weight in _away(model):
-        if weight.ndim > 1:
-            weights.setdefault(weight.numel() * weight.element_size(), []).append((module, name))
-    return weights
 
 
 def _packed(saved: Tensor, weights: Weights) -> Tensor | Place:

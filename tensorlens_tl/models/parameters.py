@@ -237,8 +237,7 @@ def read_linear(module: Any, name: str, refuse: Refuse) -> LinearWeights:
     """Return weight and bias of a linear layer, or of what a Bridge wraps it in.
 
     A plain module's weight is a view; an adapter's layer is a copy with its adapters merged, in float32 at least.
-    Raises
-    an error with its `name` where it is quantised, or computes something else.
+    Raises an error with its `name` where it is quantised, or computes something else.
     """
     module = innermost(module)
     if is_plain(module):

@@ -130,11 +130,6 @@ class PatchWeights:
     stride: tuple[int, int]
     transposed: bool
 
-    @property
-    def tiles(self) -> bool:
-        """Whether patches neither overlap nor leave gaps."""
-        return self.kernel == self.stride
-
     def image(self, x: Tensor) -> Float[Tensor, "*rows channel height width"]:
         """The model's input as an image."""
         if self.transposed:
@@ -207,15 +202,6 @@ def projection(model: Any, name: str) -> nn.Module | None:
     """What widens the stream after the embedding, ``project_in``, or narrows it before the unembedding (OPT-350m)."""
     module = innermost(getattr(model, "_modules", {}).get(name))
     return module if isinstance(module, nn.Module) else None
-
-
-def embedding_weights(model: Any, refuse: Refuse) -> Float[Tensor, "d_vocab d_model"]:
-    """W_E as stored, times the matrix that widens it where there is one."""
-    embedding = _stored_embedding(model, refuse)
-    widening = projection(model, "project_in")
-    if widening is None:
-        return embedding
-    return embedding @ read_linear(widening, "project_in", refuse).weight
 
 
 def _stored_embedding(model: Any, refuse: Refuse) -> Float[Tensor, "d_vocab width"]:
@@ -548,12 +534,6 @@ class ModelView:
         return getattr(self.config, "decoder_vocab_size", None) or self.d_vocab
 
     @property
-    def mask_argument(self) -> str:
-        """What the model's forward calls the mask of its input."""
-        one_zero = self.is_hooked_encoder or self.is_hooked_encoder_decoder
-        return "one_zero_attention_mask" if one_zero else "attention_mask"
-
-    @property
     def decoder_argument(self) -> str:
         """What an encoder–decoder's forward calls what its decoder reads."""
         return "decoder_input" if self.is_hooked_encoder_decoder else "decoder_input_ids"
@@ -724,7 +704,11 @@ class ModelView:
     @weights_read
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
         """W_E, as stored (Gemma multiplies it by a constant on its way), with a matrix that widens it (OPT-350m)."""
-        return embedding_weights(self.model, self._refuse)
+        embedding = _stored_embedding(self.model, self._refuse)
+        widening = projection(self.model, "project_in")
+        if widening is None:
+            return embedding
+        return embedding @ read_linear(widening, "project_in", self._refuse).weight
 
     @property
     def end_adapters(self) -> tuple[str, ...]:

@@ -82,8 +82,7 @@ class Attribution(Explained, QueryScores):
         stderr: standard error of estimated scores.
         additive: whether scores and bias sum to `total`.
         sides: an encoder–decoder's side of each token, ``"encoder"`` or ``"decoder"`` (``""`` for what is no token),
-            one
-            list per prompt; None for other models.
+            one list per prompt; None for other models.
         word_starts: which tokens begin a word, for `merge_words`; None reads it from white space.
         image: what an image model's patches tile, `[batch, channel, height, width]`.
         target: what the scores explain.
@@ -134,8 +133,7 @@ class Attribution(Explained, QueryScores):
 
         Raises:
             NumericalError: an additive sum misses its total in a pass frozen with ``strict=True`` (else a
-                `GapWarning`),
-                or the gap is NaN.
+                `GapWarning`), or the gap is NaN.
 
         >>> scores = torch.rand(1, 7, 7)
         >>> tlens.Attribution.of(frozen, scores, method="random").scores.shape
@@ -186,8 +184,7 @@ class Attribution(Explained, QueryScores):
         """Return what the tokens of a text gave to the first prompt's last query: ``attribution["file"]``.
 
         There is one entry, with summed scores, for each place where the text occurs as whole tokens. An integer or a
-        slice
-        picks positions. `score` takes other queries and prompts.
+        slice picks positions. `score` takes other queries and prompts.
         """
         return self.score(where)
 
@@ -247,8 +244,7 @@ class Attribution(Explained, QueryScores):
 
         Raises:
             InvalidInputError: nothing is named, no tokenizer names special tokens, no prompt has the text, a position
-                is out
-                of range or in the generated text that is explained, or nothing would remain.
+                is out of range or in the generated text that is explained, or nothing would remain.
 
         >>> attribution = tlens.attribute(frozen, " value").without(0)
         >>> 0 in [entry.position for entry in attribution.top(7)], len(attribution.top(7))

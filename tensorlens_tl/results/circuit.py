@@ -221,8 +221,7 @@ class EdgeScores(Scored):
             batch: choose by one prompt's scores, or (None) by the mean.
             absolute: choose by size; else the most positive first.
             choice: ``"top"`` takes the best edges anywhere; ``"greedy"`` the best of those that lead into what is
-                already
-                reached, from the target backwards.
+                already reached, from the target backwards.
             prune: False keeps the edges on no such path, which have no effect.
 
         Raises:
@@ -354,8 +353,7 @@ class Circuit(SharedGraph):
 
     `show`, `plot` and `to_html` draw the k largest edges as a graph, with lines of their own for a head's queries, keys
     and values; ``plot(kind="matrix")`` draws all. `save` writes the Mechanistic Interpretability Benchmark's JSON,
-    which
-    `load` reads, to a name without an ending, in ``.json`` or ``.json.gz`` (every edge of the model is in it); a
+    which `load` reads, to a name without an ending, in ``.json`` or ``.json.gz`` (every edge of the model is in it); a
     multigraph for Gephi, Cytoscape or yEd to ``.graphml``; and pages, tables and figures as every result does. `export`
     writes the JSON of networkx and of circuit-tracer.
 

@@ -93,8 +93,7 @@ class SharedGraph(Scored):
         """Return the graph as circuit-tracer writes it and Neuronpedia shows it.
 
         `tensorlens_tl.results.exchange` has the mapping. A circuit's link weights are edge scores, and what a head
-        reads is
-        a node before it (``"L1H0.k"``), with a link into the head.
+        reads is a node before it (``"L1H0.k"``), with a link into the head.
 
         Args:
             slug: the graph's name: ``{slug}.json``.

@@ -44,10 +44,9 @@ class ContributionGraph(SharedGraph):
 
     Attributes:
         nodes: one row per node, the target last: `name`, `kind` (embedding, whitening, head, mixer, mlp, neuron,
-            feature,
-            error, bias, target), `layer` (-1 for none), `pos`, `token`, `part` (number of a neuron or feature, or the
-            position that a part of a head reads; -1 for none), `weight`, `bias` (its own bias in that weight) and
-            `entering` (Σ abs of all its incoming edges, kept or not).
+            feature, error, bias, target), `layer` (-1 for none), `pos`, `token`, `part` (number of a neuron or feature,
+            or the position that a part of a head reads; -1 for none), `weight`, `bias` (its own bias in that weight)
+            and `entering` (Σ abs of all its incoming edges, kept or not).
         edges: `source`, `target` (row numbers of `nodes`) and `weight`.
         target: what is explained.
         total: the model's own logit, before any final soft cap.

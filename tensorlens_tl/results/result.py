@@ -175,8 +175,7 @@ class Result(Stored, ABC):
 
         Raises:
             InvalidInputError: no such folder, ending or prompt; `batch` without a figure that takes it; a field whose
-                kind
-                is not its class's, which would not load.
+                kind is not its class's, which would not load.
             ImportError: a figure, and matplotlib is not installed.
             OSError: it cannot be written, as on a full disk.
 

@@ -256,8 +256,7 @@ class PartScores(QueryScores):
 
         Args:
             level: the confidence of the intervals of terms, bootstraps over prompts (`evaluate.bootstrap_interval`);
-                NaN
-                for one prompt.
+                NaN for one prompt.
 
         Returns:
             The same kind of result, or `Terms` where parts are each prompt's own (`Paths`). Terms have intervals

@@ -59,8 +59,7 @@ def holm(p: Float[Tensor, "comparison"]) -> Float[Tensor, "comparison"]:
 
     Of n known p-values in ascending order the k-th is multiplied by n − k + 1; none may be smaller than the one before,
     or above 1. The chance of any false finding below α is then at most α, whatever the dependence (Holm 1979). NaN is
-    no
-    comparison, and stays.
+    no comparison, and stays.
 
     Raises:
         InvalidInputError: a value outside [0, 1].

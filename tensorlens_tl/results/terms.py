@@ -199,10 +199,8 @@ class Terms(PartScores):
         share.
 
         Shares exist after ``by="head_token"`` or ``positions=True``, and are then in table files too; ``keys=False``
-        has a line
-        per part. Parts of no source token have one line without `key` and `key_token`. A `mean` has ``n``, the number
-        of
-        prompts with the query, ``low`` and ``high`` before the score.
+        has a line per part. Parts of no source token have one line without `key` and `key_token`. A `mean` has ``n``,
+        the number of prompts with the query, ``low`` and ``high`` before the score.
 
         Raises:
             InvalidInputError: `keys`, and there are no shares.
@@ -392,8 +390,7 @@ class Paths(Terms):
     Attributes:
         nodes: each path's nodes, first to last; empty for the direct path.
         orders: the sum of all paths of each order, listed or not, `[batch, order]`; the last is every longer one. They
-            are
-            computed by a separate pull, so `gap` checks the listed paths.
+            are computed by a separate pull, so `gap` checks the listed paths.
     """
 
     nodes: Sequence[Sequence[str]] = ()

@@ -134,10 +134,8 @@ def check_method(
     """Put a registered method through everything that a result of this library promises: all of `METHOD_CHECKS`.
 
     Shapes and axes, finite and repeatable scores, a batch that equals its prompts one by one, padding without any
-    effect,
-    causality, declared additivity, files, errors of the library's own, and an unchanged model: hooks, gradients,
-    weights
-    and modes.
+    effect, causality, declared additivity, files, errors of the library's own, and an unchanged model: hooks,
+    gradients, weights and modes.
 
     Args:
         name: a registered method.

@@ -621,8 +621,7 @@ def model_names(reads: Reads = "tokens") -> list[str]:
     ['bridge/llava', 'bridge/gemma3-sees']
 
     `reads` is ``"tokens"``, or ``"signals"`` for models of images and sound, or ``"both"`` for those of images and
-    tokens;
-    anything else raises `InvalidInputError`.
+    tokens; anything else raises `InvalidInputError`.
     """
     known = {"tokens": BUILDERS, "signals": SIGNAL_BUILDERS, "both": MULTIMODAL_BUILDERS}
     if reads not in known:
@@ -695,8 +694,7 @@ def random_input(model: ModelLike, length: int, generator: torch.Generator) -> T
     """Return two random prompts `[2, pos]`, images, spectrograms or waveforms, as a model reads them.
 
     `length` is that of prompts, as far as the context goes, and of a waveform in frames; images and spectrograms have
-    the
-    size of the model's config.
+    the size of the model's config.
     """
     view = ModelView(model)
     if view.reads == "tokens":

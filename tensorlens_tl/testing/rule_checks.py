@@ -56,11 +56,9 @@ def check_rule(
     """Put a rule of one run through everything that questions rely on: all of `RULE_CHECKS`.
 
     Each of its functions returns the operation's own value, and the model computes what it always does; the pull of a
-    zero
-    target is zero, and gradients are linear in the target; a rule that says ``affine`` gives scores and a bias that sum
-    to
-    the model's own number; a rule that changes nothing is the derivative; and the model is left as it was. Returns the
-    models that the rule does not support, with its messages.
+    zero target is zero, and gradients are linear in the target; a rule that says ``affine`` gives scores and a bias
+    that sum to the model's own number; a rule that changes nothing is the derivative; and the model is left as it was.
+    Returns the models that the rule does not support, with its messages.
 
     Args:
         rule: a `Rule`, or the name of one.

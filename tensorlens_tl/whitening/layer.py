@@ -256,8 +256,7 @@ class Uncentred:
     """Stands in front of a whitened model's method for processing weights, which may not centre weights that write.
 
     Centring is harmless only where every reader of the stream subtracts its mean, and whitening does not.
-    TransformerLens
-    calls nothing of ours before it centres.
+    TransformerLens calls nothing of ours before it centres.
     """
 
     def __init__(self, model: nn.Module, name: str) -> None:

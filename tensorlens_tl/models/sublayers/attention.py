@@ -90,8 +90,7 @@ def pattern_reader(attn: Any) -> Callable[[Any], Any] | None:
     it.
 
     A Bridge may have none (NemotronH), or show the second output there, which is a bias of relative positions before
-    the
-    pattern (Switch Transformers; of T5 TransformerLens knows that).
+    the pattern (Switch Transformers; of T5 TransformerLens knows that).
     """
     if not is_bridge_component(attn):
         return None

@@ -45,8 +45,7 @@ class Routing:
     Attributes:
         module: called in every forward pass.
         index, weight: arguments of its forward, `[token, choice]`: a token's experts, and their weights; `weight` may
-            be
-            the name of its output.
+            be the name of its output.
         dense: `weight` is `[token, expert]`, zero where not chosen, and `index` is not given.
         scales_input: the weight scales an expert's input, not its output (Llama 4).
         factor: multiplies all weights (Laguna).

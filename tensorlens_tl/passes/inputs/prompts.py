@@ -28,9 +28,9 @@ class Prompt:
 
     `mask` is True at real tokens; `tokens` are position numbers for images and sound; `kwargs` go to the model's
     forward; `str_tokens` are readable, and `word_starts` says which begin a word (None without a tokenizer). A
-    classifier
-    reads its classes at `class_at`, counted over real tokens; the first `special` positions of an image or sound are no
-    part of it; `image` is what its patches tile exactly. `extra` names a multimodal model's inputs besides tokens.
+    classifier reads its classes at `class_at`, counted over real tokens; the first `special` positions of an image or
+    sound are no part of it; `image` is what its patches tile exactly. `extra` names a multimodal model's inputs besides
+    tokens.
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -163,7 +163,11 @@ def prepare(
     kwargs: dict[str, Any] = {"input": tokens}
     # HookedTransformer derives a mask of its own from padding tokens where it pads left; an explicit one is exact.
     if attention_mask is not None or not bool(mask.all()) or not view.is_bridge:
-        kwargs[view.mask_argument] = _as_taken(view, mask)
+        one_zero = view.is_hooked_encoder or view.is_hooked_encoder_decoder
+        name = "one_zero_attention_mask" if one_zero else "attention_mask"
+        # A HookedEncoderDecoder multiplies it by the smallest number of its config's dtype. An integer mask would give
+        # a float32 product, where float64's smallest number is -inf: NaN at real tokens, and zeros as their patterns.
+        kwargs[name] = mask.to(view.cfg.dtype) if view.is_hooked_encoder_decoder else mask.long()
     if token_type_ids is not None:
         kwargs["token_type_ids"] = _segments(view, token_type_ids, tokens)
     kwargs |= extra
@@ -223,17 +227,6 @@ def _refuse_padding_last(tokens: Int[Tensor, "batch pos"], mask: Bool[Tensor, "b
             f" ends in token {padding}, which is padding to this classifier: it reads its classes before it. Leave it "
             "out, or pass token ids with attention_mask=, 0 there.",
         )
-
-
-def _as_taken(view: ModelView, mask: Bool[Tensor, "batch pos"]) -> Tensor:
-    """Return a mask as the model's forward takes it.
-
-    A HookedEncoderDecoder multiplies it by the smallest number of its config's dtype. An integer mask gives a float32
-    product, where float64's smallest number is -inf: real tokens would become NaN, and their patterns zeros.
-    """
-    if view.is_hooked_encoder_decoder:
-        return mask.to(view.cfg.dtype)
-    return mask.long()
 
 
 def token_inputs(inputs: Mapping[str, Any]) -> list[str]:

@@ -104,8 +104,7 @@ class _Vocabulary:
         """Return the token of a text, or else the several or no tokens that it is.
 
         With a space before it a text begins a word, without it continues one; where only one of these is a token, that
-        is
-        taken. WordPiece tokens have no spaces: ``##`` continues a word.
+        is taken. WordPiece tokens have no spaces: ``##`` continues a word.
         """
         if text not in self._ids:
             self._ids[text] = self._read_ids(text)

@@ -49,8 +49,7 @@ class Signal:
         special: how many first positions are no part of it.
         class_at: the position that a classifier reads; None for other models.
         image: what the patches tile, `[batch, channel, height, width]`; None where they overlap, or the channels are
-            not
-            1 or 3.
+            not 1 or 3.
     """
 
     input: Float[Tensor, "batch ..."]
@@ -97,7 +96,7 @@ def read_signal(view: ModelView, input: InputLike, others: Mapping[str, object])
     names = [f" {name}" for name in SPECIAL[:special]]
     names += [f" patch {row},{column}" for row in range(rows) for column in range(columns)]
     image = patches.image(x)[..., : rows * patches.kernel[0], : columns * patches.kernel[1]]
-    if not patches.tiles or image.shape[1] not in (1, 3):
+    if patches.kernel != patches.stride or image.shape[1] not in (1, 3):
         return Signal(x, names, special, class_at, None)
     return Signal(x, names, special, class_at, image.detach().cpu())
 

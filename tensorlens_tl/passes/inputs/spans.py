@@ -21,8 +21,7 @@ def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
     """Return every occurrence of a text that begins and ends with whole tokens, as ``(first, last + 1)``.
 
     White space at its ends is ignored, and punctuation if the text occurs only with it; ``##`` continues a word. Bytes
-    of
-    a character that several tokens share are written as `readable_bytes` writes them. Raises `InvalidInputError` if
+    of a character that several tokens share are written as `readable_bytes` writes them. Raises `InvalidInputError` if
     none.
 
     >>> find(["If", " the", " file", " is", " un", "readable"], "file")

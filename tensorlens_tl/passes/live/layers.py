@@ -161,8 +161,7 @@ def one_copy_attends(capture: Capture, copies: int) -> Generator[None, None, Non
     """Inside, attention with hook points in its heads computes the second copy of the prompts only, in this thread.
 
     For runs in which hooks replace what heads mix in every copy. The unchanged first copy then shows where attention
-    adds
-    something of its input.
+    adds something of its input.
     """
     batch = len(capture.mask)
     rows = torch.arange(batch, 2 * batch, device=capture.mask.device)

@@ -40,8 +40,7 @@ class LiveModel:
         question: the subject of messages, such as ``"logits"``.
         alone: user hooks are on the model, so that every copy of the prompts runs by itself.
         tolerance: how far a run may be from the pass, relative to its vectors; where hooks changed since, a run of the
-            same
-            batch must repeat the pass but for rounding.
+            same batch must repeat the pass but for rounding.
 
     Raises:
         InvalidInputError: the model is now in train mode, and drops activations.

@@ -1,7 +1,6 @@
 """The frozen pass as one affine map, and what is computed from it: scores, norms, gradients, pixels."""
 
-from tensorlens_tl.passes.operator.collapse import Collapse
-from tensorlens_tl.passes.operator.operator import FrozenOperator
+from tensorlens_tl.passes.operator.operator import Collapse, FrozenOperator
 from tensorlens_tl.passes.operator.pixels import PatchEmbedding, PixelScores, patch_embedding, pixel_scores
 from tensorlens_tl.passes.operator.selection import (
     check_crossing,

@@ -1,42 +1,378 @@
-"""The frozen operator: how its tensor collapses to a score for each source token.
+"""The frozen pass as one affine map: its tensor, whole or in parts, and how that collapses to scores of source tokens.
 
-In+Out and target scores pull one row per query, a sum of targets one row for all of them; norms pull the basis vectors
-of a query, `d_model` times dearer, or some random rows.
+Only `dense` stores the tensor ``T[query, :, key, :]`` of TensorLens. Contributions push the source tokens as rows; a
+slice pulls the basis vectors of one query. In+Out and target scores pull one row per query, a sum of targets one row
+for all of them; norms pull the basis vectors of a query, `d_model` times dearer, or some random rows. Padded entries
+are zero in every result.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import ceil
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl.algebra import AffineMap, RowPositions
-from tensorlens_tl.algebra.memory import Memory, check_size
+from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
+from tensorlens_tl.algebra.memory import Memory, check_size, chunks
 from tensorlens_tl.algebra.numerics import relative_gap, size_of_sum, upcast
-from tensorlens_tl.algebra.positions import BiasTerms, by_position, in_total
-from tensorlens_tl.algebra.probes import Estimate, check_probes, probed, stored_rows
+from tensorlens_tl.algebra.positions import BiasTerms, Queries, by_position, in_total
+from tensorlens_tl.algebra.probes import Estimate, check_probes, chi_square_quantile, probed, stored_rows
 from tensorlens_tl.errors import InvalidInputError, NumericalError
-from tensorlens_tl.models import Query, TokenLike
-from tensorlens_tl.passes.operator.collapse import Collapse
-from tensorlens_tl.passes.operator.question import Question, factors
-from tensorlens_tl.passes.operator.selection import Keys, chosen_keys, places_bias
+from tensorlens_tl.models import Query, Rule, TokenLike, check_rule
+from tensorlens_tl.passes.inputs import is_all, one_query, query_positions
+from tensorlens_tl.passes.linearisation import Linearisation
+from tensorlens_tl.passes.operator.selection import (
+    Keys,
+    chosen_heads,
+    chosen_keys,
+    chosen_layers,
+    chosen_mlps,
+    end_of,
+    places_bias,
+    through_final_norm,
+)
 from tensorlens_tl.passes.operator.target import Target, resolve_target
-from tensorlens_tl.passes.operator.tensor import FrozenTensor
 
 CAUSAL_PARTS = 16
 """Chunks of queries in a causal model: each is cut at its last query, so more of them waste less."""
 
 
+@dataclass(frozen=True, repr=False)
+class Collapse:
+    """Scores of source tokens for a query, `[batch, query, key]`.
+
+    Where `total` is given, ``scores.sum(-1) + bias == total`` up to `gap`, which is
+    abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)).
+
+    Attributes:
+        scores: `[batch, query, key]`.
+        bias: what no source token explains, `[batch, query]`; None where the collapse is not additive.
+        total: the model's own number that is explained, `[batch, query]`.
+        gap: how far the sum is from it, `[batch, query]`.
+        stderr: standard error of estimated scores, `[batch, query, key]`.
+        freedom: degrees of freedom of their squares, infinite where exact; `interval` uses them.
+        soft_cap: the cap that the model applies to its logits after this total (a target's), or None.
+        probes: how many random rows each query's estimate took; None for exact scores.
+    """
+
+    scores: Float[Tensor, "batch query key"]
+    bias: Float[Tensor, "batch query"] | None = None
+    total: Float[Tensor, "batch query"] | None = None
+    gap: Float[Tensor, "batch query"] | None = None
+    stderr: Float[Tensor, "batch query key"] | None = None
+    freedom: Float[Tensor, "batch query key"] | None = None
+    soft_cap: float | None = None
+    probes: int | None = None
+
+    def __repr__(self) -> str:
+        batch, query, key = self.scores.shape
+        gap = "" if self.gap is None else f", gap={float(self.gap.max()):.1e}"
+        return f"Collapse(batch={batch}, query={query}, key={key}{gap})"
+
+    def interval(self, level: Any = 0.95) -> tuple[Tensor, Tensor]:
+        """Where the true score lies with this confidence; the score itself if exact.
+
+        The mean of the squares is taken to be distributed as a χ² of `freedom` degrees (Satterthwaite). At a level of
+        0.95 it covers 91 to 99 % from 4 probes on, at any effective rank of the block; with 2 probes it covers
+        as little as 80 % where that is above one.
+
+        Returns:
+            Lower and upper ends, `[batch, query, key]` each.
+
+        Raises:
+            InvalidInputError: a level outside (0, 1).
+
+        >>> norms = frozen.operator().norm(probes=64)
+        >>> low, high = norms.interval()
+        >>> bool((low <= norms.scores).all() and (norms.scores <= high).all())
+        True
+        """
+        if not 0 < level < 1:
+            raise InvalidInputError(f"level={level!r}: pass a confidence between 0 and 1.")
+        if self.freedom is None:
+            return self.scores, self.scores
+        return self._end((1 + level) / 2), self._end((1 - level) / 2)
+
+    def _end(self, level: float) -> Tensor:
+        assert self.freedom is not None
+        estimated = torch.isfinite(self.freedom)
+        freedom = torch.where(estimated, self.freedom, 1.0).double()
+        factor = (freedom / chi_square_quantile(freedom, level)).sqrt()
+        return self.scores * torch.where(estimated, factor, 1.0).to(self.scores)
+
+
+def factors(weights: object, total: Float[Tensor, "batch query"]) -> Float[Tensor, "batch query"]:
+    """Factors of the queries' targets, in the precision of their totals."""
+    if not isinstance(weights, Tensor) or weights.shape != total.shape or not bool(torch.isfinite(weights).all()):
+        shape = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        raise InvalidInputError(f"weights: {shape}; pass finite numbers {list(total.shape)}, one for each query.")
+    return weights.to(total)
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """`vectors` to pull, one for each query at `positions`, and the number `total` that the scores must sum to.
+
+    Attributes:
+        through: the map from the operator's input to where the vectors live.
+        constant: the part of the bias that no map adds.
+        noise: what rounding may leave in the total.
+        soft_cap: the cap that the model applies to the total afterwards.
+        span: the positions that one vector for all queries covers; None where each query has its own position.
+    """
+
+    vectors: Float[Tensor, "batch query *live d"]
+    positions: Int[Tensor, "batch query"]
+    through: AffineMap
+    total: Float[Tensor, "batch query"]
+    constant: Float[Tensor, "batch query"]
+    noise: Float[Tensor, "batch query"]
+    soft_cap: float | None = None
+    span: slice | None = None
+
+    @property
+    def first(self) -> int:
+        """The first position where a vector lives."""
+        if self.span is not None:
+            return self.span.start
+        return int(self.positions.min())
+
+    def after(self, first: int) -> "Question":
+        """The same in a causal map of the positions from `first` on, which no vector lives before."""
+        span = self.span
+        if span is not None:
+            span = slice(span.start - first, span.stop - first)
+        through = self.through.at(slice(first, None))
+        return replace(self, through=through, positions=(self.positions - first).clamp_min(0), span=span)
+
+    def where(self, chunk: slice) -> Queries:
+        """Where the vectors of some queries live."""
+        return self.span or RowPositions(self.positions[:, chunk].T)
+
+    def at_real_tokens(self, mask: Bool[Tensor, "batch pos"]) -> "Question":
+        """The same, zero at queries that are padding."""
+        real = torch.take_along_dim(mask, self.positions, dim=1)
+        vectors = self.vectors * real[..., None]
+        return replace(self, vectors=vectors, total=self.total * real, constant=self.constant * real)
+
+    def weighted(self, weights: Float[Tensor, "batch query"]) -> "Question":
+        """The same, times a number for each query."""
+        return replace(
+            self,
+            vectors=self.vectors * weights[..., None].to(self.vectors),
+            total=self.total * weights,
+            constant=self.constant * weights,
+            noise=self.noise * weights.abs(),
+        )
+
+    def summed(self, mask: Bool[Tensor, "batch pos"], whole: bool) -> "Question":
+        """One vector, over the span that the queries cover (`whole`: from the first position on), that is their sum."""
+        real = torch.take_along_dim(mask, self.positions, dim=1)
+        first = 0 if whole else int(self.positions.min())
+        length = int(self.positions.max()) + 1 - first
+        vectors = self.vectors.new_zeros(len(self.vectors), length, self.vectors.shape[-1])
+        vectors.scatter_add_(1, (self.positions - first)[..., None].expand_as(self.vectors), self.vectors)
+        return replace(
+            self,
+            vectors=vectors[:, None],
+            positions=(self.positions * real).amax(1, keepdim=True),
+            total=self.total.sum(1, keepdim=True),
+            constant=self.constant.sum(1, keepdim=True),
+            noise=self.noise.sum(1, keepdim=True),
+            span=slice(first, first + vectors.shape[1]),
+        )
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class FrozenOperator(FrozenTensor):
+class FrozenOperator:
     """An affine map from the residual stream at one depth to another, and its collapses to scores of source tokens.
 
-    The map, and its tensor in parts, are those of a `FrozenTensor`, whose attributes these are.
+    ``op(x) = op.push(x) + op.bias``.
+
+    Attributes:
+        map: the map itself, with `push`, `pull` and `bias`.
+        x: the pass's residual stream at its input, `[batch, pos, d_model]`.
+        first, last: the first layer inside, and the first one after.
+        whole: no head or MLP is left out, so that the model's own output is reproduced.
+        reaches_end: whether it ends at the model's own output, with any final norm.
     """
+
+    frozen: Linearisation
+    map: AffineMap
+    first: int
+    last: int
+    whole: bool
+    reaches_end: bool
+    activation: Rule
+
+    @classmethod
+    def of(
+        cls,
+        frozen: Linearisation,
+        *,
+        layers: Any = None,
+        heads: Any = None,
+        mlp: Any = True,
+        final_norm: bool | None = None,
+        activation: str = "ratio",
+    ) -> "FrozenOperator":
+        """See `FrozenPass.operator`."""
+        rule = check_rule(activation)
+        chosen = chosen_layers(frozen.n_layers, layers)
+        if not isinstance(heads or {}, Mapping):
+            raise InvalidInputError(f"heads={heads!r}: pass layer -> heads to keep, such as {{1: [0, 3]}}.")
+        head_choice = {layer: chosen_heads(frozen, layer, chosen, ids) for layer, ids in (heads or {}).items()}
+        frozen.check_fresh()
+        if mlp is True:
+            with_mlp = set(chosen)
+        elif mlp is False:
+            with_mlp = set[int]()
+        else:
+            with_mlp = chosen_mlps(mlp, chosen)
+        stages = frozen.stages(chosen, activation=rule, heads=head_choice, mlp=with_mlp)
+        reaches_last = chosen.stop == frozen.n_layers
+        normed = through_final_norm(frozen, chosen.stop, final_norm)
+        final = frozen.final_map()
+        if final is not None and normed:
+            stages.append(final)
+        whole = not head_choice and all(layer in with_mlp or not frozen.view.blocks[layer].has_mlp for layer in chosen)
+        reaches_end = reaches_last and (normed or frozen.view.final_norm is None)
+        return cls(frozen, Chain(tuple(stages)), chosen.start, chosen.stop, whole, reaches_end, rule)
+
+    def __repr__(self) -> str:
+        batch, pos = self.frozen.mask.shape
+        parts = "" if self.whole else ", with parts left out"
+        return (
+            f"{type(self).__name__}(blocks.{self.first} input -> {self.end}{parts}, activation={self.activation!r}, "
+            f"batch={batch}, pos={pos}, d_model={self.x.shape[-1]})"
+        )
+
+    # ------------------------------------------------------------------ the map
+
+    def push(self, x: Float[Tensor, "..."]) -> Float[Tensor, "*rows batch pos d_model"]:
+        """The linear part, T·x."""
+        return self.map.push(self._fitting(x, "push"))
+
+    def pull(self, g: Float[Tensor, "..."]) -> Float[Tensor, "*rows batch pos d_model"]:
+        """The adjoint, Tᵀ·g."""
+        return self.map.pull(self._fitting(g, "pull"))
+
+    def __call__(self, x: Float[Tensor, "..."]) -> Float[Tensor, "*rows batch pos d_model"]:
+        """T·x + B. At the pass's own `x` this is the model's own output."""
+        return self.map(self._fitting(x, "the operator"))
+
+    def _fitting(self, x: Tensor, name: str) -> Tensor:
+        if x.shape[-3:] != self.x.shape:
+            raise InvalidInputError(
+                f"{name}: vectors must be [*rows, {', '.join(map(str, self.x.shape))}] as the frozen pass "
+                f"([*rows, batch, pos, d_model]), got {list(x.shape)}."
+            )
+        return x.to(self.x.dtype)
+
+    @property
+    def T(self) -> AffineMap:
+        """The adjoint as a map."""
+        return self.map.T
+
+    @cached_property
+    def bias(self) -> Float[Tensor, "batch pos d_model"]:
+        """B: what the operator adds besides its linear part."""
+        return self.map.bias.to(self.x).expand(self.x.shape)
+
+    @cached_property
+    def x(self) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream at the operator's input."""
+        return self.frozen.resid_pre(self.first)
+
+    @cached_property
+    def output(self) -> Float[Tensor, "batch pos d_model"]:
+        """What the operator reproduces: the model's own activation where it is whole, else its own value at `x`."""
+        if not self.whole:
+            return self(self.x)
+        if self.reaches_end:
+            return self.frozen.output
+        return self.frozen.resid_pre(self.last)
+
+    @property
+    def end(self) -> str:
+        """Where it ends, in words."""
+        return end_of(self.frozen, self.last, self.reaches_end)
+
+    # ------------------------------------------------------------------ tensors
+
+    def contributions(
+        self, query: Query = "all", *, keys: Query = "all", memory: Memory = None
+    ) -> Float[Tensor, "batch query key d_model"]:
+        """``T[i,:,j,:]·x_j``: what source token j puts into position i.
+
+        Summed over keys, plus `bias`, they are the model's output at every real token. A causal model's empty triangle
+        is skipped.
+
+        Args:
+            query: positions, by default all; see `tensorlens_tl.passes.inputs.query_positions`.
+            keys: source tokens (a text stands for all its tokens), by default all; others cost nothing.
+            memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
+
+        >>> op = frozen.operator()
+        >>> torch.allclose(op.contributions().sum(2) + op.bias, frozen.output, atol=1e-4)
+        True
+
+        Raises:
+            InvalidInputError: a query or key out of range.
+            SizeError: the result would be larger than `algebra.memory.MOST_BYTES`, or one row than `memory`.
+        """
+        positions = self._positions(query)
+        sources = chosen_keys(self.frozen.prompt, keys)
+        batch, _, width = self.x.shape
+        check_size("contributions", (batch, positions.shape[1], len(sources.positions), width), self.x)
+        result = self.x.new_zeros(batch, positions.shape[1], len(sources.positions), width)
+        # a row is placed, pushed, and moved into the result: three of them at once
+        for rows in self._chunks(len(sources.positions), "contributions", memory, parts=8, streams=3):
+            keys_at = sources.positions[rows.start : rows.stop]
+            first = keys_at[0] if self.frozen.causal else 0
+            pushed = self.x.new_zeros(len(rows), batch, self.x.shape[1] - first, width)
+            pushed[range(len(rows)), :, [position - first for position in keys_at]] = self.x[:, keys_at].transpose(0, 1)
+            pushed = self.map.at(slice(first, None)).push(pushed).permute(1, 2, 0, 3)
+            if is_all(query):
+                result[:, first:, rows.start : rows.stop] = pushed
+            else:  # a query before the first source receives nothing from it
+                at = (positions - first)[..., None, None]
+                reached = (positions >= first)[..., None, None]
+                result[:, :, rows.start : rows.stop] = torch.take_along_dim(pushed, at.clamp_min(0), dim=1) * reached
+        return sources.select(self._masked(result, positions, sources), dim=2)
+
+    def slice(
+        self, query: Query = -1, *, keys: Query = "all", memory: Memory = None
+    ) -> Float[Tensor, "batch d_out key d_in"]:
+        """``T[i,:,j,:]`` for one query i, by default the last, and every key j or some.
+
+        Arguments and errors are those of `contributions`.
+        """
+        positions = one_query(self.frozen.prompt, query)
+        sources = chosen_keys(self.frozen.prompt, keys)
+        batch, _, width = self.x.shape
+        check_size("slice", (batch, width, len(sources.positions), width), self.x)
+        result = self.x.new_zeros(batch, width, len(sources.positions), width)
+        for rows, pulled in self._basis_rows(positions[:, 0], sources, "slice", memory):
+            result[:, rows.start : rows.stop, : pulled.shape[2]] = pulled.transpose(0, 1)
+        return sources.select(result.mul_(sources.mask[:, None, :, None]), dim=2)
+
+    def dense(self) -> Float[Tensor, "batch query d_out key d_in"]:
+        """The whole tensor, of small models; raises `SizeError` above `tensorlens_tl.algebra.memory.MOST_BYTES`."""
+        batch, pos, width = self.x.shape
+        check_size("dense", (batch, pos, width, pos, width), self.x)
+        result = self.x.new_zeros(batch, pos, width, pos, width)
+        sources = chosen_keys(self.frozen.prompt, "all")
+        for query in range(pos):
+            positions = torch.full((batch,), query, device=self.x.device)
+            for rows, pulled in self._basis_rows(positions, sources, "dense", None):
+                result[:, query, rows.start : rows.stop, : pulled.shape[2]] = pulled.transpose(0, 1)
+        mask = self.frozen.mask
+        return result.mul_(mask[:, :, None, None, None] & mask[:, None, None, :, None])
 
     # ------------------------------------------------------------------ collapses
 
@@ -399,3 +735,49 @@ class FrozenOperator(FrozenTensor):
             products = pulled[: max(0, count - rows.start)]
             first[rows.start : rows.start + len(products), :, :live] = products
         return squares, first
+
+    def _pull(
+        self,
+        through: AffineMap,
+        vectors: Float[Tensor, "row batch *live d"],
+        queries: Queries,
+        sources: list[int] | None = None,
+        biases: BiasTerms | None = None,
+    ) -> Float[Tensor, "row batch live d_in"]:
+        """Vectors at their queries, pulled to the source tokens: to the first `live` of them, as far as they reach."""
+        vectors = vectors.to(self.x.dtype)
+        length = self.x.shape[1]
+        return through.pull_between(vectors, queries, sources, length, causal=self.frozen.causal, biases=biases)
+
+    def _positions(self, query: Query) -> Int[Tensor, "batch query"]:
+        return query_positions(self.frozen.prompt, query)
+
+    def _masked(self, result: Tensor, positions: Int[Tensor, "batch query"], sources: Keys) -> Tensor:
+        """Zero at padding, in place."""
+        pairs = torch.take_along_dim(self.frozen.mask, positions, dim=1)[:, :, None] & sources.mask[:, None, :]
+        if bool(pairs.all()):
+            return result
+        return result.mul_(pairs.reshape(*pairs.shape, *(1,) * (result.ndim - 3)))
+
+    def _basis_rows(
+        self, positions: Int[Tensor, "batch"], sources: Keys, what: str, memory: Memory
+    ) -> Iterator[tuple[range, Float[Tensor, "row batch live d_in"]]]:
+        """Basis vectors at one position per prompt, pulled."""
+        batch, _, width = self.x.shape
+        for rows in self._chunks(width, what, memory):
+            basis = self.x.new_zeros(len(rows), width)
+            basis.diagonal(rows.start).fill_(1)
+            vectors = basis[:, None].expand(-1, batch, -1)
+            yield rows, self._pull(self.map, vectors, RowPositions(positions[None]), sources.chosen)
+
+    def _chunks(
+        self, rows: int, what: str, memory: Memory = None, *, parts: int = 1, streams: int = 0
+    ) -> Iterator[range]:
+        """Ranges of rows that fit the bound, `streams` copies of the residual stream counted besides."""
+        self.frozen.check_fresh()
+        stream = self.x.numel() * self.x.element_size()
+        if memory is None and self.frozen.view.any_offloaded:
+            # rows are held as vectors and cut into chunks inside each block: one sweep over the weights for all of them
+            return chunks(rows, (4 + streams) * stream, memory, what)
+        per_row = self.frozen.row_bytes + streams * stream
+        return chunks(rows, per_row, memory, what, parts)

@@ -39,10 +39,8 @@ def token_ids(
     """Return one token id per prompt and query.
 
     `tokens` is a text of one token or an id, for all; a list with one for each prompt (of a single prompt, each query);
-    or
-    lists ``[batch][query]``. `name` is the argument in messages; of ``"target"`` and ``"minus"`` ids may be
-    `RANKED_IDS`.
-    Raises `InvalidInputError` for several tokens, none, one out of the vocabulary, or another count.
+    or lists ``[batch][query]``. `name` is the argument in messages; of ``"target"`` and ``"minus"`` ids may be
+    `RANKED_IDS`. Raises `InvalidInputError` for several tokens, none, one out of the vocabulary, or another count.
     """
     plain_tokens = plain(tokens)
     by_prompt: Sequence[Any] = [plain_tokens] * batch
@@ -310,8 +308,7 @@ def explained_tokens(
     """Return target and minus; by default the first choice against the runner-up.
 
     In a difference these are the tokens that the two runs predict, or where they agree, the first run's runner-up as
-    the
-    second. With only `minus`, the target is the first choice.
+    the second. With only `minus`, the target is the first choice.
     """
     if target is not None:
         return target, minus

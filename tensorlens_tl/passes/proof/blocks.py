@@ -114,26 +114,19 @@ def _kind(block: BlockView) -> tuple[object, ...]:
 def _prove_head(maps: BlockMaps) -> dict[str, float]:
     """Return the error of what precedes the unembedding, if anything; raise if it is no norm or head as read from
     weights."""
-    error = head_error(maps)
-    if error is None:
+    capture = maps.capture
+    after = [part for part in (maps.final_map(), maps.prediction_head()) if part is not None]
+    predicts = maps.points.unembed_in is not None
+    if not after and not predicts:
         return {}
+    expected = capture.unembedded() if predicts else capture.output
+    error = relative_error(Chain(tuple(after))(capture.resid_pre(capture.n_layers)), expected, capture.mask)
     if not error <= maps.tolerance:
         raise UnsupportedModelError(
             f"what stands between the last block and the unembedding of this {maps.view.description} is not a "
             f"norm or prediction head as we read it: relative error {error:.1e}, allowed {maps.tolerance:.0e}."
         )
     return {"head": error}
-
-
-def head_error(maps: BlockMaps) -> float | None:
-    """The relative error of what follows the last block: the final norm, or a masked language model's transform."""
-    capture = maps.capture
-    after = [part for part in (maps.final_map(), maps.prediction_head()) if part is not None]
-    predicts = maps.points.unembed_in is not None
-    if not after and not predicts:
-        return None
-    expected = capture.unembedded() if predicts else capture.output
-    return relative_error(Chain(tuple(after))(capture.resid_pre(capture.n_layers)), expected, capture.mask)
 
 
 class _BlockProof:
@@ -186,8 +179,8 @@ class _BlockProof:
         """Return the errors in half precision, where its rounding alone may exceed the tolerance.
 
         The block is composed in float32 from half-precision activations, so only the model's rounding is between the
-        two. Its
-        size is measured by composing again with inputs, heads, neurons and sublayers moved by half a unit of rounding.
+        two. Its size is measured by composing again with inputs, heads, neurons and sublayers moved by half a unit of
+        rounding.
         """
         eps = torch.finfo(self.maps.capture.resid_pre(self.layer).dtype).eps
         wide = self.maps.with_capture(self.maps.capture.in_float32(self.layer))

@@ -92,8 +92,7 @@ def tapped(parts: BlockParts, seen: dict[str, Tensor], factors: Mapping[str, Ten
     """Return a block's parts, noting in `seen` what its map computes, multiplied by its entry of `factors` first.
 
     ``"heads"``, ``"hidden"`` and ``"crossing"`` are what heads, an MLP and cross-attention hold inside, ``"attention"``
-    and
-    ``"mlp"`` what sublayers write.
+    and ``"mlp"`` what sublayers write.
     """
 
     def tap(name: str) -> AffineMap:
@@ -246,9 +245,8 @@ class _Comparison:
         """Compare an MLP's hidden vector with the captured pre-activation times its activation ratio.
 
         A pre-activation rounds like an average one, and reaches a neuron by its ratio. An activation may round relative
-        to its
-        argument, however small its value (GELU by tanh adds 1 to a number near −1). Subnormal numbers may be flushed to
-        zero.
+        to its argument, however small its value (GELU by tanh adds 1 to a number near −1). Subnormal numbers may be
+        flushed to zero.
         """
         expected = self._by_token(self.seen[post])
         hidden = self._by_token(self.noted["hidden"])
