@@ -169,7 +169,7 @@ def test_none_is_no_query(ask, name):
         (lambda frozen, text: text.attribute(span=slice(0, 5, 0)), "its step is 0"),
         (lambda frozen, text: circuits.logit_attribution(frozen, 3).to_html("page.html"), "k='page.html'"),
         (lambda frozen, text: circuits.logit_attribution(frozen, 3).top(2.5), "k=2.5: pass an integer"),
-        (lambda frozen, text: circuits.logit_attribution(frozen, 3).top(2, 0.5), "query=0.5: pass an integer"),
+        (lambda frozen, text: circuits.logit_attribution(frozen, 3).top(2, query=0.5), "query=0.5: pass an integer"),
         (lambda frozen, text: circuits.logit_attribution(frozen, 3).top(2, batch="a"), "batch='a': pass an integer"),
         (lambda frozen, text: circuits.contribution_graph(frozen, 3).to_html("page.html"), "k='page.html'"),
     ],
