@@ -30,7 +30,7 @@ from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, freez
 from tensorlens_tl.passes.inputs import joined, one_query
 from tensorlens_tl.passes.operator import logit_label, target_ids, token_label
 from tensorlens_tl.registry import Method, attribute, get_method, list_methods
-from tensorlens_tl.results import Attribution, Terms, array
+from tensorlens_tl.results import COVERED, Attribution, Terms, array
 
 __all__ = ["Picture", "compare", "explain", "explain_difference", "explain_generation"]
 
@@ -44,6 +44,9 @@ LISTED = 5
 
 NAMED = 5
 """How many tokens and components are named on the first screen."""
+
+EDGES = 200
+"""Edges of a page's graph."""
 
 LARGEST = 12
 """Source tokens that a table of a generated text's page names."""
@@ -730,7 +733,7 @@ def _circuits(frozen: FrozenPass, prediction: Prediction, heads: Terms) -> tuple
     """Heads, paths and the graph; and how exactly each of them sums to the model's number."""
     question: dict[str, Any] = {**prediction.options, "query": prediction.query}
     paths = circuits.top_paths(frozen, k=12, width=16, **question)
-    graph = circuits.contribution_graph(frozen, **question)
+    graph = circuits.contribution_graph(frozen, nodes=COVERED, threshold=0, **question)
     label = prediction.label
     sections = "".join(
         (
@@ -738,7 +741,7 @@ def _circuits(frozen: FrozenPass, prediction: Prediction, heads: Terms) -> tuple
             heads.heads_to_html(title=f"Direct effects of heads and MLPs on the {label}", style=False),
             _lists(heads, paths, label),
             "<h2>The circuit</h2>",
-            graph.to_html(title=f"How the {label} comes about", style=False),
+            graph.to_html(EDGES, title=f"How the {label} comes about", style=False),
         )
     )
     proved = {
@@ -820,7 +823,7 @@ class ChangedAnswer:
         question: dict[str, Any] = {**prediction.options, "query": prediction.query}
         with one_check(difference.a.model):
             paths = circuits.top_paths(difference, k=12, width=16, **question)
-            graph = circuits.contribution_graph(difference, **question)
+            graph = circuits.contribution_graph(difference, nodes=COVERED, threshold=0, **question)
         label = f"change of the {prediction.label}"
         heads = ("token", "after the first prompt", "after the second")
         cards = [_card("Both tokens", table(heads, self.rows))] if self.rows else []
@@ -836,7 +839,7 @@ class ChangedAnswer:
             _prompt(self.tokens),
             _cards(*cards),
             "<h2>The circuit</h2>",
-            graph.to_html(title=f"How the {label} comes about", style=False),
+            graph.to_html(EDGES, title=f"How the {label} comes about", style=False),
             "<h2>Heads and MLPs</h2>",
             self.components.heads_to_html(title=f"Direct effects of heads and MLPs on the {label}", style=False),
             _lists(self.components, paths, label),

@@ -196,7 +196,15 @@ def test_the_graph_is_the_librarys_and_what_enters_a_node_sums_to_it(model, sess
         run = tlens.difference(run, tlens.freeze(model, OTHER))
     whole = circuits.contribution_graph(run, best, second, query=fields.get("query", -1), threshold=0)
     nodes = view["nodes"]
-    assert len(nodes) == fields.get("nodes", 40) + 1
+    if "nodes" in fields:
+        assert len(nodes) == fields["nodes"] + 1
+    final = whole.edges[whole.edges["target"] == len(whole.nodes) - 1]
+    drawn = {(node["name"], node["pos"]) for node in nodes}
+    ends = whole.nodes[["name", "pos"]].apply(tuple, axis=1).tolist()
+    carried = sum(abs(weight) for source, _, weight in final.itertuples(index=False) if ends[source] in drawn)
+    assert view["coverage"] == pytest.approx(carried / final["weight"].abs().sum(), rel=1e-3)
+    assert view["covered"] == (view["coverage"] >= 0.8)
+    assert view["covered"] or "nodes" in fields
     assert nodes[-1]["name"] == "target"
     assert nodes[-1]["weight"] == pytest.approx(view["total"])
     weights = {
@@ -752,7 +760,11 @@ def test_a_node_of_the_graph_is_selected_in_every_view(browser, opened, session)
     wait(browser, lambda: several(browser, ".graph .node"))
     view = session.view("graph", {"text": PROMPT})
     drawn = [mark.get_attribute("data-node") for mark in several(browser, ".graph .node")]
-    assert drawn == [f"{node['name']}@{node['pos']}" for node in view["nodes"]]
+    assert drawn == [*(f"{node['name']}@{node['pos']}" for node in view["nodes"]), "all other nodes@34"]
+    assert f"carry {100 * view['coverage']:.1f} %" in one(browser, ".graph header").text
+    sums = values(browser, ".graph > .sum b")
+    assert sums[0] + sums[1] == pytest.approx(sums[2], abs=1e-5)
+    assert sums[1] == pytest.approx(view["nodes"][-1]["others"])
     node(browser, "L3H1@34").click()
     wait(browser, lambda: "L3H1" in one(browser, ".head h2").text)
     settled(browser)
@@ -788,7 +800,8 @@ def test_the_sliders_change_the_graph(browser, opened):
     browser.execute_script(
         "const s = document.querySelector('.graph select'); s.value = 20; s.dispatchEvent(new Event('change'));"
     )
-    wait(browser, lambda: len(several(browser, ".graph .node")) == 21)
+    wait(browser, lambda: len(several(browser, ".graph .node")) == 22)
+    assert "partial: " in one(browser, ".graph h2").text
     assert "nodes=20" in browser.current_url
 
 
@@ -807,7 +820,9 @@ def test_the_graph_is_exported_and_its_code_runs(browser, opened, model, session
     files = [tmp_path / f"graph.{ending}" for ending in ("csv", "svg", "png")]
     wait(browser, lambda: all(file.exists() and file.stat().st_size for file in files))
     table = pandas.read_csv(files[0])
-    assert table["weight"].tolist() == pytest.approx([weight for *_, weight in view["edges"]])
+    others = [node["others"] for node in view["nodes"] if node["others"]]
+    weights = [*(weight for *_, weight in view["edges"]), *others]
+    assert table["weight"].tolist() == pytest.approx(sorted(weights, key=lambda weight: -abs(weight)))
     root = ElementTree.parse(files[1]).getroot()
     space = {"svg": "http://www.w3.org/2000/svg"}
     assert len(root.findall(".//svg:path", space)) == 60

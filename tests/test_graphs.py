@@ -169,6 +169,26 @@ def test_the_strongest_nodes_have_the_edges_that_they_have_in_the_whole_graph(mo
     assert (part.total, part.gap) == (whole.total, whole.gap)
 
 
+@pytest.mark.parametrize("share", [0.3, 0.8, 0.99])
+def test_nodes_cover_a_share_of_the_target_and_no_node_more(demo_model, share, monkeypatch):
+    run = tlens.freeze(demo_model, "The value is not found, a value")
+    graph = circuits.contribution_graph(run, 5, 7, threshold=0, nodes=share)
+    assert share <= graph.coverage
+    whole = circuits.contribution_graph(run, 5, 7, threshold=0)
+    assert whole.coverage == pytest.approx(1)
+    assert np.abs(whole.others).max() < 1e-4 * scale(whole)
+    final = whole.inputs("target", k=len(whole.edges))
+    drawn = {*zip(graph.nodes["name"], graph.nodes["pos"], strict=True)}
+    carried = [entry for entry in final if (entry.name, entry.position) in drawn]
+    sizes = [abs(entry.score) for entry in carried]
+    assert sum(sizes) / sum(abs(entry.score) for entry in final) == pytest.approx(graph.coverage, rel=1e-4)
+    assert graph.others[-1] == pytest.approx(
+        sum(entry.score for entry in final) - sum(entry.score for entry in carried), abs=1e-4 * scale(whole)
+    )
+    monkeypatch.setattr(circuits.graph, "MOST_COVERING", len(graph.nodes) - 2)  # with one node fewer it is less
+    assert circuits.contribution_graph(run, 5, 7, threshold=0, nodes=share).coverage < share
+
+
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "all"])
 def test_a_number_of_nodes_that_is_none_is_refused(demo_model, value):
     with pytest.raises(tlens.InvalidInputError, match="contribution_graph: nodes"):
@@ -399,9 +419,10 @@ def test_what_cannot_be_written_is_refused(made, tmp_path):
 def test_a_page_bears_so_many_nodes_and_says_so(made, monkeypatch):
     monkeypatch.setattr(result_module, "MOST_SHOWN", 20)
     html = made.to_html(10**6)
-    shown = html.count("data-name=")
-    assert 0 < shown <= 20
-    assert f"{html.count('data-e=')} of {len(made.edges)} edges between {shown} of {len(made.nodes)} nodes" in html
+    shown = html.count("data-name=") - 1
+    assert 0 < shown < 20
+    edges = html.count("data-e=") - html.count(f'data-e="{shown - 1} ')  # those of all other nodes aside
+    assert f"{edges} of {len(made.edges)} edges between {shown} of {len(made.nodes)} nodes" in html
 
 
 def test_inputs_and_outputs_of_a_node(demo_model):

@@ -212,9 +212,12 @@ def test_a_graph_is_drawn_within_its_frame(frozen):
     for x, y, r in re.findall(r'cx="([\d.]+)" cy="([\d.]+)" r="([\d.]+)"', html):
         assert float(r) <= float(x) <= width - float(r)
         assert float(r) <= float(y) <= height - float(r)
-    drawn = html.count("<path")
+    of_others = html.count(f'data-e="{html.count("data-name=") - 2} ')  # the node before the target
+    drawn = html.count("<path") - of_others
     assert 0 < drawn <= SHOWN_EDGES
+    assert of_others
     assert f"{drawn} of {len(graph.edges)} edges" in html
+    assert "of what enters the answer; all others are one node" in html
 
 
 # ------------------------------------------------------------------ the report

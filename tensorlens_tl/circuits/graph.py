@@ -39,7 +39,7 @@ says that the first tells the second where to look.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -51,7 +51,7 @@ from tensorlens_tl.algebra import ZERO, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
 from tensorlens_tl.circuits import graph_nodes
-from tensorlens_tl.circuits.arguments import Direction, RuleLike, Share, Whole
+from tensorlens_tl.circuits.arguments import Direction, RuleLike, Share
 from tensorlens_tl.circuits.graph_nodes import (
     Choice,
     Dictionaries,
@@ -126,8 +126,6 @@ class Edges:
         largest: the size of the largest edge so far.
         count: how many edges the tables hold.
     """
-
-    reads_sources: ClassVar = True
 
     threshold: float
     most: int
@@ -303,9 +301,7 @@ class Edges:
 
 
 class NoEdges(Edges):
-    """No edges: for a walk that only weighs the nodes, and need not carry what they write."""
-
-    reads_sources: ClassVar = False
+    """No edges: for a walk that only weighs the nodes."""
 
     def into_positionwise(self, *_: Any, **__: Any) -> None:
         """Nothing."""
@@ -377,8 +373,7 @@ class GraphBuilder:
                 written += self._sublayer(step, sublayer, x, upcast(hidden), self.pulled.sums[number], outputs)
             for name, bias in [(name, bias) for name, bias, within in step.biases if within]:
                 written.append(self._bias(name, step, bias, self.pulled.sums[number]))
-            if self.edges.reads_sources:
-                outputs = torch.cat([outputs, *written])
+            outputs = torch.cat([outputs, *written])
             outputs = step.outer.push(outputs[:, None])[:, 0]
             for name, bias, within in step.biases:
                 if not within:
@@ -389,11 +384,26 @@ class GraphBuilder:
             outputs = self._features(self.splits[len(stream.steps)], outputs)
         return (outputs * self.pulled.stream[-1][0, 0]).sum(-1)
 
-    def largest(self, count: int) -> Bool[Tensor, "node"]:
-        """Which nodes have the largest weights, by their numbers; the target, the last, is one of them."""
-        sizes = torch.stack([row.weights.abs().masked_fill(~row.exists, -1) for row in self.rows]).flatten()
-        selection = torch.zeros(len(sizes) + 1, dtype=torch.bool, device=sizes.device)
-        selection[sizes.topk(min(count, len(sizes))).indices] = True
+    def largest(self, nodes: Share) -> Bool[Tensor, "node"]:
+        """Which nodes are kept, by their numbers; the target, the last, is one of them.
+
+        Args:
+            nodes: so many, those of the largest weights; or those of the largest weights or contributions to the target
+                itself, until so large a share of all that enters the target does so from them, at most `MOST_COVERING`.
+        """
+        assert nodes is not None
+        final = self.walk()[:, int(self.readout.positions)].abs()
+        sizes = torch.stack([row.weights.abs().masked_fill(~row.exists, -1) for row in self.rows])
+        count = int(nodes)
+        if nodes < 1:
+            given = torch.zeros_like(sizes)
+            given[self.carried, int(self.readout.positions)] = final.to(given)
+            sizes = torch.maximum(sizes, given)
+            order = sizes.flatten().argsort(descending=True)
+            carried = given.flatten()[order].cumsum(0)
+            count = min(int((carried < nodes * final.sum()).sum()) + 1, MOST_COVERING)
+        selection = torch.zeros(sizes.numel() + 1, dtype=torch.bool, device=sizes.device)
+        selection[sizes.flatten().topk(min(count, sizes.numel())).indices] = True
         selection[-1] = True
         return selection
 
@@ -548,6 +558,9 @@ class GraphBuilder:
 MOST_EDGES = 2_000_000
 """Edges a graph may keep."""
 
+MOST_COVERING = 80
+"""Nodes at most that are kept to cover a share of the target."""
+
 
 @recordable()
 @checked_names
@@ -558,7 +571,7 @@ def contribution_graph(
     minus: TokenLike = None,
     *,
     threshold: Any = 0.01,
-    nodes: Whole | None = None,
+    nodes: Share = None,
     neurons: Share = None,
     sources: Share = None,
     dictionaries: Dictionaries = None,
@@ -578,7 +591,9 @@ def contribution_graph(
         threshold: edges smaller than this share of the largest edge are left out (0 keeps all but exact zeros); nodes
             keep their weights, and `ContributionGraph.completeness` says what the kept edges carry.
         nodes: only so many, those of the largest abs(weight), and the edges between them: a large model's graph in a
-            fraction of the time. What enters them from others is counted in ``entering``. None gives every node.
+            fraction of the time. Or a number below 1: the nodes through which most passes, until this share of all that
+            enters the target does so from them (`ContributionGraph.coverage`), at most `MOST_COVERING`. What enters
+            from others is counted in ``entering`` and in `ContributionGraph.others`. None gives every node.
         neurons: split MLPs into neurons: an integer, so many at each position of each MLP, the largest; or a number
             below 1, all whose abs(weight) is at least this share of the largest neuron's. None leaves MLPs whole.
         sources: split heads by the token they read, in the same way: so many for each head and query, or all that are
@@ -606,9 +621,8 @@ def contribution_graph(
     True
     """
     check_options(threshold, neurons, sources, features)
-    strongest = None
-    if nodes is not None:
-        strongest = whole_number("contribution_graph: nodes", nodes, 1)
+    if nodes is not None and not (isinstance(nodes, float) and 0 < nodes < 1):
+        nodes = whole_number("contribution_graph: nodes", nodes, 1, why="or a share of the target between 0 and 1")
     if features is not None and dictionaries in (None, [], ()):
         raise InvalidInputError(f"features={features!r}: there are none without dictionaries=.")
     readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
@@ -633,10 +647,9 @@ def contribution_graph(
         splits = {number: replace(split, choice=choice) for number, split in splits.items()}
     edges = Edges(float(threshold), MOST_EDGES)
     builder = GraphBuilder(readout, pulled, edges, choices, splits)
-    if strongest is not None:
+    if nodes is not None:
         weighed = GraphBuilder(readout, pulled, NoEdges(0.0, MOST_EDGES), choices, splits)
-        weighed.walk()
-        edges.selection = weighed.largest(strongest)
+        edges.selection = weighed.largest(nodes)
         builder.prepared = weighed.prepared
     return builder.graph(_prediction(readout, target, minus))
 

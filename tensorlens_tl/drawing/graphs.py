@@ -17,7 +17,7 @@ KEY_WIDTH = 92
 KEY_HEIGHT = 18
 """Pixels of what a kind of line means."""
 
-ABOVE = {"whitening": -1, "mlp": 1, "neuron": 1, "feature": 2, "error": 2, "bias": 2}
+ABOVE = {"others": -2, "whitening": -1, "mlp": 1, "neuron": 1, "feature": 2, "error": 2, "bias": 2}
 """How far each kind stands above heads in the rows of a layer."""
 
 LABEL = 12
@@ -49,7 +49,7 @@ class GraphPicture:
 
     Attributes:
         names, kinds, tokens: of the nodes; kinds are embedding, whitening, head, mixer, mlp, neuron, feature, error,
-            bias and target.
+            bias, others (all that is not drawn) and target.
         layers, positions: where they stand; layer −1 for none.
         weights, biases: of the nodes; a bias is the node's own part of its weight. Empty where nodes have no weight.
         sources, targets, strengths: of the edges.

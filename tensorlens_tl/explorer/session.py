@@ -20,7 +20,7 @@ from tensorlens_tl.models import RUNNER_UP, ModelView
 from tensorlens_tl.passes import Difference, FrozenPass
 from tensorlens_tl.passes.operator import chosen_head, token_label
 from tensorlens_tl.registry import get_method, list_methods
-from tensorlens_tl.results import ScoreAttribution, ScoreChange, Terms
+from tensorlens_tl.results import COVERED, ScoreAttribution, ScoreChange, Terms
 
 View = dict[str, Any]
 
@@ -28,8 +28,6 @@ BEST = 10
 """Next tokens that are listed."""
 LONGEST_LABEL = 200
 """Characters of a feature's label that are shown."""
-NODES = 40
-"""Nodes of the graph, where the page asks for no other number."""
 MOST_NODES = 200
 """Nodes of the graph at most: more are a thicket."""
 
@@ -237,24 +235,20 @@ def ablate_view(inquiry: Inquiry) -> View:
 
 
 def graph_view(inquiry: Inquiry) -> View:
-    """The strongest nodes through which the target came about, and the edges between them.
+    """The nodes through which most of the target came about, and the edges between them.
 
-    What enters a node besides the edges and its bias comes from nodes that are not in the graph.
+    What enters a node besides the edges and its bias comes from nodes that are not in the graph: its ``others``.
     """
-    count = min(inquiry.question.nodes or NODES, MOST_NODES)
-    graph = inquiry.result(inquiry.run, "circuits.contribution_graph", **inquiry.aim, nodes=count, threshold=0)
+    count = inquiry.question.nodes
+    share = COVERED if count is None else min(count, MOST_NODES)
+    graph = inquiry.result(inquiry.run, "circuits.contribution_graph", **inquiry.aim, nodes=share, threshold=0)
     columns = ["name", "kind", "layer", "pos", "token", "weight", "bias"]
-    rows = zip(*(graph.nodes[column].tolist() for column in columns), strict=True)
-    nodes: list[View] = [dict(zip(columns, row, strict=True)) for row in rows]
-    for node in nodes:
-        sources = node["kind"] in ("embedding", "bias")
-        node["others"] = 0.0 if sources else node["weight"] - node["bias"]
+    rows = zip(*(graph.nodes[column].tolist() for column in columns), graph.others.tolist(), strict=True)
+    nodes: list[View] = [dict(zip([*columns, "others"], row, strict=True)) for row in rows]
     edges = list(zip(*(graph.edges[column].tolist() for column in ("source", "target", "weight")), strict=True))
-    for _, end, weight in edges:
-        nodes[end]["others"] -= weight
     edges.sort(key=lambda edge: -abs(edge[2]))
     view = {"nodes": nodes, "edges": edges, "label": graph.target, "total": graph.total, "gap": graph.gap}
-    return view | {"completeness": graph.completeness}
+    return view | {"coverage": graph.coverage, "covered": graph.coverage >= COVERED}
 
 
 def neurons_view(inquiry: Inquiry) -> View:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 SHOWN_EDGES = 60
 """Edges of a graph that a picture shows: more are a thicket."""
 
+COVERED = 0.8
+"""The share of the target that a picture's nodes carry at least; one of less says that it is partial."""
+
 MOST_SHOWN = 600
 """Nodes of a graph that a page can bear."""
 
@@ -105,6 +108,25 @@ class ContributionGraph(SharedGraph):
         return float((share * weight).sum() / weight.sum())
 
     @property
+    def coverage(self) -> float:
+        """The share of what enters the target, Σ abs, that enters it from the kept nodes by the kept edges."""
+        entering = float(self.nodes["entering"].iloc[-1])
+        if not entering:
+            return 1.0
+        into = self.edges["target"].to_numpy(int) == len(self.nodes) - 1
+        return min(1.0, float(np.abs(self.edges["weight"].to_numpy(float)[into]).sum()) / entering)
+
+    @property
+    def others(self) -> np.ndarray:
+        """What enters each node from nodes or by edges that are not kept: with it, the kept edges and its bias are its
+        weight. 0 of embeddings and biases, which nothing enters."""
+        weights, biases = (self.nodes[column].to_numpy(float) for column in ("weight", "bias"))
+        ends = self.edges["target"].to_numpy(int)
+        entered = np.bincount(ends, weights=self.edges["weight"].to_numpy(float), minlength=len(weights))
+        sources = np.isin(self.nodes["kind"].tolist(), ["embedding", "bias"])
+        return np.where(sources, 0.0, weights - biases - entered)
+
+    @property
     def reads(self) -> list[str]:
         """What every edge is read by: a head's values, queries, keys or gate; an empty text of anything else."""
         names = zip(self.nodes["name"].tolist(), self.nodes["kind"].tolist(), strict=True)
@@ -139,7 +161,7 @@ class ContributionGraph(SharedGraph):
     def _with(self, nodes: np.ndarray, edges: np.ndarray) -> "ContributionGraph":
         """Some of the nodes, and of the edges between them."""
         new_number = nodes.cumsum() - 1
-        chosen = self.edges[edges].reset_index(drop=True)
+        chosen = self.edges.loc[edges].reset_index(drop=True)
         ends = {end: new_number[chosen[end].to_numpy(int)] for end in ("source", "target")}
         return replace(self, nodes=self.nodes[nodes].reset_index(drop=True), edges=chosen.assign(**ends))
 
@@ -324,9 +346,31 @@ class ContributionGraph(SharedGraph):
         """
         small = self._small(k)._connected()
         caption = f"{len(small.edges)} of {len(self.edges)} edges between {len(small.nodes)} of {len(self.nodes)} nodes"
-        caption += f", which carry {small.completeness:.0%} of what enters the nodes shown"
+        caption += f", which carry {small.coverage:.0%} of what enters the answer; all others are one node"
+        if small.coverage < COVERED:
+            caption = f"partial: {caption}"
         sums = f"the graph with every edge sums to the logit to {self.gap:.1e}"
-        return self._panel(graphs.graph(small._picture()), title=title, notes=[caption, sums])
+        return self._panel(graphs.graph(small._and_others()._picture()), title=title, notes=[caption, sums])
+
+    def _and_others(self) -> "ContributionGraph":
+        """The same, with all that is left out as one node before the target, and its edges where they are as large as
+        the smallest of this graph. Its weight is what enters the target from it."""
+        others = self.others
+        strengths = np.abs(self.edges["weight"].to_numpy(float))
+        ends = np.flatnonzero(np.abs(others) >= strengths.min(initial=np.inf))
+        if not len(ends):
+            return self
+        import pandas as pd
+
+        last = len(self.nodes) - 1
+        target = self.nodes.iloc[last:]
+        node = target.assign(name="all other nodes", kind="others", weight=others[last], bias=0.0, entering=0.0)
+        edges = self.edges.replace({end: {last: last + 1} for end in ("source", "target")})
+        entering = pd.DataFrame(
+            {"source": last, "target": np.where(ends == last, last + 1, ends), "weight": others[ends]}
+        )
+        nodes = pd.concat([self.nodes.iloc[:last], node, target], ignore_index=True)
+        return replace(self, nodes=nodes, edges=pd.concat([edges, entering], ignore_index=True))
 
     def _figure(self, k: int, *, ax: Any) -> Any:
         return figure.graph(self._small(k)._connected()._picture(), self.heading, ax)
@@ -364,7 +408,7 @@ class ContributionGraph(SharedGraph):
         """The largest share of the edges, to a four-thousandth, that a picture can bear."""
 
         def fits(graph: "ContributionGraph") -> bool:
-            return len(graph.edges) <= most and len(graph.nodes) <= MOST_SHOWN
+            return len(graph.edges) <= most and len(graph.nodes) < MOST_SHOWN  # all others are one more
 
         if fits(self):
             return self

@@ -10,7 +10,7 @@ export const keyOf = (node) => `${node.name}@${node.pos}`;
 const HEAD = /^L(\d+)H(\d+)/;
 const MLP = /^(MLP\d+)/;
 const PATCH = /^patch (?=\d+,\d+$)/; // a column of a patch is called by the patch's row and column
-const told = (node) => `${short(node)} at ${quoted(node.token)} ${node.pos}`;
+const told = (node) => (node.kind === "others" ? node.name : `${short(node)} at ${quoted(node.token)} ${node.pos}`);
 
 // A picked node is selected in every view: its head or MLP opens, and its token is marked.
 function selection(node) {
@@ -28,7 +28,16 @@ const isLinked = (node, state) => {
   return MLP.exec(node.name)?.[1] === state.node && state.node !== undefined;
 };
 
-export function graphView(view, state, go, width) {
+// Nodes that are not drawn, as one: what enters each node sums on the picture.
+export function withOthers({ nodes, edges, ...view }) {
+  const { pos, token } = nodes.at(-1);
+  const others = { name: "all other nodes", kind: "others", layer: -1, pos, token, weight: null, others: 0, bias: 0 };
+  const from = nodes.flatMap((node, at) => (node.others ? [[nodes.length, at, node.others]] : []));
+  return { ...view, nodes: [...nodes, others], edges: [...edges, ...from].sort((a, b) => Math.abs(b[2]) - Math.abs(a[2])), target: nodes.at(-1) };
+}
+
+export function graphView(answer, state, go, width) {
+  const view = withOthers(answer);
   const nodes = view.nodes;
   const place = layout(nodes, width < 900 ? width - 40 : width - 330);
   const picked = nodes.find((node) => keyOf(node) === state.pick);
@@ -43,25 +52,26 @@ export function graphView(view, state, go, width) {
     shell.scrollLeft = before;
   };
   const slider = h("input", { type: "range", min: 1, max: most, value: Math.min(shown, most), "aria-label": "Edges that are drawn", oninput: (event) => { shown = Number(event.target.value); paint(); } });
-  const count = h("select", { "aria-label": "Nodes", onchange: (event) => go({ nodes: Number(event.target.value) }) },
-    STEPS.map((step) => h("option", { value: step, selected: step === (state.nodes ?? 40) }, step)));
+  const count = h("select", { "aria-label": "Nodes", onchange: (event) => go({ nodes: Number(event.target.value) || undefined }) },
+    h("option", { value: "", selected: state.nodes === undefined }, "80 % of the answer"), STEPS.map((step) => h("option", { value: step, selected: step === state.nodes }, step)));
   paint();
-  const answer = place.columns.find((column) => column.pos === nodes.at(-1).pos);
-  requestAnimationFrame(() => { shell.scrollLeft = answer.x - shell.clientWidth / 2; }); // a narrow screen begins at the answer
+  const middle = place.columns.find((column) => column.pos === view.target.pos);
+  requestAnimationFrame(() => { shell.scrollLeft = middle.x - shell.clientWidth / 2; }); // a narrow screen begins at the answer
   const table = { columns: ["source", "source position", "reader", "reader position", "weight"], rows: view.edges.map(([a, b, weight]) => [nodes[a].name, nodes[a].pos, nodes[b].name, nodes[b].pos, weight]) };
-  return card("graph", isPair(state) ? "How the change reached the answer" : "How the answer came about",
-    `${view.label}; the ${nodes.length - 1} strongest nodes, each by what it gives through everything later`,
+  const part = view.covered ? "" : ` (partial: ${percent(view.coverage)})`;
+  return card("graph", `${isPair(state) ? "How the change reached the answer" : "How the answer came about"}${part}`,
+    `${view.label}; the ${nodes.length - 2} nodes drawn carry ${percent(view.coverage)} of what enters the answer, all others are one node`,
     h("div", { class: "row" }, h("label", { class: "inline" }, "Nodes ", count), h("label", { class: "inline" }, "Edges ", slider, said),
       menu("graph", "graph", table, view.code, () => picture(view, place, state, Math.min(shown, most)))),
     h("div", { class: "beside" }, shell, nodePanel(view, picked, state, go)),
-    sum([["answer", view.total], ["gap of all parts", error(view.gap), view.gap], ["edges here carry", percent(view.completeness), view.completeness]]),
+    sum([["nodes drawn", view.total - view.target.others - view.target.bias], ["+ all others", view.target.others], ["+ bias", view.target.bias || null], ["=", view.total], ["gap of all parts", error(view.gap), view.gap]]),
     h("p", { class: "soft" }, "Node weights do not add up: what passes two nodes counts for both. What enters one node does.",
       isPair(state) ? " A head is .v for its values, .q and .k for where its queries and keys made it attend." : ""));
 }
 
 function drawing(view, place, state, picked, count, go) {
   const { nodes, edges } = view;
-  const most = largest(nodes.slice(0, -1).map((node) => node.weight));
+  const most = largest(nodes.filter((node) => node !== view.target).map((node) => node.weight));
   const widest = largest(edges.map((edge) => edge[2]));
   const at = picked ? nodes.indexOf(picked) : -1;
   const lines = edges.slice(0, count).map(([from, to, weight]) => {
@@ -72,7 +82,7 @@ function drawing(view, place, state, picked, count, go) {
       "stroke-width": (0.75 + 3.5 * size).toFixed(2), "data-ends": `${from},${to}`,
     }, s("title", {}, `${told(nodes[from])} → ${told(nodes[to])}: ${number(weight)}`));
   });
-  const marks = nodes.map((node, number_) => mark(node, number_, most, place, state, node === picked, picked, () => go(node === picked ? NOTHING : node.kind === "target" ? { ...NOTHING, pick: keyOf(node) } : selection(node))));
+  const marks = nodes.map((node, number_) => mark(node, number_, most, place, state, node === picked, picked, () => go(node === picked ? NOTHING : ["target", "others"].includes(node.kind) ? { ...NOTHING, pick: keyOf(node) } : selection(node))));
   const names = place.rows.map((row) => s("text", { x: 4, y: row.y + 4, class: "axis" }, row.name));
   const bands = place.rows.filter((_, at) => at % 2 === 0).map((row) => s("rect", { x: 0, y: row.top, width: place.width, height: row.high, class: "band" }));
   const tokens = place.columns.map((column) => s("g", {},
@@ -90,16 +100,16 @@ const curve = (from, to, high) => {
 };
 
 function mark(node, index, most, place, state, isPicked, picked, choose) {
-  const strength = node.kind === "target" ? 0 : 0.06 + 0.6 * Math.min(1, Math.abs(node.weight) / most);
+  const strength = node.weight === null || node.kind === "target" ? 0 : 0.06 + 0.6 * Math.min(1, Math.abs(node.weight) / most);
   const kinds = ["node", isLinked(node, state) && "linked"].filter(Boolean).join(" ");
   return s("g", {
     class: kinds, role: "button", tabindex: (picked ? isPicked : node.kind === "target") ? 0 : -1, "data-item": "", "data-node": keyOf(node), "data-number": index,
-    "aria-pressed": String(isPicked), "aria-label": `${told(node)}: ${number(node.weight)}`, onclick: choose,
+    "aria-pressed": String(isPicked), "aria-label": `${told(node)}${node.weight === null ? "" : `: ${number(node.weight)}`}`, onclick: choose,
     onkeydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(); } },
     onpointerenter: (event) => hover(event.currentTarget, index), onpointerleave: (event) => hover(event.currentTarget, -1),
     onfocus: (event) => hover(event.currentTarget, index), onblur: (event) => hover(event.currentTarget, -1),
   },
-  s("title", {}, `${told(node)}: ${node.weight}`),
+  s("title", {}, `${told(node)}${node.weight === null ? "" : `: ${node.weight}`}`),
   s("rect", { x: node.x - node.wide / 2, y: node.y - place.high / 2, width: node.wide, height: place.high, rx: 4, class: "ground" }),
   s("rect", { x: node.x - node.wide / 2, y: node.y - place.high / 2, width: node.wide, height: place.high, rx: 4, class: node.weight < 0 ? "less" : "more", "fill-opacity": strength.toFixed(3) }),
   s("text", { x: node.x, y: node.y + 4, "text-anchor": "middle" }, short(node)));
@@ -114,7 +124,7 @@ function hover(mark_, index) {
 function nodePanel(view, node, state, go) {
   if (!node && state.pick?.includes("@")) return h("div", { class: "panel empty" }, h("h3", {}, state.pick.replace("@", " at ")), h("p", { class: "soft" }, "is not one of the strongest nodes of this question. Choose more nodes to see it."));
   if (!node) {
-    const panel = nodePanel(view, view.nodes.at(-1), state, go);
+    const panel = nodePanel(view, view.target, state, go);
     panel.append(h("p", { class: "soft" }, "Press a node to read what enters it and where it leads, and to open its head or MLP below. Blue adds to the answer, orange takes from it."));
     return panel;
   }
@@ -122,13 +132,14 @@ function nodePanel(view, node, state, go) {
   const listed = (near, far) => view.edges.filter((edge) => edge[near] === at).map((edge) => ({ name: told(view.nodes[edge[far]]), score: edge[2], pick: edge[far] }));
   const into = listed(1, 0);
   const out = listed(0, 1);
-  const jump = (number_) => { const to = view.nodes[number_]; go(to.kind === "target" ? { ...NOTHING, pick: keyOf(to) } : selection(to)); };
-  const rest = into.slice(6).reduce((total, row) => total + row.score, 0);
-  const entering = [...into.slice(0, 6), ...(into.length > 6 ? [{ name: `${into.length - 6} other edges`, score: rest, muted: true }] : []), { name: "its own bias", score: node.bias, muted: true }, { name: "nodes not shown", score: node.others, muted: true }];
+  const jump = (number_) => { const to = view.nodes[number_]; go(["target", "others"].includes(to.kind) ? { ...NOTHING, pick: keyOf(to) } : selection(to)); };
+  const [near, unseen] = [into.filter((row) => row.pick !== view.nodes.length - 1), into.find((row) => row.pick === view.nodes.length - 1)];
+  const rest = near.slice(6).reduce((total, row) => total + row.score, 0);
+  const entering = [...near.slice(0, 6), ...(near.length > 6 ? [{ name: `${near.length - 6} other edges`, score: rest, muted: true }] : []), { name: "its own bias", score: node.bias, muted: true }, { ...unseen, name: "all other nodes", score: node.others, muted: true }];
   const shown = together(largest([node.weight, ...entering.map((row) => row.score)]));
-  const isSource = ["embedding", "bias"].includes(node.kind);
+  const isSource = ["embedding", "bias", "others"].includes(node.kind);
   return h("div", { class: "panel" }, h("h3", {}, told(node)),
-    isSource ? h("p", { class: "soft" }, "It is where the sum begins: nothing enters it.") : h("div", {}, h("small", {}, "what enters it"),
+    isSource ? h("p", { class: "soft" }, node.kind === "others" ? "All that is not drawn, as one node: its edges make up what enters each node." : "It is where the sum begins: nothing enters it.") : h("div", {}, h("small", {}, "what enters it"),
       bars(entering, { label: "What enters the node", pick: jump, shown }), sum([["=", node.weight]], shown)),
     out.length ? h("div", {}, h("small", {}, "where it leads; no sum, as nodes are left out"), bars(out.slice(0, 6), { label: "Where the node leads", pick: jump })) : null);
 }

@@ -7,6 +7,7 @@ const BETWEEN = 8;
 
 function level(node) {
   if (node.kind === "target") return 1e6;
+  if (node.kind === "others") return -2;
   if (node.layer < 0) return node.kind === "bias" ? 9e5 : -1;
   return 2 * node.layer + (["mlp", "neuron", "bias", "feature", "error"].includes(node.kind) ? 1 : 0);
 }
@@ -14,7 +15,7 @@ function level(node) {
 function levelName(at) {
   if (at === 1e6) return "answer";
   if (at === 9e5) return "final norm";
-  if (at < 0) return "embedding";
+  if (at < 0) return at === -2 ? "others" : "embedding";
   return `L${Math.floor(at / 2)} ${at % 2 ? "MLP" : "heads"}`;
 }
 
