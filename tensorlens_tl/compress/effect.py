@@ -136,8 +136,7 @@ class CompressionEffect:
             Terms ``"L0H3"``, ``"MLP0"`` of what was compressed, ``"patterns"``, ``"ratios"`` (and experts' routing),
             ``"scales"``; their total is the model's own change, compressed − original, before any final soft cap.
             `Terms.keys` has each head's share by the token that it read, each MLP's by its position, and NaN for the
-                last
-            three.
+            last three.
 
         Raises:
             InvalidInputError, UnsupportedModelError: as `tensorlens_tl.circuits.logit_attribution`.

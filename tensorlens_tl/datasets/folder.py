@@ -591,12 +591,9 @@ class DatasetResults:
 
         Returns:
             A line for each component: `count`, `mean`, `low`, `high`, `variance` (with count − 1), `std`, and the
-                quantiles
-            as ``"5%"``. Each query of each row is one value. `low` and `high` are the mean's 95 % interval, 1.96
-                standard
-            errors each way, where rows are independent and the queries of one row are not; too narrow below some 30
-                rows,
-            NaN for one.
+            quantiles as ``"5%"``. Each query of each row is one value. `low` and `high` are the mean's 95 % interval,
+            1.96 standard errors each way, where rows are independent and the queries of one row are not; too narrow
+            below some 30 rows, NaN for one.
 
         Raises:
             InvalidInputError: the rows are no terms, no row is done, no such component, or no such quantile.

@@ -125,13 +125,12 @@ def perturbation(
             itself and special tokens; at the first token, from their mean), ``"mask"`` or ``"pad"`` (the tokenizer's),
             a token (string or id), ``"mean"`` (the token embedding's mean over all prompts) or ``"zero"`` (no token
             embedding; positions stay). None is ``"resampled"`` for a causal language model on tokens only, else the
-            mask token
-                where
-            there is one, else the mean. For patches, `"mean"` and `"zero"` are those of the patch embedding's output.
+            mask token where there is one, else the mean. For patches, `"mean"` and `"zero"` are those of the patch
+            embedding's output.
         draws: of ``"resampled"``, averaged. A prompt's draws depend on `seed` and its tokens, not on its batch.
         metrics: of `hs_mse` (mean squared change of the final hidden state), `aopc` (the fall of the probability of the
             model's first choice), `aopc_abs` (its absolute value: TensorLens' Table 1), `logit` (the fall of its
-                logit).
+            logit).
         order: ``"descending"`` (positive perturbation) or ``"ascending"`` (negative).
         absolute: order by absolute score; the paper and the default keep the sign.
         hidden: which vector `hs_mse` measures: ``"unembedded"``, what the model unembeds, or ``"output"``, that of its

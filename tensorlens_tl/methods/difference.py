@@ -63,13 +63,10 @@ def difference(
         baseline: ``"mask"`` or ``"pad"`` (the tokenizer's token in every place), ``"mean"`` (the vocabulary's mean
             embedding), ``"zero"``, a token id, a text or ids of the same length (a list, or a tensor `[pos]` or
             `[batch, pos]`), embeddings `[d_model]` or `[pos, d_model]`, or a frozen pass; scores are averaged over a
-                list
-            of these. None is the mask token where there is one, else the mean. For images and sound: another one,
+            list of these. None is the mask token where there is one, else the mean. For images and sound: another one,
             ``"mean"`` (its mean patch in all places) or ``"zero"`` (position embeddings only). Special tokens stay
-                where
-            one thing replaces every token. In an encoder–decoder it replaces tokens of both sides; a text, or ids of
-                the
-            encoder's length, the source only, ids or embeddings `[pos, ..]` of all positions both sides.
+            where one thing replaces every token. In an encoder–decoder it replaces tokens of both sides; a text, or ids
+            of the encoder's length, the source only, ids or embeddings `[pos, ..]` of all positions both sides.
 
     Raises:
         InvalidInputError: no such baseline, or one of another length; and what `FrozenOperator.target` raises.

@@ -73,9 +73,8 @@ def leave_one_out(
         replacement: ``"mask"`` or ``"pad"`` (the tokenizer's), a token (string or id), ``"mean"`` (the vocabulary's
             mean embedding) or ``"zero"`` (no token embedding; positions stay); or ``"delete"``, which moves later
             tokens up. None is the mask token where there is one, else the mean, as in `evaluate.perturbation` (whose
-            mean is that
-                of
-            the prompts). For images and sound ``"zero"`` (the default), or the mean patch of all images of the pass.
+            mean is that of the prompts). For images and sound ``"zero"`` (the default), or the mean patch of all images
+            of the pass.
         query: where its own token is deleted, a causal model is read at the token before it. At the first token, and in
             a model that sees both ways, nothing can be read, and the score is 0.
 

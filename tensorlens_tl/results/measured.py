@@ -87,9 +87,8 @@ class MeasuredScores(Scored):
 
         Returns:
             `measured`, how many of `parts` are; `off`, an unbiased estimate of Σ abs(live score − score) before the
-                drawn
-            ones were measured, as a share of Σ abs(score), with its interval `low` to `high`; `largest`, the bound on a
-            single unmeasured score's error.
+            drawn ones were measured, as a share of Σ abs(score), with its interval `low` to `high`; `largest`, the
+            bound on a single unmeasured score's error.
 
         Raises:
             InvalidInputError: a level outside (0, 1).

@@ -84,7 +84,7 @@ class Result(Stored, ABC):
             style: include the style and script that a page needs once.
             choice: what to show, as the class says. `query`: counted over the prompt's real ones, or a text. `batch`: a
                 prompt; None for the mean, or the first few where each prompt has its own parts. `title`: of the
-                    picture.
+                picture.
 
         Raises:
             InvalidInputError: k below 1, or no such choice, query or prompt.

@@ -260,8 +260,7 @@ class PartScores(QueryScores):
 
         Returns:
             The same kind of result, or `Terms` where parts are each prompt's own (`Paths`). Terms have intervals
-                (`low`,
-            `high`) and `counts`, how many prompts have a query; these are columns of `to_dataframe`.
+            (`low`, `high`) and `counts`, how many prompts have a query; these are columns of `to_dataframe`.
 
         Raises:
             InvalidInputError: of terms, a level outside (0, 1).

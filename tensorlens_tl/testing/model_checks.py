@@ -327,8 +327,7 @@ def check_checkpoint(model: ModelLike, *, seed: int = 0) -> float | None:
 
     Returns:
         The largest difference, as a share of the largest logit. None where nothing can be compared: no Bridge, no
-            tokens,
-        no checkpoint (or one that Hugging Face alone cannot read), or a checkpoint without the model's head.
+        tokens, no checkpoint (or one that Hugging Face alone cannot read), or a checkpoint without the model's head.
 
     Raises:
         ConformanceError: they differ by more than rounding; has the logit that differs most, of both.
