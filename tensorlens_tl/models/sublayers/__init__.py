@@ -1,6 +1,5 @@
 """How the parts of a block are read: attention, MLPs, experts, and mixers in place of attention."""
 
-from tensorlens_tl.models.sublayers.alone import NoMixing, is_attention, is_mlp
 from tensorlens_tl.models.sublayers.attention import (
     pattern_reader,
     read_attention,
@@ -16,7 +15,15 @@ from tensorlens_tl.models.sublayers.experts import (
     read_experts,
     read_per_layer,
 )
-from tensorlens_tl.models.sublayers.mixers import Mixer, mixer_map, read_mixer, read_only_mixer
+from tensorlens_tl.models.sublayers.mixers import (
+    Mixer,
+    NoMixing,
+    is_attention,
+    is_mlp,
+    mixer_map,
+    read_mixer,
+    read_only_mixer,
+)
 from tensorlens_tl.models.sublayers.mlps import read_mlp, read_module
 from tensorlens_tl.models.sublayers.query_key import read_latent_scores, read_query_key
 from tensorlens_tl.models.sublayers.rwkv import (

@@ -26,6 +26,7 @@ from tensorlens_tl.algebra.numerics import maybe, times
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models.parameters import innermost
 from tensorlens_tl.models.sublayers.delta import is_delta, read_delta
+from tensorlens_tl.models.sublayers.experts import has_experts
 from tensorlens_tl.models.sublayers.mixing import (
     Ends,
     Mask,
@@ -36,6 +37,7 @@ from tensorlens_tl.models.sublayers.mixing import (
     real_tokens,
     require,
 )
+from tensorlens_tl.models.sublayers.mlps import has_projections
 from tensorlens_tl.models.sublayers.rwkv import is_time_mix, read_time_mix
 from tensorlens_tl.models.sublayers.scans import read_scan
 
@@ -159,3 +161,34 @@ def _short_convolution(module: nn.Module) -> MixerWeights:
         return Chain((*stages, Linear(ends.W_out, ends.b_out)))
 
     return MixerWeights("ShortConvolution", ends, hold, leaking=biased_entry(module, ends))
+
+
+# ------------------------------------------------------------------ blocks of one sublayer each (NemotronH)
+
+
+def is_attention(module: Any) -> bool:
+    """True if what stands where other blocks have a mixer is softmax attention, by what it is made of."""
+    inner = innermost(module)
+    return _has(inner, "q_proj", "o_proj") and not hasattr(inner, "A_log")
+
+
+def is_mlp(module: Any) -> bool:
+    """True if it is an MLP or a mixture of experts, by what it is made of."""
+    inner = innermost(module)
+    return isinstance(inner, nn.Module) and not _has(inner, "o_proj") and (has_projections(inner) or has_experts(inner))
+
+
+def _has(inner: Any, *names: str) -> bool:
+    return all(isinstance(innermost(getattr(inner, name, None)), nn.Module) for name in names)
+
+
+@dataclass(frozen=True)
+class NoMixing:
+    """What mixes positions in a block that is an MLP alone: a map that gives zero."""
+
+    form = "nothing that mixes positions"
+
+    def __call__(self, x: Tensor, mask: Mask | None) -> Chain:
+        """Zero, as the map of an empty hidden vector."""
+        nothing = x.new_zeros(x.shape[-1], 1)
+        return Chain((Linear(nothing), Linear(nothing.mT)))

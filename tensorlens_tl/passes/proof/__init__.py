@@ -1,7 +1,6 @@
 """Proofs: is what the weights say what the model does?"""
 
-from tensorlens_tl.passes.proof.blocks import Proof, prove
-from tensorlens_tl.passes.proof.layouts import LayoutSearch, block_error
+from tensorlens_tl.passes.proof.blocks import LayoutSearch, Proof, block_error, prove
 from tensorlens_tl.passes.proof.logits import LogitsCheck, compared_positions, logits_error
 from tensorlens_tl.passes.proof.patterns import check_pattern, looks_ahead
 from tensorlens_tl.passes.proof.sampled import POSITIONS, can_be_sampled, sampled_positions
