@@ -5,7 +5,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # what is imported is compiled at its first import: to compile all that is installed takes two thirds of a minute
 PIP_FLAGS = --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-rounding test-pythons real fuzz lint types docs picture bench guard evaluation compression whitening census support changed gallery choose large methods package release clean
+.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-rounding test-pythons real fuzz lint types docs picture bench guard evaluation evaluation-real compression whitening census support changed gallery choose large methods package release clean
 
 demo: .venv/.ready
 	.venv/bin/tensorlens-tl demo
@@ -89,6 +89,11 @@ guard: .venv/.ready
 
 evaluation: .venv/.ready
 	.venv/bin/python benchmarks/evaluation.py
+
+# the same on two trained language models, as `make real` fetches them; what is measured already is left as it is
+evaluation-real: .venv/.ready
+	.venv/bin/python -m scripts.real_models $(MODELS)
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/evaluation_real.py $(MODELS)
 
 compression: .venv/.ready
 	.venv/bin/python benchmarks/compression.py

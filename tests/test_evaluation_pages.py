@@ -48,6 +48,31 @@ def test_findings_quote_the_tables(finding, quoted):
     assert finding.format(*(f"{numbers[cell]:.2f}" for cell in quoted)) in page
 
 
+real = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "evaluation_real.py"))
+
+
+def test_the_tables_of_trained_models_are_those_of_the_numbers():
+    """`python benchmarks/evaluation_real.py tables` writes them again."""
+    assert real["PAGE"].read_text(encoding="utf-8") == real["page"]()
+    assert not [line for line in real["lines"]() if line.method == "not solved"]
+
+
+def test_verdicts_on_trained_models_hold():
+    found = [line for line in real["lines"]() if line.test == "nodes" and line.metric == "pearson"]
+    columns = {(line.model, line.task) for line in found}
+    assert len({model for model, _ in columns}) == 2
+    for column in columns:
+        scores = {line.method: (float(line.mean), float(line.worst)) for line in found if line[:3:2] == column}
+        for number in (0, 1):
+            assert max(scores, key=lambda method: scores[method][number]) == "measured"
+        others = min(scores[method][1] for method in ("difference", "integrated"))
+        assert others > max(scores[method][1] for method in ("gradient", "atp*"))
+    ranks = {
+        line.method: float(line.worst) for line in real["lines"]() if (line.model, line.metric) == ("gemma3", "mrr")
+    }
+    assert [method for method, worst in ranks.items() if worst == 1] == ["leave-one-out"]
+
+
 def test_names_with_commas_are_not_divided():
     section = (
         "* `mass`: first is **b**; not significantly different (corrected p ≥ 0.05, paired): a, biases, c. "
