@@ -131,7 +131,7 @@ class Folder:
     # ------------------------------------------------------------------ the manifest
 
     def begun(self) -> bool:
-        """Whether a run was begun here."""
+        """True if a run was begun here."""
         return (self.path / MANIFEST).is_file()
 
     def begin(self, manifest: Manifest, resume: bool) -> Manifest:
@@ -469,7 +469,7 @@ class DatasetResults:
 
     @property
     def complete(self) -> bool:
-        """Whether every row was dealt with."""
+        """True if every row was dealt with."""
         return len(self.shards) == len(self.manifest.shards)
 
     def __len__(self) -> int:

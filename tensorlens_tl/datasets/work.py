@@ -216,7 +216,7 @@ class Attributions(MethodWork):
 
     @property
     def save_whole(self) -> bool:
-        """Whether results are also saved as safetensors."""
+        """True if results are also saved as safetensors."""
         return self.keep == "all"
 
     def together(

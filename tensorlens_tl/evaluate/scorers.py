@@ -151,12 +151,12 @@ class Scorer:
 
     @property
     def needs_target(self) -> bool:
-        """Whether the predicted token is among its options."""
+        """True if the predicted token is among its options."""
         return any(map(_is_predicted, self.options.values()))
 
     @property
     def estimates_norms(self) -> bool:
-        """Whether it takes norms of the tensor that may be estimated."""
+        """True if it takes norms of the tensor that may be estimated."""
         norm = self.method == "tensorlens" and self.options.get("collapse") == "norm"
         return norm and not {"probes", "tol"} & set(self.options)
 

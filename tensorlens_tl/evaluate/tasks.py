@@ -563,7 +563,7 @@ def prompt_pairs(task: AnswerTask, change: Change = "source", *, seed: int = 0) 
 
 
 def _is_question(row: list[int], position: int, answer: int, keys: set[int]) -> bool:
-    """Whether a token at the end of the prompt would have another answer: it occurs once, and so does what follows."""
+    """True if a token at the end of the prompt would have another answer: it occurs once, and so does what follows."""
     token = row[position]
     following = row[position + 1]
     if row.count(token) > 1 or following == answer:

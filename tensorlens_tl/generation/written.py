@@ -130,7 +130,7 @@ class FrozenGeneration:
 
     @property
     def _is_one(self) -> bool:
-        """Whether this is the only prompt: no others in this pass, nor in other passes of one call."""
+        """True if this is the only prompt: no others in this pass, nor in other passes of one call."""
         return len(self.positions) == 1 and not self._of_batch
 
     def __repr__(self) -> str:

@@ -141,7 +141,7 @@ class BlockPoints:
 
     @property
     def merged(self) -> bool:
-        """Whether self- and cross-attention give one output together (T5Gemma 2)."""
+        """True if self- and cross-attention give one output together (T5Gemma 2)."""
         return self.heads is not None and self.cross is not None and self.heads.z == self.cross.z
 
     @property

@@ -122,7 +122,7 @@ class Placing:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every hook that was put at a hook point is still there: somebody may have called `reset_hooks`."""
+        """True if every hook that was put at a hook point is still there: somebody may have called `reset_hooks`."""
         return all(any(handle.user_hook is function for handle in point.fwd_hooks) for point, function in self._hooked)
 
     def on_module(self, module: nn.Module, function: Callable[..., Any], *, before: bool = False) -> None:
@@ -487,7 +487,7 @@ def modules(model: Any) -> list[nn.Module]:
 
 
 def is_unheld() -> bool:
-    """Whether this thread is inside `unheld_run`."""
+    """True if this thread is inside `unheld_run`."""
     return _unheld.get()
 
 
@@ -535,7 +535,7 @@ class PlacedHook(NamedTuple):
 
     @property
     def holds_fixed(self) -> bool:
-        """Whether it belongs to a frozen pass."""
+        """True if it belongs to a frozen pass."""
         return getattr(self.function, "holds_fixed", False)
 
 
@@ -545,7 +545,7 @@ def hooks_on(model: Any) -> list[PlacedHook]:
 
 
 def is_attached(model: Any) -> bool:
-    """Whether hooks of a frozen pass are on the model.
+    """True if hooks of a frozen pass are on the model.
 
     >>> from tensorlens_tl.hooks import is_attached
     >>> with frozen.attached():

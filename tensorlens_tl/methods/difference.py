@@ -129,7 +129,7 @@ def _explained(frozen: FrozenPass | Difference, baseline: Any) -> Iterator[Diffe
 
 
 def _is_prompt(values: Any) -> bool:
-    """Whether a list is one prompt: token ids, or the messages of a chat."""
+    """True if a list is one prompt: token ids, or the messages of a chat."""
     return isinstance(values, list | tuple) and len(values) > 0 and all(type(v) in (int, dict) for v in values)
 
 
@@ -206,7 +206,7 @@ def _exchanged(frozen: FrozenPass) -> Bool[Tensor, "batch pos"]:
 
 
 def _is_signal(frozen: FrozenPass, values: Tensor) -> bool:
-    """Whether these are another image or sound, for each of the pass's or for all."""
+    """True if these are another image or sound, for each of the pass's or for all."""
     if frozen.view.reads == "tokens":
         return False
     batch, *one = frozen.inputs["input"].shape

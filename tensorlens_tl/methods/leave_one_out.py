@@ -241,7 +241,7 @@ class SharedPrefix:
 
     @staticmethod
     def applies(frozen: FrozenPass) -> bool:
-        """Whether nothing but token ids is read, causally and without padding, by attention alone."""
+        """True if nothing but token ids is read, causally and without padding, by attention alone."""
         view = frozen.view
         plain = set(frozen.inputs) <= {"input", "attention_mask"} and view.reads == "tokens" and not view.is_whitened
         attends = all(block.mixer is None and not block.has_beside for block in view.blocks)

@@ -162,7 +162,7 @@ def _gauss_legendre(points: int) -> tuple[list[float], list[float]]:
 
 
 def is_elementwise(phi: Activation, dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Whether φ treats each channel on its own (SoLU's softmax, for one, does not)."""
+    """True if φ treats each channel on its own (SoLU's softmax, for one, does not)."""
     probe = torch.linspace(-2.0, 2.0, 8, dtype=torch.float32).to(device=device, dtype=dtype)
     rtol = max(1e-3, 4 * torch.finfo(dtype).eps)
     return bool(torch.allclose(phi(probe[None]), phi(probe[:, None]).T, rtol=rtol, atol=1e-4))
@@ -188,7 +188,7 @@ def in_one_kernel(phi: Activation, dtype: torch.dtype) -> Activation:
 
 
 def _is_written_out(phi: Any) -> bool:
-    """Whether it is the libraries' GELU, with nothing of anybody else's on it or in its place."""
+    """True if it is the libraries' GELU, with nothing of anybody else's on it or in its place."""
     if not isinstance(phi, nn.Module):
         return _is_of_libraries(phi) and phi.__name__ in GELU_TANH
     is_unchanged = "forward" not in vars(phi) and not phi._forward_hooks and not phi._forward_pre_hooks
@@ -196,5 +196,5 @@ def _is_written_out(phi: Any) -> bool:
 
 
 def _is_of_libraries(function: Any) -> bool:
-    """Whether a function was written in one of them."""
+    """True if a function was written in one of them."""
     return hasattr(function, "__name__") and (function.__module__ or "").startswith(LIBRARIES)

@@ -123,7 +123,7 @@ class BlockParts:
 
     @property
     def has_attention(self) -> bool:
-        """Whether it has self-attention."""
+        """True if it has self-attention."""
         return any(name in self.module._modules for name in ATTENTION) or self._named_as_mixer(is_attention) is not None
 
     @property
@@ -138,7 +138,7 @@ class BlockParts:
 
     @property
     def is_merged(self) -> bool:
-        """Whether its self-attention attends to the encoder's output as well, in the same softmax (T5Gemma 2)."""
+        """True if its self-attention attends to the encoder's output as well, in the same softmax (T5Gemma 2)."""
         return getattr(self.mixer, "hook_cross_pattern", None) is not None
 
     @property
@@ -148,7 +148,7 @@ class BlockParts:
 
     @property
     def has_beside(self) -> bool:
-        """Whether a mixer stands beside attention."""
+        """True if a mixer stands beside attention."""
         return self.has_attention and bool(self.mixers)
 
     @property
@@ -183,7 +183,7 @@ class BlockParts:
 
     @property
     def is_mlp_alone(self) -> bool:
-        """Whether it has an MLP or experts under a mixer's name, and nothing that mixes positions (NemotronH)."""
+        """True if it has an MLP or experts under a mixer's name, and nothing that mixes positions (NemotronH)."""
         return self.mlp_name in MIXERS
 
     @property
@@ -193,7 +193,7 @@ class BlockParts:
 
     @property
     def has_experts_beside(self) -> bool:
-        """Whether experts stand beside its MLP, each with norms of its own (Gemma 4)."""
+        """True if experts stand beside its MLP, each with norms of its own (Gemma 4)."""
         return {"mlp", "experts"} <= set(self.module._modules)
 
     @property
@@ -210,7 +210,7 @@ class BlockParts:
 
     @property
     def is_multiplied(self) -> bool:
-        """Whether the block, its mixer or its MLP has any such constant."""
+        """True if the block, its mixer or its MLP has any such constant."""
         modules = [vars(innermost(part)) for part in (self.module, self.mixer, self.mlp) if part is not None]
         return any(
             name.endswith("_multiplier") and value != 1 for attributes in modules for name, value in attributes.items()
@@ -264,7 +264,7 @@ class BlockView:
 
     @property
     def brought(self) -> bool:
-        """Whether its weights are brought in when they are read, from a disk, the CPU's memory or another device."""
+        """True if its weights are brought in when they are read, from a disk, the CPU's memory or another device."""
         return self.offloaded or self.moved
 
     def placed(self, name: str, value: Any) -> Any:
@@ -336,7 +336,7 @@ class BlockView:
 
     @property
     def has_beside(self) -> bool:
-        """Whether a mixer stands beside attention; no weights are read for it."""
+        """True if a mixer stands beside attention; no weights are read for it."""
         return self.parts.has_beside
 
     def refuse(self, what: str) -> UnsupportedModelError:
@@ -368,7 +368,7 @@ class BlockView:
 
     @property
     def reads_embedding(self) -> bool:
-        """Whether it is the first of a loop, which reads the embedding as it is looked up."""
+        """True if it is the first of a loop, which reads the embedding as it is looked up."""
         return self.call is not None and self.layer == 0
 
     @property
@@ -566,17 +566,17 @@ class BlockView:
 
     @cached_property
     def halved(self) -> bool:
-        """Whether the model halved the stream after the block, past its hook points, when this was first read."""
+        """True if the model halved the stream after the block, past its hook points, when this was first read."""
         return self.is_halving
 
     @property
     def is_halving(self) -> bool:
-        """Whether it does now (RWKV): not in train mode, in which the weights that write to the stream are larger."""
+        """True if it does now (RWKV): not in train mode, in which the weights that write to the stream are larger."""
         return halves_after(self.module, self.layer)
 
     @property
     def has_mlp(self) -> bool:
-        """Whether the block has an MLP, readable or not."""
+        """True if the block has an MLP, readable or not."""
         return self.parts.mlp is not None
 
     @weights_read

@@ -88,7 +88,7 @@ class Untrained:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether the weights that the model was loaded from are at hand: in a folder, or in the hub's cache."""
+        """True if the weights that the model was loaded from are at hand: in a folder, or in the hub's cache."""
         config = getattr(getattr(self.model, "original_model", None), "config", None)
         return any(_files(config, name) for name in WEIGHTS)
 
@@ -161,14 +161,14 @@ def _is_loaded(weight: nn.Parameter) -> bool:
 
 
 def _is_fresh(weight: nn.Parameter) -> bool:
-    """Whether it was initialised and not written to since, as far as torch counts writes."""
+    """True if it was initialised and not written to since, as far as torch counts writes."""
     if _is_loaded(weight) or weight.is_meta or weight.is_inference():
         return False
     return weight._version == 1
 
 
 def _is_plain(weight: nn.Parameter) -> bool:
-    """Whether a bias or a norm's gain has one number everywhere, as after initialisation; of matrices, always."""
+    """True if a bias or a norm's gain has one number everywhere, as after initialisation; of matrices, always."""
     return weight.ndim > 1 or bool((weight == weight[:1]).all())
 
 

@@ -68,7 +68,7 @@ def attributes_of(holder: Any) -> dict[str, Any]:
 
 
 def says_nothing(value: Any) -> bool:
-    """Whether a value stands for something absent."""
+    """True if a value stands for something absent."""
     if isinstance(value, Tensor):
         return False
     if value is None or value is False or value == "none":
@@ -387,7 +387,7 @@ def features_and_reconstruction(source: Any, x: Tensor) -> tuple[Tensor, Tensor 
 
 
 def is_callable(source: Any) -> bool:
-    """Whether an object can be called with vectors."""
+    """True if an object can be called with vectors."""
     if isinstance(source, nn.Module):
         return type(source).forward is not nn.Module.forward
     return callable(source)

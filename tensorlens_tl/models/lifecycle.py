@@ -74,7 +74,7 @@ class WeightState:
         return hashlib.sha256(self.sample.double().cpu().numpy().tobytes()).hexdigest()[:12]
 
     def equals(self, other: "WeightState") -> bool:
-        """Whether two states were taken of the very same weights of one model: nothing is read but what they store."""
+        """True if two states were taken of the very same weights of one model: nothing is read but what they store."""
         if self.versions is None or self.versions != other.versions or self.adapters != other.adapters:
             return False
         return self.sums == other.sums and _equal(self.sample, other.sample)
@@ -87,7 +87,7 @@ class WeightState:
         return self.holds(model)
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether the model's weights are still these."""
+        """True if the model's weights are still these."""
         parameters, files = sources(model)
         versions: list[tuple[Any, ...]] = [*map(version_of, parameters), *files]
         before = versions if self.versions is None else self.versions  # None: a copied pass, with its own model
@@ -423,7 +423,7 @@ class _Reading:
         self.texts: Mapping[str, str] = {}
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether the model is still put together of the same modules, configurations and attributes."""
+        """True if the model is still put together of the same modules, configurations and attributes."""
         parts = [part() for part in self.parts]
         if any(part is None for part in parts):
             return False
@@ -509,7 +509,7 @@ def _acts(held: Mapping[str, Any], name: str) -> bool:
 
 
 def _is_dynamic(held: Mapping[str, Any], name: str) -> bool:
-    """Whether a run writes it: the frequencies of rotary positions that are stretched with the prompt."""
+    """True if a run writes it: the frequencies of rotary positions that are stretched with the prompt."""
     kind = str(held.get("rope_type"))
     if "dynamic" in kind or "longrope" in kind:
         return "original" not in name and name.endswith(("inv_freq", "attention_scaling", "max_seq_len_cached"))

@@ -57,7 +57,7 @@ class Loop:
 
 
 def is_looped(model: Any) -> bool:
-    """Whether a model has both stacks in the place of one."""
+    """True if a model has both stacks in the place of one."""
     parts = getattr(model, "_modules", {})
     if not all(stack in parts for stack in LOOPS):
         return False

@@ -64,7 +64,7 @@ def whole(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def offloaded(*parts: Any) -> bool:
-    """Whether any module inside these parts is offloaded."""
+    """True if any module inside these parts is offloaded."""
     return any(offload_hooks(module) for module in modules_of(*parts))
 
 

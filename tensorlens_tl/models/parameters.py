@@ -82,7 +82,7 @@ def find_activation(component: Any, cfg: Any) -> Activation | None:
 
 
 def is_bridge_component(module: Any) -> bool:
-    """Whether it wraps a part of another library's model."""
+    """True if it wraps a part of another library's model."""
     return hasattr(module, "original_component")
 
 
@@ -105,7 +105,7 @@ State = tuple[tuple[str, ...], tuple[str, ...], bool, tuple[tuple[str, float], .
 
 
 def is_adapter(module: Any) -> bool:
-    """Whether a module wraps another one, with adapters that can be switched."""
+    """True if a module wraps another one, with adapters that can be switched."""
     inside = getattr(module, "_modules", None)
     return bool(inside) and not inside.keys().isdisjoint(WRAPPED) and hasattr(module, "active_adapters")
 
@@ -205,7 +205,7 @@ class LinearWeights(NamedTuple):
 
 
 def is_plain(module: Any) -> bool:
-    """Whether a module is ``x·W + b`` by definition: of a known class, and with nothing put on it."""
+    """True if a module is ``x·W + b`` by definition: of a known class, and with nothing put on it."""
     from transformers.pytorch_utils import Conv1D  # transformers is slow to import
 
     kind = type(module)
@@ -474,19 +474,19 @@ class NormWeights:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its gain and shift change nothing: folded into what reads the norm, or never trained."""
+        """True if its gain and shift change nothing: folded into what reads the norm, or never trained."""
         has_gain = self.gain is not None and not bool((self.gain == 1).all())
         has_shift = self.shift is not None and bool(self.shift.any())
         return not has_gain and not has_shift
 
     @property
     def only_scales(self) -> bool:
-        """Whether it neither subtracts a mean nor adds anything."""
+        """True if it neither subtracts a mean nor adds anything."""
         return not self.centre and self.shift is None
 
 
 def is_norm(norm: Any) -> bool:
-    """Whether there is a norm that does anything; a Bridge may wrap an Identity."""
+    """True if there is a norm that does anything; a Bridge may wrap an Identity."""
     return norm is not None and not isinstance(innermost(norm), nn.Identity)
 
 
@@ -721,12 +721,12 @@ class AttentionWeights:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is no more than pattern, W_V and W_O."""
+        """True if it is no more than pattern, W_V and W_O."""
         return self.inner_values is None and self.output_factor is None and self.routing is None and not self.shared
 
     @property
     def hooked(self) -> bool:
-        """Whether holding the pattern holds it; else it is held as a whole, by what it reads."""
+        """True if holding the pattern holds it; else it is held as a whole, by what it reads."""
         return self.is_plain and self.shown
 
     def scaled(self, factor: float, reads: float = 1.0) -> "AttentionWeights":

@@ -83,7 +83,7 @@ def stacks_of(model: Any) -> tuple[str, ...]:
 
 
 def _has_hooked_stacks(model: Any) -> bool:
-    """Whether it is one of TransformerLens' own encoder–decoders, which are no Bridge (up to 3.9)."""
+    """True if it is one of TransformerLens' own encoder–decoders, which are no Bridge (up to 3.9)."""
     stacks = (getattr(model, "_modules", {}).get(stack) for stack in HOOKED_STACKS)
     return not hasattr(model, "original_model") and all(isinstance(stack, nn.ModuleList) for stack in stacks)
 
@@ -357,12 +357,12 @@ class ModelView:
 
     @property
     def any_offloaded(self) -> bool:
-        """Whether any of its weights are read when they are needed."""
+        """True if any of its weights are read when they are needed."""
         return self.offloaded or any(block.offloaded for block in self.blocks)
 
     @property
     def any_moved(self) -> bool:
-        """Whether any of its blocks runs on another device than that of its first weight."""
+        """True if any of its blocks runs on another device than that of its first weight."""
         return any(block.moved for block in self.blocks)
 
     def placed(self, name: str, value: Any) -> Any:
@@ -467,7 +467,7 @@ class ModelView:
 
     @property
     def is_whitened(self) -> bool:
-        """Whether the stream of any block is whitened first."""
+        """True if the stream of any block is whitened first."""
         return any(block.whitening is not None for block in self.blocks)
 
     @property
@@ -492,12 +492,12 @@ class ModelView:
 
     @property
     def begins_with_encoder(self) -> bool:
-        """Whether a Bridge's text is read by an encoder: one that fills gaps, or that of an encoder–decoder."""
+        """True if a Bridge's text is read by an encoder: one that fills gaps, or that of an encoder–decoder."""
         return self.is_bridge and (self.is_encoder_decoder or hasattr(self.model, "mlm_head"))
 
     @cached_property
     def wrapped_twice(self) -> bool:
-        """Whether a Bridge wraps parts that another Bridge has wrapped already."""
+        """True if a Bridge wraps parts that another Bridge has wrapped already."""
         wrapped = (getattr(module, "original_component", None) for module in self.model.modules())
         return self.is_bridge and any(map(is_bridge_component, wrapped))
 
@@ -584,7 +584,7 @@ class ModelView:
 
     @property
     def has_probabilities(self) -> bool:
-        """Whether one of what its logits are of excludes the others, so that their softmax says how likely each is."""
+        """True if one of what its logits are of excludes the others, so that their softmax says how likely each is."""
         return self.classes is None or self.classes.exclude
 
     def require_probabilities(self, what: str) -> None:
@@ -606,7 +606,7 @@ class ModelView:
 
     @cached_property
     def norms_in_float32(self) -> bool:
-        """Whether norms of a float64 model compute in float32, as its first block's do."""
+        """True if norms of a float64 model compute in float32, as its first block's do."""
         norms = [getattr(self.blocks[0].module, name, None) for name in ("norm", *NORMS)]
         with loaded(*norms):
             return any(computes_in_float32(norm) for norm in norms if is_norm(norm))
@@ -694,7 +694,7 @@ class ModelView:
 
     @property
     def scales_decoder_output(self) -> bool:
-        """Whether what is unembedded is the final norm's output times √(1/d_model) (T5 with tied embeddings)."""
+        """True if what is unembedded is the final norm's output times √(1/d_model) (T5 with tied embeddings)."""
         config = self.config
         if not self.is_encoder_decoder or not hasattr(config, "relative_attention_num_buckets"):
             return False

@@ -232,7 +232,7 @@ def _put_back(view: ModelView, changed: Sequence[Changed]) -> None:
 
 
 def _holds(weight: Tensor, sample: Tensor, before: Tensor) -> bool:
-    """Whether a weight is what was written, or (where writing was interrupted) still what it was before."""
+    """True if a weight is what was written, or (where writing was interrupted) still what it was before."""
     now = sampled(weight)
     return any(past.shape == now.shape and torch.equal(now, past.to(now)) for past in (sample, sampled(before)))
 

@@ -399,7 +399,7 @@ def _cell(frame: "pd.DataFrame", method: Any, metric: str, digits: int, *, bold:
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    """Whether two rows of numbers are equal to rounding, gaps included."""
+    """True if two rows of numbers are equal to rounding, gaps included."""
     size = float(second[second.isfinite()].abs().max())
     return torch.allclose(first, second, rtol=1e-6, atol=1e-6 * size, equal_nan=True)
 

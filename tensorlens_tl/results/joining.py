@@ -84,7 +84,7 @@ def _lists(
 
 
 def _counts_up(part: Attribution) -> bool:
-    """Whether the queries of every prompt are 0, 1, 2, …"""
+    """True if the queries of every prompt are 0, 1, 2, …"""
     return bool((part.queries == torch.arange(part.queries.shape[1]).to(part.queries)).all())
 
 

@@ -141,7 +141,7 @@ class Stored:
 
 
 def _allowed(value: Any, annotation: Any) -> bool:
-    """Whether an annotation allows a value of JSON's kinds; a list stands for a tuple, and the reverse."""
+    """True if an annotation allows a value of JSON's kinds; a list stands for a tuple, and the reverse."""
     origin = get_origin(annotation) or annotation
     arguments = get_args(annotation)
     if origin in (Union, UnionType):

@@ -108,7 +108,7 @@ class Terms(PartScores):
 
     @property
     def additive(self) -> bool:
-        """Whether scores and remainder sum to the total."""
+        """True if scores and remainder sum to the total."""
         return self.remainder is not None
 
     @property

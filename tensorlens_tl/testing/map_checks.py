@@ -104,7 +104,7 @@ class MapCase:
 
     @cached_property
     def causal(self) -> bool:
-        """Whether no output position depends on a later input position, as measured."""
+        """True if no output position depends on a later input position, as measured."""
         x = self.draw(4)
         y = self.m.push(x)
         for last in range(x.shape[-2] - 1):

@@ -81,7 +81,7 @@ def delta_pattern(
 
 
 def is_delta(module: nn.Module) -> bool:
-    """Whether a mixer follows the gated delta rule, by what it is made of."""
+    """True if a mixer follows the gated delta rule, by what it is made of."""
     return _has(module, PARTS) and _projection_names(module) is not None
 
 

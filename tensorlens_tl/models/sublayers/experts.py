@@ -70,7 +70,7 @@ class Routing:
 
     @property
     def has_capacity(self) -> bool:
-        """Whether an expert takes so many tokens of a prompt and no more, in their order (Switch Transformers)."""
+        """True if an expert takes so many tokens of a prompt and no more, in their order (Switch Transformers)."""
         return self.read is _within_capacity
 
     def of_choices(
@@ -159,7 +159,7 @@ def read_per_layer(block: Any, cfg: Any, refuse: Refuse) -> PerLayerWeights:
 
 
 def has_experts(mlp: Any) -> bool:
-    """Whether an MLP sends its tokens to experts."""
+    """True if an MLP sends its tokens to experts."""
     experts = innermost(getattr(innermost(mlp), "experts", None))
     if isinstance(experts, nn.Module):
         return any(True for _ in experts.parameters())
@@ -167,7 +167,7 @@ def has_experts(mlp: Any) -> bool:
 
 
 def _is_parallel(layer: Any) -> bool:
-    """Whether a layer's own projections are those of all its experts, one matrix each (JetMoe)."""
+    """True if a layer's own projections are those of all its experts, one matrix each (JetMoe)."""
     parts = (innermost(getattr(layer, name, None)) for name in ("input_linear", "output_linear"))
     weights = [getattr(part, "weight", None) for part in parts]
     return all(isinstance(weight, Tensor) and weight.ndim == 3 for weight in weights)

@@ -114,7 +114,7 @@ def _with_inner_norm(read: MLPWeights, inner: Any, cfg: Any, refuse: Refuse) -> 
 
 
 def has_projections(module: nn.Module) -> bool:
-    """Whether a module has the projections of an MLP, under names that are known."""
+    """True if a module has the projections of an MLP, under names that are known."""
     return any(all(isinstance(getattr(module, name, None), nn.Module) for name in names) for names in PROJECTIONS)
 
 

@@ -86,7 +86,7 @@ class ChannelMixWeights:
 
     @property
     def hooked(self) -> bool:
-        """Whether its pre-activations are held one by one."""
+        """True if its pre-activations are held one by one."""
         return False
 
     @property
@@ -121,7 +121,7 @@ def squared_relu(z: Tensor) -> Tensor:
 
 
 def is_time_mix(module: nn.Module) -> bool:
-    """Whether a mixer is a time mixing, by what it is made of."""
+    """True if a mixer is a time mixing, by what it is made of."""
     return all(hasattr(module, name) for name in TIME_MIX)
 
 
@@ -148,7 +148,7 @@ def read_time_mix(module: Any) -> MixerWeights:
 
 
 def is_channel_mix(module: Any) -> bool:
-    """Whether what stands in the place of an MLP is a channel mixing, by what it is made of."""
+    """True if what stands in the place of an MLP is a channel mixing, by what it is made of."""
     return all(hasattr(module, name) for name in CHANNEL_MIX)
 
 
@@ -163,7 +163,7 @@ def halving_period(block: Any) -> int:
 
 
 def halves_after(block: Any, layer: int) -> bool:
-    """Whether the model halves its stream after a block: not in train mode, in which its weights are not scaled."""
+    """True if the model halves its stream after a block: not in train mode, in which its weights are not scaled."""
     every = halving_period(block)
     return every > 0 and not innermost(block).training and (layer + 1) % every == 0
 
@@ -178,6 +178,6 @@ def _mix(module: Any, name: str) -> Mix:
 
 @torch.no_grad()
 def _shifts_by_one(module: Any) -> bool:
-    """Whether its `time_shift` is what its name says."""
+    """True if its `time_shift` is what its name says."""
     probe = torch.arange(1.0, 4.0)[None, :, None]
     return read_part(module, "time_shift")(probe).flatten().tolist() == [0.0, 1.0, 2.0]

@@ -14,7 +14,7 @@ from tensorlens_tl.passes.inputs.spans import find_real
 
 
 def is_all(query: Query) -> bool:
-    """Whether a query or keys are the word that stands for every position."""
+    """True if a query or keys are the word that stands for every position."""
     return isinstance(query, str) and query == "all"
 
 

@@ -72,7 +72,7 @@ class Prompt:
         return positions - self.encoder_length
 
     def predicts(self, positions: Int[Tensor, "batch query"]) -> bool:
-        """Whether the model predicts something at all of these positions; see `in_logits`."""
+        """True if the model predicts something at all of these positions; see `in_logits`."""
         try:
             self.in_logits(positions)
         except InvalidInputError:
@@ -450,7 +450,7 @@ def _is_text(input: object) -> TypeGuard[Sequence[object]]:
 
 
 def _is_ragged(input: object) -> bool:
-    """Whether it is a list of rows of token ids of different lengths."""
+    """True if it is a list of rows of token ids of different lengths."""
     if not isinstance(input, Sequence) or not all(hasattr(row, "__len__") for row in input):
         return False
     return len({len(row) for row in input}) > 1
@@ -552,7 +552,7 @@ def _as_ids(input: object) -> Tensor:
 
 
 def _ends_in_padding(view: ModelView, tokens: Tensor) -> bool:
-    """Whether a prompt begins or ends with two padding tokens or more; one may well be a BOS or EOS of the same id."""
+    """True if a prompt begins or ends with two padding tokens or more; one may well be a BOS or EOS of the same id."""
     pad = getattr(view.tokenizer, "pad_token_id", None)
     if pad is None or tokens.shape[1] < 3:
         return False
@@ -599,7 +599,7 @@ def ids_as_trained(tokenizer: Any, text: str) -> list[int]:
 
 
 def _may_have_lost_its_template(tokenizer: Any, text: str, ids: list[int]) -> bool:
-    """Whether these token ids are what ``add_bos_token=True`` makes of a text, whatever the template was."""
+    """True if these token ids are what ``add_bos_token=True`` makes of a text, whatever the template was."""
     if not tokenizer.init_kwargs.get("add_bos_token"):
         return False
     body: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -83,7 +83,7 @@ class EarlierLayers:
 
     @property
     def may_be_skipped(self) -> bool:
-        """Whether every block gives the stream and nothing else."""
+        """True if every block gives the stream and nothing else."""
         return len(self.forms) == len(self._blocks)
 
     @contextmanager

@@ -108,7 +108,7 @@ def chosen_mlps(layers: object, chosen: range) -> set[int]:
 
 
 def places_bias(bias: str) -> bool:
-    """Whether biases count for the positions where they are added, instead of apart."""
+    """True if biases count for the positions where they are added, instead of apart."""
     if bias not in ("apart", "position"):
         raise InvalidInputError(f"bias={bias!r}; use 'apart' (not part of the scores) or 'position'.")
     return bias == "position"

@@ -298,7 +298,7 @@ def _directions(frozen: Linearisation, direction: Any, queries: int) -> Float[Te
 
 
 def predicts_at(frozen: Linearisation, positions: Int[Tensor, "batch query"]) -> bool:
-    """Whether the model predicts a token or a class at all of these positions."""
+    """True if the model predicts a token or a class at all of these positions."""
     return frozen.view.unembedding is not None and frozen.prompt.predicts(positions)
 
 

@@ -134,7 +134,7 @@ class LayoutSearch:
         }
 
     def _same_map(self, maps: BlockMaps, first: Layout, second: Layout) -> bool:
-        """Whether two layouts agree on random vectors too (a sublayer that writes nothing): then either is right."""
+        """True if two layouts agree on random vectors too (a sublayer that writes nothing): then either is right."""
         x = maps.capture.resid_pre(self.layer)
         noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x) * x.std()
         output, other_output = (maps.block_map(self.layer, layout=option)(noise) for option in (first, second))

@@ -24,7 +24,7 @@ class LogitsCheck:
         self.postponed: tuple[object, Int[Tensor, "batch query"]] | None = None
 
     def covers(self, positions: Int[Tensor, "batch query"]) -> bool:
-        """Whether every one of some positions was compared."""
+        """True if every one of some positions was compared."""
         return bool(torch.take_along_dim(self.compared, positions, dim=1).all())
 
     def add(self, error: float, positions: Int[Tensor, "batch query"]) -> None:

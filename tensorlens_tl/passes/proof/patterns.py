@@ -11,7 +11,7 @@ from tensorlens_tl.errors import NumericalError, UnsupportedModelError
 
 
 def looks_ahead(pattern: Float[Tensor, "batch head query key"], mask: Bool[Tensor, "batch query"]) -> bool:
-    """Whether a real query has weight on later tokens."""
+    """True if a real query has weight on later tokens."""
     keys = torch.arange(pattern.shape[-1], device=pattern.device)
     return any(
         bool(((pattern[:, :, at] != 0) & (keys > queries[:, None]) & mask[:, None, at, None]).any())
