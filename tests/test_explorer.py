@@ -709,13 +709,41 @@ def test_choosing_the_other_token_of_a_comparison_keeps_the_page(browser, opened
     assert not one(browser, "#error").is_displayed()
 
 
-def test_an_empty_page_offers_an_example(browser, opened):
+def test_the_first_screen_is_an_answered_question(browser, opened, session):
     browser.get("about:blank")
     browser.get(opened.url)
-    wait(browser, lambda: several(browser, "#example"))
-    one(browser, "#example").click()
     settled(browser)
-    assert one(browser, "#text").get_attribute("value") == PROMPT
+    question = {name: one(browser, f"#{name}").get_attribute("value") for name in ("text", "other")}
+    view = session.view("prompt", question)
+    chances = {token["id"]: (token["chance"], token["other_chance"]) for token in view["next"]}
+    title = one(browser, "#question").text
+    assert title.startswith("Why “string” and not “list”?")
+    for token in (view["target"], view["minus"]):
+        for chance in chances[token["id"]]:
+            assert f"{100 * chance:.1f} %" in title
+    assert browser.switch_to.active_element.get_attribute("id") == "text"
+    assert several(browser, ".graph .node")
+    several(browser, ".example")[1].click()
+    wait(browser, lambda: one(browser, "#text").get_attribute("value") == PROMPT)
+    settled(browser)
+    assert len(several(browser, ".example")) == 3
+    assert not several(browser, ".next .runs")
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_what_is_pressed_opens_in_the_window(browser, opened, width):
+    script = "return document.querySelector(arguments[0]).getBoundingClientRect().top"
+    override = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", override)
+    try:
+        load(browser, opened, text=PROMPT)
+        for selector, opens in (('.components [data-cell="3,1"]', ".head"), ("#ablate", ".ablate")):
+            one(browser, selector).click()
+            wait(browser, lambda opens=opens: several(browser, opens))
+            settled(browser)
+            wait(browser, lambda opens=opens: -1 <= browser.execute_script(script, opens) < 700)
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def prompt_numbers(session):

@@ -125,7 +125,10 @@ def test_the_runner_up_of_each_run_is_named(model):
         for of in logits:
             of[view["target"]["id"]] = -torch.inf
         assert [token["id"] for token in view["runners_up"]] == [int(of.argmax()) for of in logits]
-        assert view["minus"] == view["runners_up"][0]  # what the target is compared with by default is the first run's
+        choice = int(runs[1].logits(query)[0, 0].argmax())
+        assert view["second_choice"] == (choice != view["target"]["id"])
+        # by default the target is compared with the second run's first choice, else with the first run's runner-up
+        assert view["minus"]["id"] == (choice if view["second_choice"] else view["runners_up"][0]["id"])
     assert len(session.view("prompt", {"text": PROMPT})["runners_up"]) == 1
 
 
@@ -135,7 +138,7 @@ def differing(model):
     for query in range(3, 35):
         question = {"text": PROMPT, "other": OTHER, "query": query}
         view = session.view("prompt", question)
-        if view["runners_up"][0] != view["runners_up"][1]:
+        if view["runners_up"][0] != view["runners_up"][1] and not view["second_choice"]:
             return question, view
     raise AssertionError("both runs have one runner-up everywhere")
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> None:
 
     check_installed()
     labels = named_labels(args.labels, len(args.features))
+    print(f"Loading {args.model} …", file=sys.stderr, flush=True)
     model = shared.loaded_model(args, images=True)
     dictionaries = [named_dictionary(of, model) for of in args.features]
     tuned = None if args.tuned is None else shared.loaded_model(args, args.tuned)

@@ -49,7 +49,8 @@ class Question:
         query: the explained position; None is the last.
         target, minus: token ids; a target of None is the likeliest token, a minus of None no other token, and a minus
             may be the text of a token, as it was typed.
-        runner_up: whether the target is compared with the next likeliest token.
+        runner_up: whether the target is compared with the next likeliest token; of two runs with the second's first
+            choice, where it is another one.
         method: of the token scores.
         layer, head: the head that is looked at, or None.
         key: the position that the head attends to, or None: the one it attends to most.
@@ -476,6 +477,15 @@ class Inquiry:
         return logits
 
     @cached_property
+    def second_choice(self) -> int | None:
+        """Of two runs the token that the second finds likeliest."""
+        if not self.question.is_comparison:
+            return None
+        logits = self.change.b.logits(self.query)
+        assert logits is not None
+        return int(logits[0, 0].argmax())
+
+    @cached_property
     def target(self) -> dict[str, int]:
         """Target and minus, or their defaults, as options of the library's functions."""
         size = len(self.logits)
@@ -493,6 +503,8 @@ class Inquiry:
                 target = best[-1]
         if self.question.runner_up:
             minus = runner_up(self.logits, target)
+            if self.second_choice not in (None, target):
+                minus = self.second_choice
         if minus == target and size == 1:  # the only class there is
             minus = None
         return {"target": target} if minus is None else {"target": target, "minus": minus}

@@ -24,6 +24,24 @@ from tensorlens_tl.results import COVERED, ScoreAttribution, ScoreChange, Terms
 
 View = dict[str, Any]
 
+EXAMPLE_NAMES = ("Mary", "John")
+GIVEN = "When Mary and John went to the store, {} gave a drink to"
+ARGUMENTS = "The first argument is a {}. The second argument is a"
+ERRORS = "If the module is not found, a ModuleNotFoundError is raised. If the file is not found, a FileNotFoundError is"
+EXAMPLES: dict[bool, list[View]] = {
+    True: [
+        {"name": "Two prompts: who gets the drink?", "text": GIVEN.format("John"), "other": GIVEN.format("Mary")},
+        {"name": "A fact: where is the Eiffel Tower?", "text": "The Eiffel Tower is in the city of"},
+        {"name": "Code: what is returned?", "text": "def add(a, b):\n    return a +"},
+    ],
+    False: [
+        {"name": "Two prompts: string or list?", "text": ARGUMENTS.format("string"), "other": ARGUMENTS.format("list")},
+        {"name": "A sentence: what happens to the error?", "text": ERRORS},
+        {"name": "Code: what is the base class?", "text": "class Name(object): pass\n\nclass File("},
+    ],
+}
+"""Questions that the page offers, for models that know the names and for those that do not."""
+
 BEST = 10
 """Next tokens that are listed."""
 LONGEST_LABEL = 200
@@ -49,6 +67,7 @@ def prompt_view(inquiry: Inquiry) -> View:
         "next": _likeliest(frozen, [of.double().softmax(-1) for of in logits]),
         **{name: _token(frozen, token) for name, token in target.items()},
         "runners_up": [_token(frozen, token) for token in foils if token is not None],
+        "second_choice": inquiry.second_choice not in (None, target["target"]),
         "proof": max(run.errors.values(), default=0.0),
         "numbers": [float(of[target["target"]] - (of[target["minus"]] if "minus" in target else 0)) for of in logits],
     }
@@ -397,6 +416,14 @@ def image_view(inquiry: Inquiry) -> View:
     return view
 
 
+def _examples(model: ModelView) -> list[View]:
+    """Questions to begin with, the first of them of two prompts, in words that the model's tokenizer knows."""
+    if model.reads != "tokens" or model.unembedding is None or model.classes is not None or model.tokenizer is None:
+        return []
+    knows_names = all(len(model.tokenizer.encode(f" {name}", add_special_tokens=False)) == 1 for name in EXAMPLE_NAMES)
+    return [*EXAMPLES[knows_names]]
+
+
 VIEWS: Mapping[str, Callable[[Inquiry], View]] = {
     "prompt": prompt_view,
     "tokens": tokens_view,
@@ -505,6 +532,7 @@ class Session:
             "version": self._passes.version,
         }
         model = ModelView(self.model)
+        view["examples"] = _examples(model)
         if model.reads == "images":
             classes = [token_label(model, token) for token in range(model.d_vocab)]
             view |= {"images": self.images.given, "pictures": self.images.pictures}

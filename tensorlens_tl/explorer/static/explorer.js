@@ -1,5 +1,5 @@
 // The page: one state, in the address; every view follows it.
-import { copy, card, error, h, plain } from "./draw.js";
+import { copy, card, error, h, percent, plain, quoted } from "./draw.js";
 import { generatedView, showModes } from "./generated.js";
 import { graphView } from "./graph.js";
 import { gallery, imageControls, imageView } from "./images.js";
@@ -21,7 +21,17 @@ function changed(state, change) {
   return { ...next, [change.target === undefined ? "target" : "minus"]: undefined };
 }
 
-const go = (change) => { write(changed(read(), change)); show(); };
+// What a click opens is brought into the window; a node of the graph is answered beside the graph.
+const go = async (change) => {
+  write(changed(read(), change));
+  await show();
+  const opened = change.pick?.includes("@") ? [] : OPENED.filter((name) => OPENS[name].some((field) => change[field] !== undefined));
+  const slot = opened.map((name) => slots[name]).find((of) => !of.hidden);
+  const box = slot?.getBoundingClientRect();
+  if (box && (box.top < 0 || box.top > innerHeight - Math.min(200, box.height))) slot.scrollIntoView({ block: "start" });
+};
+const OPENS = { ablate: ["node"], head: ["head", "key"], neurons: ["node"], feature: ["feature"] };
+const OPENED = Object.keys(OPENS);
 
 // What is typed is read by the model's tokenizer; the address has the token's number, as it has that of a chosen one.
 async function against(text) {
@@ -75,7 +85,6 @@ function buildGrid() {
   }
 }
 
-const EXAMPLE = "If the module is not found, a ModuleNotFoundError is raised. If the file is not found, a FileNotFoundError is";
 const ONE_RUN = "Generated text, features and ablations are of one run; a comparison does not show them. ";
 const WAITING = { graph: "Following the strongest nodes back …" };
 
@@ -98,6 +107,7 @@ async function show() {
   showModes(about, state, go);
   imageControls(about, state, go, fail);
   if (!state.text && !state.image) { stop(); end(); return welcome(); }
+  find("examples").hidden = !about.examples.length;
   if (!isAnswered("prompt", state)) stop();
   begin();
   find("views").classList.add("busy");
@@ -106,6 +116,7 @@ async function show() {
   try {
     const prompt = await ask("prompt", state);
     if (mine !== turn) return;
+    title(prompt, state);
     const list = places(state);
     const names = list.map(([name]) => name);
     for (const [name, slot] of Object.entries(slots)) { slot.hidden = !names.includes(name); if (slot.hidden) slot.replaceChildren(); }
@@ -131,6 +142,7 @@ async function show() {
     if (refusal.name === "AbortError") return cancelled();
     find("status").textContent = "";
     find("foot").textContent = "";
+    find("question").hidden = true;
     for (const slot of Object.values(slots)) { slot.hidden = true; slot.replaceChildren(); }
     fail(refusal.message);
   } finally {
@@ -157,10 +169,28 @@ function fail(message) {
   find("error").hidden = false;
 }
 
+// The question in words, with the probabilities of both tokens.
+function title(prompt, state) {
+  const told = (token) => {
+    const row = prompt.next.find((of) => of.id === token.id);
+    return row ? `${quoted(token.text)} ${[row.chance, ...(isPair(state) ? [row.other_chance] : [])].map(percent).join(" after the first prompt, ")}${isPair(state) ? " after the second" : ""}` : quoted(token.text);
+  };
+  const asked = [prompt.target, prompt.minus].filter(Boolean);
+  find("question").replaceChildren(`Why ${asked.map((token) => quoted(token.text)).join(" and not ")}? `, h("small", { class: "soft" }, asked.map(told).join(" · ")));
+  find("question").hidden = Boolean(about.classes);
+}
+
+function examples() {
+  find("examples").replaceChildren("Examples:", ...about.examples.map(({ name, text, other }) =>
+    h("button", { type: "button", class: "example quiet", onclick: () => { drafts.clear(); go({ ...NOTHING, query: undefined, target: undefined, minus: undefined, new: undefined, chat: undefined, text, other }); } }, name)));
+}
+
 function welcome() {
+  find("question").hidden = true;
+  find("examples").hidden = !about.examples.length;
   for (const [name, slot] of Object.entries(slots)) slot.hidden = name !== "tokens";
   const image = Boolean(about.classes);
-  const example = image ? gallery(about, go) : h("p", {}, h("button", { type: "button", id: "example", onclick: () => { drafts.clear(); go({ text: EXAMPLE }); } }, "Try an example"));
+  const example = image ? gallery(about, go) : null;
   fill("tokens", card("welcome", image ? "Choose an image" : "Type a prompt and press Enter", null, null, h("p", { class: "soft" },
     `You will see which ${image ? "patches" : "tokens"}, heads and MLPs make the model’s ${image ? "class" : "next token"}, as exact sums with their gap.`), example));
 }
@@ -178,6 +208,8 @@ find("ask").addEventListener("submit", (event) => {
     fail("Type a prompt first.");
     return;
   }
+  // the second prompt of an example does not go with a first one that was typed
+  if (drafts.has("text") && !drafts.has("other") && about.examples.some((of) => of.other === find("other").value)) find("second").hidden = true;
   forget();
   drafts.clear();
   const other = find("second").hidden ? "" : find("other").value;
@@ -209,4 +241,9 @@ find("model").textContent = about.name;
 document.title = about.name ? `${about.name} · Explorer` : "Explorer";
 buildGrid();
 open(false);
-await show();
+examples();
+const begun = location.hash ? undefined : about.examples[0];
+if (begun) history.replaceState(null, "", `${location.pathname}${location.search}#${new URLSearchParams({ text: begun.text, other: begun.other })}`);
+const shown = show();
+if (begun) find("text").select(); // what is typed replaces an example
+await shown;

@@ -40,12 +40,14 @@ export function nextView(prompt, state, go, about, against) {
   const two = isPair(state);
   const [first, second] = prompt.runners_up;
   const differ = two && first && second && first.id !== second.id;
-  const named = !two ? "the runner-up" : differ ? "the first run’s runner-up" : "both runs’ runner-up";
-  const listed = prompt.next.filter((of) => of.id !== prompt.target?.id && !(differ && of.id === second.id));
-  if (typeof state.minus === "number" && !(differ && state.minus === second.id) && !listed.some((of) => of.id === state.minus)) listed.push(prompt.minus); // typed, or of a link
+  const ofSecond = prompt.second_choice ? "the second run’s first choice" : "the second run’s runner-up";
+  const ofFirst = !two ? "the runner-up" : differ ? "the first run’s runner-up" : "both runs’ runner-up";
+  const [usual, named, other, otherNamed] = prompt.second_choice ? [second, ofSecond, first, ofFirst] : [first, ofFirst, second, ofSecond];
+  const listed = prompt.next.filter((of) => of.id !== prompt.target?.id && !(differ && of.id === other.id));
+  if (typeof state.minus === "number" && !(differ && state.minus === other.id) && !listed.some((of) => of.id === state.minus)) listed.push(prompt.minus); // typed, or of a link
   const minus = h("select", { "aria-label": "Compared with", onchange: (event) => go({ minus: event.target.value === "" ? undefined : event.target.value === "none" ? null : Number(event.target.value) }) },
-    h("option", { value: "", selected: state.minus === undefined }, first ? `${named}, ${quoted(first.text)}` : named),
-    differ ? h("option", { value: second.id, selected: state.minus === second.id }, `the second run’s runner-up, ${quoted(second.text)}`) : null,
+    h("option", { value: "", selected: state.minus === undefined }, usual ? `${named}, ${quoted(usual.text)}` : named),
+    differ ? h("option", { value: other.id, selected: state.minus === other.id }, `${otherNamed}, ${quoted(other.text)}`) : null,
     h("option", { value: "none", selected: state.minus === null }, "nothing"),
     listed.map((of) => h("option", { value: of.id, selected: state.minus === of.id }, visible(of.text))));
   const what = about.classes ? "class" : "token";
