@@ -2,7 +2,7 @@
 
 from tensorlens_tl.core.linearise import Linearised, activation, refuse_other_functions, ruled
 from tensorlens_tl.core.pairs import Paired, in_two_runs, paired
-from tensorlens_tl.core.recorded import Recorded, Side, gradients, recordable
+from tensorlens_tl.core.recorded import Cuts, Recorded, Side, depends, gradients, recordable
 from tensorlens_tl.core.rules import (
     ATTNLRP,
     FROZEN,
@@ -29,6 +29,7 @@ __all__ = [
     "RELP",
     "RULES",
     "TANGENT",
+    "Cuts",
     "Linearised",
     "Paired",
     "Recorded",
@@ -37,6 +38,7 @@ __all__ = [
     "activation",
     "by_ratio",
     "constant",
+    "depends",
     "doubted",
     "gates_held",
     "gradients",

@@ -13,6 +13,7 @@ from torch import Tensor
 from tensorlens_tl.algebra import ZERO, MixingMap, note_bias
 from tensorlens_tl.algebra.memory import joined
 from tensorlens_tl.algebra.positions import Where, shared, widened
+from tensorlens_tl.hooks import FwdHook, in_this_thread
 
 ROW_BYTES = 64 * 2**20
 """What the rows that go through a graph at once may take, as far as the ends of the graph tell."""
@@ -173,6 +174,32 @@ class Recorded(MixingMap):
     def _at_once(self) -> int:
         ends = (self.given.numel() + self.output.numel()) * self.output.element_size()
         return max(1, ROW_BYTES // (INSIDE * ends))
+
+
+@dataclass(eq=False)
+class Cuts:
+    """Where a run is cut: values as they arrive, and what goes on from there, which begins the next part of it."""
+
+    arrived: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    leaves: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def at(self, name: str, instead: Tensor | None = None) -> FwdHook:
+        """A hook that ends one part of the run and begins the next, with another value where one is given."""
+
+        def cut(live: Tensor, *, hook: Any) -> Tensor:
+            self.arrived[name] = live
+            self.leaves[name] = (live if instead is None else instead.to(live)).detach().clone().requires_grad_()
+            return self.leaves[name]
+
+        return name, in_this_thread(cut)
+
+
+def depends(output: Tensor, given: Tensor) -> bool:
+    """Whether a gradient reaches what is given from an output."""
+    if not output.requires_grad:
+        return False
+    nothing = torch.zeros_like(output)
+    return torch.autograd.grad(output, given, nothing, retain_graph=True, allow_unused=True)[0] is not None
 
 
 def gradients(

@@ -24,7 +24,7 @@ from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.arguments import RuleLike
 from tensorlens_tl.circuits.stream.stream import Pulled, StreamTarget
 from tensorlens_tl.circuits.stream.sublayers import Kind, Step, Sublayer
-from tensorlens_tl.core import Recorded, Rule, Side, gradients, refuse_other_functions, rule_of, ruled
+from tensorlens_tl.core import Cuts, Recorded, Rule, Side, depends, gradients, refuse_other_functions, rule_of, ruled
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, Placing, hook_points, in_this_thread, run_until
 from tensorlens_tl.models import Place
@@ -121,21 +121,8 @@ class _Cut:
 
 
 @dataclass(eq=False)
-class _Seen:
-    """What a run shows: values as they arrive somewhere, and what goes on from there where it is cut."""
-
-    arrived: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    leaves: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-
-    def cut(self, name: str, instead: Tensor | None = None) -> FwdHook:
-        """A hook that ends one part of the run and begins the next, with another value where one is given."""
-
-        def at_cut(live: Tensor, *, hook: Any) -> Tensor:
-            self.arrived[name] = live
-            self.leaves[name] = (live if instead is None else instead.to(live)).detach().clone().requires_grad_()
-            return self.leaves[name]
-
-        return name, in_this_thread(at_cut)
+class _Seen(Cuts):
+    """What a run shows: also what modules are called with, and values that are only looked at."""
 
     def watch(self, name: str, called: str = "") -> FwdHook:
         """A hook that only looks, at what may be called something else."""
@@ -258,9 +245,9 @@ class _RuledRun:
         entries |= dict.fromkeys(self.entries)
         if frozen.sides is not None:
             entries |= dict.fromkeys(self.capture.stream_names(self.plain.layers.stop)[:1])
-        hooks = [seen.cut(name, start.get(name)) for name in entries]
-        hooks.append(seen.cut(self.last) if self.ends else seen.watch(self.last))
-        hooks += [seen.cut(point) for cuts in self.cuts for cut in cuts for point in (*cut.ways, cut.point)]
+        hooks = [seen.at(name, start.get(name)) for name in entries]
+        hooks.append(seen.at(self.last) if self.ends else seen.watch(self.last))
+        hooks += [seen.at(point) for cuts in self.cuts for cut in cuts for point in (*cut.ways, cut.point)]
         if self.read_at != self.last:
             hooks.append(seen.watch(self.read_at))
         with torch.enable_grad(), Placing() as placing:
@@ -312,7 +299,7 @@ class _RuledRun:
         """Pull the target through the uncut run too, and compare; so do values with those of the pass."""
         frozen = self.frozen
         whole = _Seen()
-        hooks = [*(whole.cut(name, start.get(name)) for name in self.entries), whole.watch(self.read_at)]
+        hooks = [*(whole.at(name, start.get(name)) for name in self.entries), whole.watch(self.read_at)]
         with torch.enable_grad(), ruled(frozen.model, rule):
             run_until(frozen.model, frozen.inputs, hooks, self.read_at)
         read = whole.arrived[self.read_at]
@@ -430,7 +417,7 @@ class _RuledRun:
         arrived = self.arrived[cut.point]
         if not cut.ways:
             return {cut.kind: Chain((self._recorded(entry, arrived, (side, side), cut.sublayer.read.mixes),))}
-        if _depends(arrived, entry):
+        if depends(arrived, entry):
             raise self._refuse(f"what queries, keys and values of {cut.sublayer.name} read")
         attended = entry, side
         if cut.sublayer.is_cross:
@@ -438,7 +425,7 @@ class _RuledRun:
         kinds: tuple[Kind, ...] = ("query", "key", "head")
         reads: dict[Kind, Chain] = {}
         for kind, way in zip(kinds, cut.ways, strict=True):
-            if kind != "head" and not _depends(arrived, self.leaves[way]):
+            if kind != "head" and not depends(arrived, self.leaves[way]):
                 continue
             given, at = (entry, side) if kind == "query" else attended
             read = self._recorded(given, self.arrived[way], (at, at))
@@ -477,11 +464,3 @@ def _border(number: int) -> str:
 def _is_factor(outer: AffineMap) -> TypeGuard[Diagonal]:
     """Whether a step only multiplies the stream by a number."""
     return isinstance(outer, Diagonal) and outer.bias is ZERO
-
-
-def _depends(output: Tensor, given: Tensor) -> bool:
-    """Whether a gradient reaches what is given from an output."""
-    if not output.requires_grad:
-        return False
-    nothing = torch.zeros_like(output)
-    return torch.autograd.grad(output, given, nothing, retain_graph=True, allow_unused=True)[0] is not None

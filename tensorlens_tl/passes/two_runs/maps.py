@@ -1,6 +1,7 @@
 """The parts of every block as secants of two runs: linear in the difference of what enters."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from tensorlens_tl.algebra import AffineMap, Chain, Diagonal, Identity, Linear, Norm
 from tensorlens_tl.algebra.secants import Change, Offset, norm_secant
 from tensorlens_tl.core import paired
+from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import StreamPoint
 from tensorlens_tl.models import BlockView, Layout, Within
 from tensorlens_tl.models.names import ENCODER_NORM
@@ -23,6 +25,7 @@ from tensorlens_tl.passes.two_runs.attention import attention_secant, score_rout
 from tensorlens_tl.passes.two_runs.cross import CrossSecant, cross_score_routes, cross_secant
 from tensorlens_tl.passes.two_runs.experts import Mixture, experts_secant
 from tensorlens_tl.passes.two_runs.mlps import activated, hidden_secant
+from tensorlens_tl.passes.two_runs.recorded import Call, attention_calls, recorded_attention
 from tensorlens_tl.passes.two_runs.values import (
     BlockValues,
     CrossValues,
@@ -62,6 +65,7 @@ class SecantMaps(Blocks):
     capture: Capture
     layouts: tuple[Layout, ...]
     cache: dict[int, _Parts] = field(default_factory=dict[int, _Parts], repr=False)
+    calls: dict[int, tuple[Call, Call]] = field(default_factory=dict[int, tuple[Call, Call]], repr=False)
 
     @classmethod
     def of(cls, a: BlockMaps, b: BlockMaps) -> "SecantMaps":
@@ -146,10 +150,29 @@ class SecantMaps(Blocks):
             return self._in_place_of_attention(layer, heads)
         parts = self._parts(layer)
         if heads is not None:
-            return attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b, heads)[0]
+            return self._attention_secant(layer, heads)[0]
         if parts.attention is None:
-            parts.attention, parts.pattern_error = attention_secant(self.a, self.b, layer, parts.of_a, parts.of_b)
+            parts.attention, parts.pattern_error = self._attention_secant(layer)
         return parts.attention
+
+    def _attention_secant(self, layer: int, heads: Collection[int] | None = None) -> tuple[Chain, float]:
+        """Attention from its weights, or as the live module computes it where they do not say how scores come about.
+
+        Raises:
+            UnsupportedModelError: neither gives both runs.
+        """
+        values = self._parts(layer).of_a, self._parts(layer).of_b
+        try:
+            return attention_secant(self.a, self.b, layer, *values, heads)
+        except UnsupportedModelError:
+            if self.a.capture.model is not self.b.capture.model:
+                raise
+            if layer not in self.calls:
+                first, second = attention_calls(self.a), attention_calls(self.b)
+                self.calls.update({number: (first[number], second[number]) for number in first.keys() & second.keys()})
+            with suppress(UnsupportedModelError):
+                return recorded_attention(self.a, layer, self.calls[layer], values, heads)
+            raise
 
     @reads_weights
     def _in_place_of_attention(self, layer: int, heads: Collection[int] | None) -> Chain:
