@@ -23,7 +23,7 @@ from tensorlens_tl.core import Rule
 from tensorlens_tl.errors import RegistryError, UnsupportedModelError
 from tensorlens_tl.layerwise import refuse_whitened
 from tensorlens_tl.models import require_attention_alone
-from tensorlens_tl.passes import Difference, FrozenPass, refuse_without_secant
+from tensorlens_tl.passes import Difference, FrozenPass
 
 __all__ = ["REQUIREMENTS", "Requirement"]
 
@@ -155,7 +155,7 @@ def full_rows(frozen: FrozenPass, method: str) -> None:
 @Requirement
 def secants(frozen: FrozenPass | Difference, method: str) -> None:
     """Every part's response to another input is read: attention scores or what is in their place, MLPs, experts."""
-    refuse_without_secant(frozen.view)
+    frozen.view.require_single_streams("a difference of two runs")
 
 
 REQUIREMENTS = {

@@ -384,6 +384,14 @@ def test_cross_attention_is_attention_between_two_segments():
         m.at([0, 2])
 
 
+def test_a_bias_that_is_one_for_all_positions_goes_through_experts():
+    """As that of a norm before them, beside other experts or not."""
+    experts = routed([0, 3], [1])
+    for after in (experts, Beside((experts, routed([2])))):
+        whole = Chain((Norm(normal(BATCH, POS, 1).exp(), normal(WIDTH), normal(WIDTH)), after))
+        torch.testing.assert_close(whole.bias.expand(BATCH, POS, -1), whole(torch.zeros(BATCH, POS, WIDTH).double()))
+
+
 def test_routed_tokens_go_where_they_are_sent():
     """Σ over a token's experts of weight · expert(x), token by token; gradients go through it both ways."""
     m, x = routed([0, 1, 4], [5, 1]), normal(BATCH, POS, WIDTH)

@@ -104,6 +104,7 @@ class Routed(PositionwiseMap):
         return float(bounds.max())
 
     def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        x = x.expand(*x.shape[: -1 - len(self.shape)], *self.shape, -1)  # a bias may be given once for all positions
         flat = x.flatten(-1 - len(self.shape), -2)
         out = x.new_zeros(*flat.shape[:-1], self.width)
         for branch in self.branches:

@@ -32,7 +32,6 @@ from tensorlens_tl.models.blocks import (
     require_attention_alone as require_attention_alone,
     require_one_stream as require_one_stream,
     require_scaled_weights as require_scaled_weights,
-    require_scores as require_scores,
 )
 from tensorlens_tl.models.classes import (
     Classes as Classes,

@@ -664,14 +664,6 @@ def require_attention_alone(block: BlockView) -> AttentionWeights:
     return block.attention
 
 
-def require_scores(block: BlockView) -> None:
-    """Refuse attention whose scores are read neither from the stream nor from latents, cross-attention likewise."""
-    if block.mixer is not None or block.latent_scores is None:
-        block.require_query_key()
-    if block.cross_attention is not None:
-        _ = block.cross_query_key
-
-
 # ------------------------------------------------------------------ with other weights
 
 

@@ -46,7 +46,6 @@ from tensorlens_tl.passes.two_runs import (
     SecantMaps,
     check_one_architecture as check_one_architecture,
     difference,
-    refuse_without_secant,
 )
 
 if TYPE_CHECKING:
@@ -82,5 +81,4 @@ __all__ = [
     "freeze_changed",
     "patch_embedding",
     "pixel_scores",
-    "refuse_without_secant",
 ]

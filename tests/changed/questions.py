@@ -340,7 +340,6 @@ LEFT_OUT = {
     "passes.pixel_scores": "models of images",
     "passes.difference": "two runs: test_difference",
     "passes.freeze_changed": "the other run of a difference: test_difference",
-    "passes.refuse_without_secant": "a check",
     "passes.check_explained": "a check",
     "layerwise.refuse_whitened": "a check",
     "layerwise.select_query": "an index",

@@ -11,7 +11,7 @@ gradient that the rule gives without any cut, by the first block's input.
 
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch

@@ -79,7 +79,7 @@ def _angle_tables(maps: BlockMaps, attn: nn.Module, inner: nn.Module, x: Tensor)
                 tables = module(x, positions, *extra)
                 if isinstance(tables, Tensor) and tables.is_complex():  # cos + i·sin, each plane once (Llama 4)
                     yield tables[0].real, tables[0].imag
-                if isinstance(tables, tuple) and len(tables) == 2:
+                if isinstance(tables, tuple) and len(tables) == 2 and tables[0].ndim == 3:
                     cos, sin = tables
                     half = cos.shape[-1] // 2
                     yield cos[0, :, :half], sin[0, :, :half]

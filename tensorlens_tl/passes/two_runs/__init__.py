@@ -4,6 +4,7 @@
 | --- | --- |
 | `values` | what did the parts of a block read in one run? |
 | `attention`, `cross`, `mlps`, `experts`, `whitening` | which linear map takes Δ of inputs to Δ of outputs? |
+| `recorded` | the same of attention whose scores no weights explain: the live module says |
 | `maps` | the parts of every block as such secants |
 | `layouts` | how are blocks put together, where one run cannot tell? |
 | `runs` | the two runs, checked, and their map proved block by block |
@@ -14,7 +15,6 @@ from tensorlens_tl.passes.two_runs.runs import (
     Difference,
     check_one_architecture,
     difference,
-    refuse_without_secant,
 )
 
-__all__ = ["Difference", "SecantMaps", "check_one_architecture", "difference", "refuse_without_secant"]
+__all__ = ["Difference", "SecantMaps", "check_one_architecture", "difference"]

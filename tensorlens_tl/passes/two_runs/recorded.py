@@ -17,8 +17,7 @@ from transformers.cache_utils import Cache
 from tensorlens_tl.algebra import Chain, Diagonal, Sum
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.core import Cuts, Recorded, depends, in_two_runs, refuse_other_functions
-from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.hooks import Placing, hook_points, run_until
+from tensorlens_tl.hooks import Placing, hook_points, refuse_attached, run_until
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.two_runs.values import BlockValues
 
@@ -46,7 +45,11 @@ class Call:
 
 
 def attention_calls(maps: BlockMaps) -> dict[int, Call]:
-    """What the attention of every block is called with in a run: the model runs once more."""
+    """What the attention of every block is called with in a run: the model runs once more.
+
+    Raises `FrozenModelError` where a frozen pass is attached, whose patterns would be held.
+    """
+    refuse_attached(maps.view.model)
     calls: dict[int, Call] = {}
     with torch.no_grad(), Placing() as placing:
         for layer, block in enumerate(maps.view.blocks):
@@ -104,7 +107,7 @@ def recorded_attention(
         raise block.refuse("what its heads give depends on more than queries, keys and values.")
     refuse_other_functions([out, z, *(cuts.arrived[name] for name in ways)])
     shape = entry.shape[0], entry.shape[1]
-    keep = () if heads is None else (Diagonal(_kept(z, heads)),)
+    keep = () if heads is None else (Diagonal(_ones_at(z, heads)),)
     routes: list[Chain] = []
     for name in ways:
         read = Recorded(entry, cuts.arrived[name], shape, across=False)
@@ -113,7 +116,7 @@ def recorded_attention(
     return Chain((Sum(tuple(routes)), Chain((Recorded(leaf, out, shape, across=False),)))), error
 
 
-def _kept(z: Tensor, heads: Collection[int]) -> Float[Tensor, "1 1 width"]:
+def _ones_at(z: Tensor, heads: Collection[int]) -> Float[Tensor, "1 1 width"]:
     """1 at the channels of some heads."""
     keep = torch.zeros_like(z[:1, :1].detach())
     keep[:, :, list(heads)] = 1

@@ -20,7 +20,7 @@ from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import refuse_nan, upcast
 from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, UnsupportedModelError, warn_caller
 from tensorlens_tl.hooks import ModelPoints
-from tensorlens_tl.models import BlockView, HeadChoice, LayerRange, Layout, MlpChoice, ModelView, require_scores
+from tensorlens_tl.models import BlockView, HeadChoice, LayerRange, Layout, MlpChoice, ModelView
 from tensorlens_tl.passes.capture import one_question
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.inputs import Prompt
@@ -29,6 +29,7 @@ from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.passes.two_runs.layouts import with_one_layout
 from tensorlens_tl.passes.two_runs.maps import SecantMaps
 
+QUESTION = "a difference of two runs"
 ROUNDING = 64
 """Units of rounding that a run's own numbers may be off by, in a difference of two of them."""
 
@@ -325,10 +326,10 @@ def _check_alike(a: FrozenPass, b: FrozenPass) -> None:
             f"{_apart(a, b)}. Both runs need as many prompts, each with the same number of tokens and the same "
             "padding: replace words by others of as many tokens."
         )
-    refuse_without_secant(a.view)
+    a.view.require_single_streams(QUESTION)
     if a.model is not b.model:
         check_one_architecture(a.view, b.view)
-        refuse_without_secant(b.view)
+        b.view.require_single_streams(QUESTION)
 
 
 def _apart(a: FrozenPass, b: FrozenPass) -> str:
@@ -345,19 +346,6 @@ def _alike(first: list[str], second: list[str]) -> int:
     """How many tokens two prompts begin with alike."""
     pairs = zip(first, second, strict=False)
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-
-
-def refuse_without_secant(view: ModelView) -> None:
-    """Refuse, before any work, a model with a part whose response to another input is not read.
-
-    Raises:
-        UnsupportedModelError: names the part.
-    """
-    view.require_single_streams("a difference of two runs")
-    for block in view.blocks:
-        with block.loaded():
-            if block.mixer is None:
-                require_scores(block)
 
 
 SIZES = ("n_layers", "d_model", "n_heads", "n_key_value_heads", "d_head", "d_mlp")

@@ -1,0 +1,97 @@
+"""A difference through attention whose scores no weights explain: the live module says how they come about."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from conftest import hooks_left
+
+import tensorlens_tl as tlens
+from tensorlens_tl import circuits
+from tensorlens_tl.testing.models import _GROUPED, CONTEXT, HEADS, LAYERS, VOCABULARY, WIDTH, bridge_of
+
+pytestmark = [pytest.mark.numeric, pytest.mark.few(3)]
+
+SHAPES = {
+    "Cohere": _GROUPED,  # turns neighbouring channels, by tables that are laid out in another way
+    "Mpt": {"d_model": WIDTH, "n_heads": HEADS, "n_layers": LAYERS, "max_seq_len": CONTEXT, "vocab_size": VOCABULARY},
+    "NanoChat": _GROUPED,  # norms queries and keys after turning them
+}
+TOLERANCE = 1e-6
+"""These modules take softmax in float32."""
+
+
+def bridge(name):
+    config = getattr(transformers, f"{name}Config")(**SHAPES[name])
+    config._attn_implementation = "eager"
+    return bridge_of(getattr(transformers, f"{name}ForCausalLM")(config))
+
+
+def passes(model, **options):
+    tokens = torch.randint(3, VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(1))
+    return [tlens.freeze(model, prompts, **options) for prompts in (tokens, tokens.flip(1))]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_everything_sums_to_the_change(name):
+    model = bridge(name)
+    difference = tlens.difference(*passes(model))
+    assert difference.maps.calls, "its scores are read from weights: take another family"
+    assert max(difference.errors.values()) < TOLERANCE
+    attribution = tlens.attribute(difference, 5)
+    assert float(attribution.gap.max()) < TOLERANCE
+    effects = circuits.logit_attribution(difference, 5, by="head")
+    torch.testing.assert_close(effects.total, attribution.total.reshape(effects.total.shape))
+    assert float(effects.gap.max()) < TOLERANCE
+    assert float(circuits.routes(difference, 5).gap.max()) < TOLERANCE
+    assert not hooks_left(model)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_equal_runs_have_the_gradients_of_the_live_model(name):
+    model = bridge(name)
+    frozen = passes(model)[0]
+    op = tlens.difference(frozen, frozen).operator()
+    with torch.enable_grad():
+        x = frozen.resid_pre(0).detach().clone().requires_grad_()
+        seen = []
+        model.run_with_hooks(
+            **frozen.inputs,
+            fwd_hooks=[
+                (frozen.points.blocks[0].resid_pre, lambda live, hook: x),
+                (frozen.points.output, lambda live, hook: seen.append(live)),
+            ],
+        )
+        cotangent = torch.randn(seen[0].shape, generator=torch.Generator().manual_seed(2), dtype=x.dtype)
+        (pulled,) = torch.autograd.grad(seen[0], x, cotangent)
+    torch.testing.assert_close(op.pull(cotangent), pulled, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_heads_add_up(name):
+    difference = tlens.difference(*passes(bridge(name)))
+    x = difference.resid_pre(0)
+    each = [difference.maps.mixer(0, heads=[head])(x) for head in range(HEADS)]
+    torch.testing.assert_close(sum(each), difference.maps.mixer(0)(x), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_patching_a_head_by_the_difference_is_near_patching_it_live():
+    first, second = passes(bridge("Cohere"))
+    by_difference = circuits.patch_scores(first, second, 5, method="difference")
+    live = circuits.patch_scores(first, second, 5, method="patching")
+    both = torch.stack([by_difference.scores.flatten(), live.scores.flatten()])
+    assert float(torch.corrcoef(both)[0, 1]) > 0.8
+
+
+def test_two_models_are_refused():
+    model = bridge("Mpt")
+    first, second = passes(model)
+    with pytest.raises(tlens.UnsupportedModelError, match="attention scores cannot be read"):
+        tlens.difference(first, tlens.freeze(copy.deepcopy(model), second.tokens))
+
+
+def test_an_attached_pass_is_refused():
+    first, second = passes(bridge("Mpt"))
+    with first.attached(), pytest.raises(tlens.FrozenModelError):
+        tlens.difference(first, second)
