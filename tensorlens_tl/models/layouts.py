@@ -154,6 +154,8 @@ def _chained(stages: list[AffineMap]) -> AffineMap:
 
 def _branches(place: Place, parts: Sequence[AffineMap | None], norms: Mapping[str, AffineMap]) -> list[AffineMap]:
     """Return the branches of the sublayers that exist, each between its norms."""
+    if all(part is None for part in parts):
+        return []  # nor are their norms
     before = [norms[place.before]] if place.before else []
     after = [norms[place.after]] if place.after else []
     return [_chained([*before, part, *after]) for part in parts if part is not None]
