@@ -121,7 +121,7 @@ changed: .venv/.ready .venv-tl4/.ready
 gallery: .venv/.ready
 	.venv/bin/python -m scripts.gallery
 
-# the table of docs/choose.md, measured on the bundled model
+# docs/_static/methods.csv, measured on the bundled model
 choose: .venv/.ready
 	.venv/bin/python -m scripts.choose
 

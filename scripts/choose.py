@@ -1,9 +1,10 @@
-"""Writes the table of `docs/choose.md` (`make choose`): what is known of every built-in method, most of it measured.
+"""Writes `docs/_static/methods.csv` (`make choose`): what is known of every built-in method, most of it measured.
 
 Signs, sums, equal scores and costs come from runs on the bundled language model; targets and refusals come from the
 registrations. The questions that methods answer, and whether changes of attention are credited, are written by hand.
 """
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import tensorlens_tl as tlens
 from scripts.method_pages import page_of
 from tensorlens_tl import demo
 
-PAGE = Path(__file__).parent.parent / "docs" / "choose.md"
-START, END = "<!-- table, written by `make choose` -->", "<!-- end of the table -->"
+TABLE = Path(__file__).parent.parent / "docs" / "_static" / "methods.csv"
+"""The table of docs/choose.md."""
 SHORT, LONG = 32, 64
 """Tokens of the two prompts whose costs are compared."""
 TARGET = " raised"
@@ -129,7 +130,7 @@ def equals(name: str, scores: dict[str, tlens.Attribution]) -> list[str]:
     return [other for other in others if torch.allclose(scores[other].scores, mine, atol=1e-4)]
 
 
-def table() -> str:
+def table() -> list[list[str]]:
     """All built-in methods, a row each."""
     model = tlens.load_demo_model()
     scores = results(model)
@@ -138,7 +139,7 @@ def table() -> str:
         "method", "question", "signed", "target", "sums to", "credits attention changes", "run",
         "cost in forwards", "needs of the model", "same as",
     )  # fmt: skip
-    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+    lines = [list(head)]
     for name in built_in():
         question, run, change = QUESTIONS[name]
         method = tlens.get_method(name)
@@ -149,8 +150,8 @@ def table() -> str:
             sum_text(scores[name]), change, run, cost_text(short[name], long[name]), ", ".join(needs) or "–",
             ", ".join(f"`{other}`" for other in equals(name, scores)) or "–",
         ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return lines
 
 
 def yes(answer: bool) -> str:
@@ -158,15 +159,16 @@ def yes(answer: bool) -> str:
     return "✓" if answer else "–"
 
 
-def page() -> str:
-    """The page with its table measured again."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, after = text[: text.index(START)], text[text.index(END) :]
-    return f"{before}{START}\n\n{table()}\n\n{after}"
+def read() -> list[list[str]]:
+    """The table as it was measured last."""
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        return list(csv.reader(file))
 
 
 def main() -> None:
-    PAGE.write_text(page(), encoding="utf-8")
+    lines = table()
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
 
 
 if __name__ == "__main__":
