@@ -139,7 +139,7 @@ def table() -> list[list[str]]:
         "method", "question", "signed", "target", "sums to", "credits attention changes", "run",
         "cost in forwards", "needs of the model", "same as",
     )  # fmt: skip
-    lines = [list(head)]
+    lines: list[list[str]] = [list(head)]
     for name in built_in():
         question, run, change = QUESTIONS[name]
         method = tlens.get_method(name)
