@@ -176,7 +176,7 @@ def clicks() -> Lines:
     )
     with TemporaryDirectory() as folder, browser:
         for most in (300, 1000, 6000):
-            page = graph.export(Path(folder) / f"{most}.html", most=most)
+            page = graph.export(Path(folder) / f"{most}.html", k=most)
             for width in (1280, 400):
                 browser.set_window_size(width, 900)
                 browser.get(page.as_uri())

@@ -81,7 +81,7 @@ def pages(tmp_path_factory):
     paths["images"].write_text(page("images", drawn), encoding="utf-8")
     paths["maps"].write_text(page("maps", maps), encoding="utf-8")
     paths["graphs"].write_text(page("graphs", two), encoding="utf-8")
-    paths["graph"] = graph.export(folder / "graph.html", most=5000)
+    paths["graph"] = graph.export(folder / "graph.html", k=5000)
     corrupted = tlens.freeze(model, f"Return {NASTY} the name of the")
     circuit = circuits.edge_scores(frozen, corrupted, " first", method="difference").circuit(40)
     paths["circuit"] = circuit.export(folder / "circuit.html")

@@ -217,8 +217,12 @@ def test_every_method_is_a_typed_function_of_a_pass(method):
         takes = tlens.FrozenPass | tlens.Difference
     assert first.annotation == takes
     assert all(option.kind is option.KEYWORD_ONLY and option.annotation is not option.empty for option in options)
-    for section in ("Args:", "Returns:", "Raises:", ">>> "):
-        assert section in inspect.getdoc(function)
+    own, shared = inspect.getdoc(function), inspect.getdoc(tlens.methods)
+    assert ">>> " in own
+    other = re.search(r"those of `(\w+)`", own)
+    own += inspect.getdoc(getattr(tlens.methods, other[1])) if other else ""
+    for name in (first.name, *(option.name for option in options)):
+        assert re.search(rf"\b{name}\b", own) or f"`{name}`" in shared, name
     frozen = frozen_named("bridge/gpt2")
     by_name = tlens.attribute(frozen, method=method, **options_of(method))
     assert torch.equal(function(frozen, **options_of(method)).scores, by_name.scores)

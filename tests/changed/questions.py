@@ -351,6 +351,7 @@ LEFT_OUT = {
     "layerwise.only_acting": "a product",
     "evaluate.text_": "reads texts; what it gives is asked",
     "evaluate.few_shot_prompts": "writes prompts",
+    "evaluate.language_task": "writes pairs of prompts",
     "evaluate.relation_decoding": "needs a tokenizer and text; frozen.operator and its block maps are asked",
     "evaluate.reproduce": "runs other evaluations, which are asked",
     "evaluate.published": "the paper's numbers",
