@@ -165,9 +165,9 @@ class SecantMaps(Blocks):
         try:
             return attention_secant(self.a, self.b, layer, *values, heads)
         except UnsupportedModelError:
-            name = self.view.blocks[layer].name
-            hooked = self.a.capture.hooks_in(name) or self.b.capture.hooks_in(name)
-            if hooked or self.a.capture.model is not self.b.capture.model:
+            block = self.view.blocks[layer]
+            hooked = self.a.capture.hooks_in(block.name) or self.b.capture.hooks_in(block.name)
+            if hooked or block.brought or self.a.capture.model is not self.b.capture.model:
                 raise
             if layer not in self.calls:
                 first, second = attention_calls(self.a), attention_calls(self.b)
