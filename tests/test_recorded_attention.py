@@ -76,12 +76,14 @@ def test_heads_add_up(name):
     torch.testing.assert_close(sum(each), difference.maps.mixer(0)(x), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_patching_a_head_by_the_difference_is_near_patching_it_live():
-    first, second = passes(bridge("Cohere"))
-    by_difference = circuits.patch_scores(first, second, 5, method="difference")
-    live = circuits.patch_scores(first, second, 5, method="patching")
-    both = torch.stack([by_difference.scores.flatten(), live.scores.flatten()])
-    assert float(torch.corrcoef(both)[0, 1]) > 0.8
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_node_has_the_sum_of_its_edges(name):
+    first, second = passes(bridge(name))
+    nodes = circuits.patch_scores(first, second, 5, method="difference")
+    edges = circuits.edge_scores(first, second, 5, method="difference")
+    by_source = dict(zip(edges.sources, edges.scores.sum(2).T, strict=True))
+    for node in nodes.names:
+        torch.testing.assert_close(nodes[node][:, 0], by_source[node], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_two_models_are_refused():
