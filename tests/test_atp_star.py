@@ -175,4 +175,6 @@ def test_what_it_is_not_for_is_refused(model_named):
 
 
 def pairs_of(clean):
-    return evaluate.PromptPairs("tokens", clean.tokens, clean.tokens.flip(1), [5, 5], [7, 7])
+    return evaluate.PromptPairs(
+        "tokens", clean.tokens, clean.tokens.flip(1), torch.tensor([5, 5]), torch.tensor([7, 7])
+    )
