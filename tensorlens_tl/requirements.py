@@ -154,7 +154,7 @@ def full_rows(frozen: FrozenPass, method: str) -> None:
 
 @Requirement
 def secants(frozen: FrozenPass | Difference, method: str) -> None:
-    """Every part's response to another input is read: attention scores or what is in their place, MLPs, experts."""
+    """The stream has one vector for each token; what else two runs need is seen when they are compared."""
     frozen.view.require_single_streams("a difference of two runs")
 
 

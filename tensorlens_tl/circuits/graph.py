@@ -125,11 +125,13 @@ class Edges:
         tables: sources, targets and weights of the edges so far.
         largest: the size of the largest edge so far.
         count: how many edges the tables hold.
+        carries: whether what nodes write is carried on to the target.
     """
 
     threshold: float
     most: int
     selection: Bool[Tensor, "node"] | None = None
+    carries: bool = True
     entering: dict[int, Tensor] = field(default_factory=dict)
     tables: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     largest: float = 0.0
@@ -373,7 +375,8 @@ class GraphBuilder:
                 written += self._sublayer(step, sublayer, x, upcast(hidden), self.pulled.sums[number], outputs)
             for name, bias in [(name, bias) for name, bias, within in step.biases if within]:
                 written.append(self._bias(name, step, bias, self.pulled.sums[number]))
-            outputs = torch.cat([outputs, *written])
+            if self.edges.carries:
+                outputs = torch.cat([outputs, *written])
             outputs = step.outer.push(outputs[:, None])[:, 0]
             for name, bias, within in step.biases:
                 if not within:
@@ -648,7 +651,8 @@ def contribution_graph(
     edges = Edges(float(threshold), MOST_EDGES)
     builder = GraphBuilder(readout, pulled, edges, choices, splits)
     if nodes is not None:
-        weighed = GraphBuilder(readout, pulled, NoEdges(0.0, MOST_EDGES), choices, splits)
+        none = NoEdges(0.0, MOST_EDGES, carries=nodes < 1)
+        weighed = GraphBuilder(readout, pulled, none, choices, splits)
         edges.selection = weighed.largest(nodes)
         builder.prepared = weighed.prepared
     return builder.graph(_prediction(readout, target, minus))

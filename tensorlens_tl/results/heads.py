@@ -16,7 +16,7 @@ from tensorlens_tl.drawing import figure, graphs, matrix
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import check_batch, prompts_in_words, shown_prompt, some_numbers, with_others
 from tensorlens_tl.results.result import array
-from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table, provenance_of_both
+from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table, no_part, provenance_of_both
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,7 +56,7 @@ class HeadScores(Scored):
         """
         names = self._parts().names
         if name not in names:
-            self._refuse_name(name, names)
+            raise no_part(name, names)
         layer, head = map(int, name[1:].split("H"))
         return self.scores[:, layer, head]
 

@@ -113,12 +113,10 @@ class Scored(Result):
         """
         parts = self._parts()
         every = largest(parts.scores, parts.names, max(1, len(parts.names)), parts.positions, parts.labels)
-        return [entry for entry in every if entry.name == name] or self._refuse_name(name, parts.names)
-
-    def _refuse_name(self, name: str, names: Sequence[str]) -> Any:
-        """Raise for a part that there is not."""
-        some = ", ".join(map(repr, names[:8]))
-        raise InvalidInputError(f"no part {name!r}; there are {some}, ….{nearest(str(name), names)}")
+        entries = [entry for entry in every if entry.name == name]
+        if not entries:
+            raise no_part(name, parts.names)
+        return entries
 
     def _html(self, *args: Any, **choice: Any) -> str:
         bars = self._titled_bars(**choice)
@@ -302,6 +300,11 @@ class PartScores(QueryScores):
     def _short_target(self) -> str:
         """The target as the title of a mean has it."""
         return self.target
+
+
+def no_part(name: Any, names: Sequence[str], kind: str = "part") -> InvalidInputError:
+    """The error for a part that is looked up by a name that none has."""
+    return InvalidInputError(f"no {kind} {name!r}; there are {', '.join(names[:8])}, ….{nearest(str(name), names)}")
 
 
 def provenance_of_both(first: Any, second: Any) -> dict[str, str]:

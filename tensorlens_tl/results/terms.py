@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import nearest, whole_number
+from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.numerics import maybe, relative_gap
 from tensorlens_tl.drawing import figure, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
@@ -25,7 +25,7 @@ from tensorlens_tl.results.entry import (
     some_numbers,
     targets_of_queries,
 )
-from tensorlens_tl.results.scores import Bars, Parts, PartScores, long_table, refuse_ranked
+from tensorlens_tl.results.scores import Bars, Parts, PartScores, long_table, no_part, refuse_ranked
 from tensorlens_tl.results.statistics import bootstrap_interval
 
 if TYPE_CHECKING:
@@ -135,8 +135,7 @@ class Terms(PartScores):
     def __getitem__(self, name: str) -> Float[Tensor, "batch query"]:
         """Return one part's score for every prompt and query; raise `InvalidInputError` for an unknown part."""
         if name not in self.names:
-            near = nearest(name, self.names)
-            raise InvalidInputError(f"no term {name!r}; there are {', '.join(self.names[:8])}, ….{near}")
+            raise no_part(name, self.names, "term")
         return self.scores[..., self.names.index(name)]
 
     def _aligned(self, other: Any) -> tuple[Any, Any]:

@@ -70,7 +70,7 @@ def attention_secant(
     mixing = Attention(scores.mean_pattern.to(of_a.attention), weights[0].kv_heads)
     if heads is not None:
         mixing, secant = _only(mixing, secant, heads)
-    only = partial(_of_heads, n_heads=weights[0].heads, heads=heads)
+    only = partial(of_heads, n_heads=weights[0].heads, heads=heads)
     offsets = [Offset(only(vectors.to(of_a.heads)), name(of)) for of, vectors in constants.items()]
     routes = (
         Chain((*values.stages, mixing)),
@@ -266,7 +266,7 @@ def _written(weights: list[AttentionWeights], z: Change, name: str, only: Callab
     return replace(z, a=only(z.a), b=only(z.b)).written(out_a, out_b, name)
 
 
-def _of_heads(
+def of_heads(
     z: Float[Tensor, "batch pos width"], n_heads: int, heads: Collection[int] | None
 ) -> Float[Tensor, "batch pos width"]:
     """Some heads' vectors, the others zero; None for all of them."""

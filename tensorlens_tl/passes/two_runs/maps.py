@@ -169,11 +169,12 @@ class SecantMaps(Blocks):
             hooked = self.a.capture.hooks_in(block.name) or self.b.capture.hooks_in(block.name)
             if hooked or block.brought or self.a.capture.model is not self.b.capture.model:
                 raise
-            if layer not in self.calls:
+            if not self.calls:
                 first, second = attention_calls(self.a), attention_calls(self.b)
                 self.calls.update({number: (first[number], second[number]) for number in first.keys() & second.keys()})
-            with suppress(UnsupportedModelError):
-                return recorded_attention(self.a, layer, self.calls[layer], values, heads)
+            if layer in self.calls:
+                with suppress(UnsupportedModelError):
+                    return recorded_attention(self.a, layer, self.calls[layer], values, heads)
             raise
 
     @reads_weights

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -19,6 +18,7 @@ from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.core import Cuts, Recorded, depends, in_two_runs, refuse_other_functions
 from tensorlens_tl.hooks import Placing, hook_points, refuse_attached, run_until
 from tensorlens_tl.passes.block_maps import BlockMaps
+from tensorlens_tl.passes.two_runs.attention import of_heads
 from tensorlens_tl.passes.two_runs.values import BlockValues
 
 WAYS = "vqk"
@@ -32,14 +32,17 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    def of(self, module: nn.Module, read: Tensor, leaf: Tensor) -> Any:
-        """Call it again, with a leaf in the place of what it read; a cache holds nothing of a whole prompt."""
+    def of(self, module: nn.Module, read: Tensor, leaf: Tensor, tolerance: float) -> Any:
+        """Call it again, with a leaf in the place of what it read, which a pass knows to its tolerance.
+
+        A cache is left out: it holds nothing of a whole prompt.
+        """
 
         def put(value: Any) -> Any:
             if isinstance(value, Cache):
                 return None
             same = isinstance(value, Tensor) and value.shape == read.shape and value.is_floating_point()
-            return leaf if same and relative_error(value.detach().to(read), read) < 1e-3 else value
+            return leaf if same and relative_error(value.detach().to(read), read) <= tolerance else value
 
         return module(*map(put, self.args), **{name: put(value) for name, value in self.kwargs.items()})
 
@@ -96,7 +99,7 @@ def recorded_attention(
             leaf = read.detach().clone().requires_grad_()
             with Placing() as placing:
                 placing.at_points(a.view.model, known, [cuts.at(name) for name in (*ways, points.z)])
-                out = calls[number].of(module, read, leaf)
+                out = calls[number].of(module, read, leaf, a.tolerance)
             return cuts, leaf, out[0] if isinstance(out, tuple) else out
 
         return attend
@@ -107,17 +110,11 @@ def recorded_attention(
         raise block.refuse("what its heads give depends on more than queries, keys and values.")
     refuse_other_functions([out, z, *(cuts.arrived[name] for name in ways)])
     shape = entry.shape[0], entry.shape[1]
-    keep = () if heads is None else (Diagonal(_ones_at(z, heads)),)
+    ones = values[0].heads.new_ones(1, 1, values[0].heads.shape[-1])
+    keep = () if heads is None else (Diagonal(of_heads(ones, a.capture.pattern(layer).shape[1], heads)),)
     routes: list[Chain] = []
     for name in ways:
         read = Recorded(entry, cuts.arrived[name], shape, across=False)
         routes.append(Chain((read, Recorded(cuts.leaves[name], z, shape), *keep)))
     error = relative_error(z.detach().reshape(*shape, -1).to(values[0].heads), values[0].heads)
     return Chain((Sum(tuple(routes)), Chain((Recorded(leaf, out, shape, across=False),)))), error
-
-
-def _ones_at(z: Tensor, heads: Collection[int]) -> Float[Tensor, "1 1 width"]:
-    """1 at the channels of some heads."""
-    keep = torch.zeros_like(z[:1, :1].detach())
-    keep[:, :, list(heads)] = 1
-    return keep.reshape(1, 1, -1)
