@@ -85,7 +85,8 @@ def pages(tmp_path_factory):
     corrupted = tlens.freeze(model, f"Return {NASTY} the name of the")
     circuit = circuits.edge_scores(frozen, corrupted, " first", method="difference").circuit(40)
     paths["circuit"] = circuit.export(folder / "circuit.html")
-    return {name: path.as_uri() for name, path in paths.items()}, results, small, circuit
+    drawn = small._and_others()  # what is left out is one more node of the picture
+    return {name: path.as_uri() for name, path in paths.items()}, results, drawn, circuit
 
 
 @pytest.fixture
@@ -450,8 +451,8 @@ def test_a_node_of_a_graph_shows_its_inputs_and_outputs(opened, browser, pages):
     for source, weight in zip(into["source"], into["weight"], strict=True):
         assert shown[names[source]] == pytest.approx(weight, rel=1e-3)
     assert shown["sum"] == pytest.approx(small.total, rel=1e-3)
-    left = small.total - small.constant - into["weight"].sum()
-    assert shown["not in this picture"] == pytest.approx(left, rel=1e-3)
+    assert into["weight"].sum() == pytest.approx(small.total - small.constant, rel=1e-5)
+    assert "not in this picture" not in shown
     # from the list on to a node, and the other graph on the page is as it was
     first = browser.find_elements("css selector", ".side button.go")[0]
     name = first.text
@@ -478,7 +479,7 @@ def test_small_edges_of_a_graph_are_hidden_except_between_pinned_nodes(opened, b
     small = min((edge for edge in every if edge not in large), key=lambda edge: abs(edge[2]))
     browser.execute_script(SLIDE, 0)
     for end in small[:2]:
-        mark = mark_of(browser, *end.split(" "))
+        mark = mark_of(browser, *end.rsplit(" ", 1))
         browser.execute_script("arguments[0].focus()", mark)
         webdriver.ActionChains(browser).send_keys("p").perform()
         assert "pinned" in mark.get_attribute("class")
@@ -494,7 +495,7 @@ def test_grouped_nodes_have_the_sums_of_their_edges(opened, browser, pages):
     into_target = [edge for edge in every if edge[1].startswith("target")]
     members = [edge[0] for edge in into_target[:3]]
     for member in members:
-        browser.execute_script("arguments[0].focus()", mark_of(browser, *member.split(" ")))
+        browser.execute_script("arguments[0].focus()", mark_of(browser, *member.rsplit(" ", 1)))
         webdriver.ActionChains(browser).send_keys("p").perform()
     find(browser, ".name").send_keys(NASTY + webdriver.Keys.ENTER)
     assert find(browser, ".side .title").text == f"{NASTY} at 3 places"
@@ -508,10 +509,10 @@ def test_grouped_nodes_have_the_sums_of_their_edges(opened, browser, pages):
     assert shown.pop("sum") == pytest.approx(sum(expected.values()), rel=1e-3)
     assert shown == {end: pytest.approx(weight, rel=1e-3) for end, weight in expected.items()}
     assert not set(members) & {end for edge in edges_of(browser) for end in edge[:2]}
-    assert not mark_of(browser, *members[0].split(" ")).is_displayed()
+    assert not mark_of(browser, *members[0].rsplit(" ", 1)).is_displayed()
     find(browser, ".part").click()
     assert edges_of(browser) == every
-    assert mark_of(browser, *members[0].split(" ")).is_displayed()
+    assert mark_of(browser, *members[0].rsplit(" ", 1)).is_displayed()
 
 
 def test_a_graph_is_searched_and_walked_by_keyboard(opened, browser, pages):
