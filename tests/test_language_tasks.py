@@ -27,7 +27,7 @@ class Words:
 
     def __call__(self, text, add_special_tokens=True):
         assert not add_special_tokens
-        words = re.findall(r" ?[^ .]+|\.", text)
+        words = re.findall(r" ?\w+|\W", text)
         pieces = [f"{word}{piece}" for word in words for piece in range(SEVERAL.get(word, 1))]
         return SimpleNamespace(input_ids=[self.ids.setdefault(piece, len(self.ids)) for piece in pieces])
 
@@ -35,7 +35,7 @@ class Words:
 def recorded(task, answers, tokenizer):
     def draw(rng):
         pair = task(rng)
-        for text, answer in ((pair[0], pair[2]), (pair[1], pair[3])):
+        for text, (answer, *_) in ((pair[0], pair[2]), (pair[1], pair[3])):
             answers[tuple(tokenizer(text, False).input_ids)] = tokenizer(answer, False).input_ids[0]
         return pair
 
@@ -73,7 +73,7 @@ def test_pairs_align_and_are_those_that_are_answered(name, stand_in):
     assert torch.equal(again.pairs.clean, task.pairs.clean)
     sources = task.known.sources
     assert torch.equal(sources, task.pairs.clean != task.pairs.corrupted)
-    if name == "retrieval":
+    if name in language.SOURCED:
         assert bool((task.pairs.clean[sources] == task.pairs.answers).all())
 
 
@@ -81,12 +81,23 @@ def test_an_attractor_has_the_other_number():
     rng = random.Random(0)
     for _ in range(50):
         clean, corrupted, answer, other = language.TASKS["agreement"](rng)
-        assert {answer, other} == {" is", " are"}
-        assert clean.endswith("s") == (answer == " is")  # the last noun, which the verb does not follow
+        assert {*answer, *other} == {" is", " are"}
+        assert clean.endswith("s") == (answer == [" is"])  # the last noun, which the verb does not follow
         (place,) = [
             number for number, (a, b) in enumerate(zip(clean.split(), corrupted.split(), strict=True)) if a != b
         ]
-        assert clean.split()[place].endswith("s") == (answer == " are")
+        assert clean.split()[place].endswith("s") == (answer == [" are"])
+
+
+def test_a_later_year_is_right_for_one_of_the_two_prompts():
+    rng = random.Random(0)
+    for _ in range(50):
+        *texts, answers, others = language.TASKS["greater than"](rng)
+        decades = [int(re.search(r"17(\d)9", text)[1]) for text in texts]
+        for decade, right in zip(decades, (answers, others), strict=True):
+            assert right
+            assert all(int(digit) > decade for digit in right)
+        assert not {*answers} & {*others}
 
 
 def test_a_model_that_does_not_do_a_task_is_said_to():

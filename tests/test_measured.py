@@ -14,6 +14,7 @@ from test_patching import ASKED, BOTH, HERE, LIVE, LIVE_BOTH, NAMES, two
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, evaluate
+from tensorlens_tl.circuits import compare
 from tensorlens_tl.circuits.measured import measure
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.results.measured import student
@@ -26,6 +27,16 @@ PROMPTS = [
     "If the file is not found, a FileNotFoundError" + END,
     "If the module is not found, a ModuleNotFoundError" + END,
 ]
+
+
+@pytest.fixture(autouse=True)
+def a_gradient_near_the_clean_prompt(monkeypatch):
+    """What fills in is the integrated gradient of one step, where measured scores take theirs."""
+    monkeypatch.setitem(compare.POINTS, "near", compare.NEAR)
+
+
+NEAR = {"method": "integrated", "steps": 1, "points": "near"}
+METHODS = ({"method": "measured"}, {"method": "patching"}, NEAR)
 
 
 def correlation(first, second):
@@ -42,7 +53,7 @@ def test_nodes_are_patchings_where_they_are_measured_and_the_gradients_elsewhere
     options = ASKED | {"by": BY.get(name, "head")}
     scores = circuits.patch_scores(clean, corrupted, **options, method="measured", live=2, seed=3)
     patched = circuits.patch_scores(clean, corrupted, **options, method="patching")
-    gradient = circuits.patch_scores(clean, corrupted, **options, method="gradient")
+    gradient = circuits.patch_scores(clean, corrupted, **options, **NEAR)
     difference = circuits.patch_scores(clean, corrupted, **options, method="difference")
     measured = scores.measured
     assert scores.names == patched.names
@@ -61,8 +72,7 @@ def test_nodes_are_patchings_where_they_are_measured_and_the_gradients_elsewhere
 def test_so_are_nodes_at_positions(name, model_named):
     clean, corrupted = two(model_named(name))
     scores, patched, gradient = (
-        circuits.patch_scores(clean, corrupted, **ASKED, positions=True, method=method)
-        for method in ("measured", "patching", "gradient")
+        circuits.patch_scores(clean, corrupted, **ASKED, positions=True, **method) for method in METHODS
     )
     measured = scores.measured_keys
     assert 5 <= int(measured[0].sum()) <= 10
@@ -75,10 +85,7 @@ def test_so_are_nodes_at_positions(name, model_named):
 @pytest.mark.parametrize("name", [*LIVE, *LIVE_BOTH])
 def test_so_are_edges(name, model_named):
     clean, corrupted = two(model_named(name))
-    scores, patched, gradient = (
-        circuits.edge_scores(clean, corrupted, **ASKED, method=method)
-        for method in ("measured", "patching", "gradient")
-    )
+    scores, patched, gradient = (circuits.edge_scores(clean, corrupted, **ASKED, **method) for method in METHODS)
     measured = scores.measured
     assert not bool(measured[:, ~scores.exists].any())
     assert 5 <= int(measured[0].sum()) <= 10
@@ -108,7 +115,7 @@ def test_scores_of_a_trained_model_agree_and_state_their_error(words, patched, s
     assert correlation(scores.scores, patched.scores) > 0.999
     assert correlation(scores.scores, patched.scores) >= correlation(found.scores, patched.scores)
     rest = scores.rest().iloc[0]
-    gradient = circuits.patch_scores(*words, "N", "Error", method="gradient")
+    gradient = circuits.patch_scores(*words, "N", "Error", **NEAR)
     size = torch.maximum(found.scores.abs(), gradient.scores.abs())[0, 0]
     others = size.argsort(descending=True)[6:]
     truth = (gradient.scores - patched.scores)[0, 0, others].abs().sum() / scores.scores.abs().sum()

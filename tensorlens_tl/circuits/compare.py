@@ -16,7 +16,7 @@ node reads the earlier one's corrupted output in place of its clean one, all els
 | `integrated` | the same, averaged from the corrupted to the clean embeddings | the same | the same |
 | `atp*` | as `gradient`, queries and keys through their softmax, sizes by GradDrop | – | – |
 | `difference` | Δa · pull of the target through the exact difference of the runs | the same | the same |
-| `measured` | of the largest as `patching`, of the others as `gradient` | the same | the same |
+| `measured` | of the largest as `patching`, of the others as a gradient near the clean prompt | the same | the same |
 | `patching` | target(clean) − target(node patched), a live run each | a live run for each edge | the same |
 
 `frozen` is exact in the model frozen at the clean prompt, where everything later is linear, whatever the two prompts
@@ -45,8 +45,9 @@ own answer, takes all others at the clean prompt.
 `atp*` is for nodes (`tensorlens_tl.circuits.atp_star`): with ``by="qkv"`` queries, keys and values of heads are nodes
 of their own, whose effect on their head is exact.
 
-`measured` patches those that `difference` or `gradient` takes for the largest, and says how far the others are off
-(`tensorlens_tl.circuits.measured`).
+`measured` patches those that `difference` or a gradient takes for the largest, and says how far the others are off
+(`tensorlens_tl.circuits.measured`). Its gradient is that of `integrated`, at one point: a tenth of the way from the
+clean to the corrupted embeddings, where a softmax that is sure at the clean prompt begins to respond.
 
 In an encoder–decoder, edges stay within one stack, except those into keys and values of cross-attention
 (``"L0H3 → L2.cross.H0.k"``), which read what the encoder's nodes write, through the norm at its end.
@@ -111,6 +112,9 @@ SYNONYMS = {
 }
 """What the literature calls these."""
 
+NEAR = 0.9
+"""Where ``"measured"`` takes its gradient, as a share of the way from the corrupted to the clean embeddings."""
+
 POINTS = {"midpoint": 0.5, "left": 0.0}
 """Where in each of the equal steps a gradient is taken, as a share of the step."""
 
@@ -125,7 +129,9 @@ def gradient_shares(method: str, steps: Whole, points: str = "midpoint") -> list
     check_choice("points", points, POINTS)
     steps = whole_number("steps", steps, least=1)
     on_the_way = [(step + POINTS[points]) / steps for step in range(steps)]
-    if method in ("gradient", "atp*", "measured"):
+    if method == "measured":
+        return [NEAR]
+    if method in ("gradient", "atp*"):
         return [1.0]
     return on_the_way if method in ("integrated", "frozen+qk") else []
 
@@ -441,7 +447,7 @@ def edge_scores(
 def _measured_edges(
     comparison: _Comparison, budget: Budget, seed: int, memory: Memory
 ) -> tuple[Float[Tensor, "batch source destination"], dict[str, Tensor]]:
-    """The largest edges patched live, the others by their gradient; and what a `MeasuredEdges` has besides."""
+    """The largest edges patched live, the others by a gradient; and what a `MeasuredEdges` has besides."""
     sources, destinations, exists = comparison.layout
     first = budget.of(int(exists.sum()), "edges")
     live = comparison.live_edges()
@@ -983,7 +989,7 @@ def _in_columns(
 def _measured_nodes(
     comparison: _Comparison, by: str, positions: bool, budget: Budget, seed: int, memory: Memory
 ) -> MeasuredTerms:
-    """The largest nodes patched live, the others by their gradient; and so each at each position, where asked for."""
+    """The largest nodes patched live, the others by a gradient; and so each at each position, where asked for."""
     nodes, other = _live_nodes(comparison, by, budget)
     assert comparison.finder is not None
     of_finder, differences = _along_pull(comparison.finder, by)

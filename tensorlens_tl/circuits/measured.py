@@ -1,8 +1,9 @@
 """Scores of which the largest are measured by patching the live model, and how far the others are off.
 
 Two estimates of every score cost a few runs together: the exact difference of the two runs, which hardly ever misses a
-large node and overrates what the model repairs, and the gradient at the prompt that is patched, which is right about
-small nodes and blind to those behind a saturated softmax. So
+large node and overrates what the model repairs, and the gradient near the prompt that is patched, which is right about
+small nodes. At that very prompt it would be blind to nodes behind a saturated softmax; a tenth of the way to the other
+prompt it hardly is, and right about small nodes still (measured on trained models: docs/evaluation.md). So
 
 1. the nodes that either estimate takes for the largest are patched live, each by itself;
 2. the gradient is the score of the others;

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tensorlens_tl as tlens
 from scripts.real_models import FOLDER, MODELS
 from tensorlens_tl import circuits, evaluate
+from tensorlens_tl.circuits import compare
 from tensorlens_tl.datasets import running
 from tensorlens_tl.explorer import Explorer, Session
 from tensorlens_tl.generation import freeze_generation
@@ -338,13 +339,14 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("texts", PAIRS, ids=lambda texts: texts[0])
-def test_scores_that_are_measured_agree_with_patching(real, texts):
+def test_scores_that_are_measured_agree_with_patching(real, texts, monkeypatch):
     """Five of the largest nodes and six others in live runs of 301 or 91, and the error of the rest as it is stated."""
     clean, corrupted = (tlens.freeze(real.bridge(), torch.tensor([real.ids(text)])) for text in texts)
     question = [real.token(word) for word in PAIRS[texts]]
+    monkeypatch.setitem(compare.POINTS, "near", compare.NEAR)
     measured, patched, found, gradient = (
-        circuits.patch_scores(clean, corrupted, *question, method=method)
-        for method in ("measured", "patching", "difference", "gradient")
+        circuits.patch_scores(clean, corrupted, *question, method=method, steps=1, points="near")
+        for method in ("measured", "patching", "difference", "integrated")
     )
     truth = patched.scores[0, 0, 1:].double()
 
