@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import evaluation_pages
 import programs
@@ -29,9 +30,9 @@ SINGLE_LAYERS = ("attention", "norm")
 """Registered methods that show layers one by one, and have no map of the whole model."""
 
 
-def every_method() -> dict[str, object]:
+def every_method() -> dict[str, Any]:
     """The usual methods by label, then whatever else is registered, then a random order."""
-    chosen: dict[str, object] = {label: label for label in evaluate.STANDARD}
+    chosen: dict[str, Any] = {label: label for label in evaluate.STANDARD}
     named = {name for name, _ in evaluate.STANDARD.values()} | set(SINGLE_LAYERS)
     for name in tlens.list_methods():
         if name not in named:
@@ -45,10 +46,9 @@ def every_method() -> dict[str, object]:
 METHODS = every_method()
 
 
-def fitting(model: object, prompts: torch.Tensor, query: object = -1) -> tuple[dict[str, object], dict[str, str]]:
+def fitting(model: Any, prompts: torch.Tensor, query: Any = -1) -> tuple[dict[str, Any], dict[str, str]]:
     """The methods that are defined on a model, and the refusals of the others."""
-    place = {"last": -1, "cls": 0}.get(query, query)
-    scorers, refused = usable(scorers_of(METHODS), tlens.freeze(model, prompts[:1]), place, skip=True)
+    scorers, refused = usable(scorers_of(METHODS), tlens.freeze(model, prompts[:1]), query, skip=True)
     return {scorer.label: METHODS[scorer.label] for scorer in scorers}, refused
 
 
@@ -56,6 +56,8 @@ def with_random_seeds(result: evaluate.Evaluation, run) -> evaluate.Evaluation:
     """The result with its random order as the mean over `SEEDS`: no other method depends on them."""
     drawn = evaluate.over_seeds(lambda seed: run({RANDOM: RANDOM}, seed=seed), SEEDS)
     row = result.methods.index(RANDOM)
+    assert result.curves is not None
+    assert drawn.curves is not None
     values, curves = result.values.clone(), result.curves.clone()
     values[:, row], curves[:, row] = drawn.values[:, 0], drawn.curves[:, 0]
     return replace(result, values=values, curves=curves)
@@ -95,14 +97,14 @@ def section(title: str, result: evaluate.Evaluation, note: str = "", units: str 
 
 
 def perturbations(
-    name: str, model: object, prompts: torch.Tensor, query: object, what: tuple[str, str] = ("tokens", "prompts")
+    name: str, model: Any, prompts: torch.Tensor, query: Any, what: tuple[str, str] = ("tokens", "prompts")
 ) -> list[str]:
     parts = []
     methods, refused = fitting(model, prompts, query)
-    replacement = "mean" if query == "last" else None
+    replacement = "mean" if query == -1 else None
     for order, better in (("descending", "higher"), ("ascending", "lower")):
 
-        def run(methods, *, seed=SEEDS[0], order=order):
+        def run(methods, *, seed=SEEDS[0], order: Any = order):
             return evaluate.perturbation(
                 model, prompts, methods, query=query, order=order, replacement=replacement, seed=seed
             )
@@ -122,7 +124,7 @@ def vision() -> list[str]:
     """Patches of digits that the model has not seen, replaced by the mean patch at their position."""
     images, _ = demo.digit_images()
     chosen = images[:: len(images) // IMAGES][:IMAGES]
-    return perturbations("Digits", tlens.load_demo_model("digits"), chosen, "cls", ("patches", "images"))
+    return perturbations("Digits", tlens.load_demo_model("digits"), chosen, 0, ("patches", "images"))
 
 
 def drawn_recall(prompts: int) -> torch.Tensor:
@@ -130,7 +132,7 @@ def drawn_recall(prompts: int) -> torch.Tensor:
     return torch.cat([evaluate.recall(prompts // len(SEEDS), seed=seed).tokens for seed in SEEDS])
 
 
-def known_answers(name: str, model: object, drawn) -> list[str]:
+def known_answers(name: str, model: Any, drawn) -> list[str]:
     """A task whose prompts are resampled for each seed."""
     methods, refused = fitting(model, drawn(SEEDS[0]).tokens)
     result = evaluate.over_seeds(
@@ -151,9 +153,9 @@ def tables() -> dict[str, Callable[[], list[str]]]:
     text, masked = demo.held_out_prompts(language, PROMPTS), demo.held_out_prompts(encoder, FEWER, mask_at=MASK_AT)
     width = language.cfg.d_vocab
     perturbed = (
-        ("Language model", language, text, "last"),
+        ("Language model", language, text, -1),
         ("Masked encoder", encoder, masked, MASK_AT),
-        ("Recall model", recall, drawn_recall(FEWER), "last"),
+        ("Recall model", recall, drawn_recall(FEWER), -1),
     )
     known = (
         ("Key–value recall", recall, lambda seed: evaluate.recall(66, seed=seed)),
@@ -186,7 +188,7 @@ def relations() -> list[str]:
     return [section("All relations", result, note, "relations"), title, "", *rows, ""]
 
 
-def checks(model: object, prompts: torch.Tensor) -> list[str]:
+def checks(model: Any, prompts: torch.Tensor) -> list[str]:
     """What every method's scores are held against, and how alike they are."""
     methods, _ = fitting(model, prompts)
     parts: list[str] = []

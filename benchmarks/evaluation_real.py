@@ -91,7 +91,7 @@ def edges(model: Any, task: LanguageTask) -> Iterator[tuple[str, str, torch.Tens
     found = [by_method[name].abs() for name in ("difference", "gradient", "integrated")]
     noise = torch.rand(found[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     chosen = torch.cat([size.topk(EDGES).indices for size in (*found, noise, noise.neg(), (noise - 0.5).abs())], 1)
-    readout = pair_target(part.clean, part.corrupted, part.answers, part.others, None, -1)
+    readout = pair_target(part.clean, part.corrupted, part.target, part.minus, None, -1)
     layout = edge_layout(readout.stream, readout.positions)
     live = LiveEdges(readout, corrupted_stream(readout, part.corrupted), layout.exists)
     runs = torch.zeros(chosen.shape[1], *found[0].shape, dtype=torch.bool).scatter_(2, chosen.T[..., None], True)

@@ -93,7 +93,7 @@ def both_ends(model: Any, pairs: evaluate.PromptPairs) -> dict[str, dict[str, to
         seen.setdefault(what, {}).setdefault(method, []).append(value)
 
     for part in PairWork(model, pairs, only_correct=True).parts():
-        asked = {"target": part.answers, "minus": part.others}
+        asked = {"target": part.target, "minus": part.minus}
 
         def scores(method: str, swapped: bool = False, part=part, asked=asked, **options: Any) -> torch.Tensor:
             passes = (part.corrupted, part.clean) if swapped else (part.clean, part.corrupted)

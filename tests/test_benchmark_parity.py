@@ -34,7 +34,7 @@ def passes(model, pairs):
 
 @pytest.fixture(scope="module")
 def question(pairs):
-    return {"target": pairs.answers.tolist(), "minus": pairs.others.tolist()}
+    return {"target": pairs.target.tolist(), "minus": pairs.minus.tolist()}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_gradients_stand_at_the_left_ends(model, pairs, passes, question, scores
     """The mean over k = 0 … 4 of EAP with its gradient at corrupted + k/5 · (clean − corrupted) of the embeddings."""
     clean, corrupted = passes
     one = circuits.edge_scores(*passes, **question, method="integrated", points="left", steps=1)
-    target, minus = pairs.answers, pairs.others
+    target, minus = pairs.target, pairs.minus
     x_clean, x_corrupted = clean.resid_pre(0), corrupted.resid_pre(0)
     hook = "blocks.0.hook_resid_pre"
     total = 0
@@ -130,7 +130,7 @@ def test_the_preset_gives_areas_of_means_over_all_pairs(model, pairs, passes, qu
 
 
 def test_the_preset_counts_pairs_that_are_answered_wrongly(model, pairs):
-    wrong = evaluate.PromptPairs("wrong", pairs.clean, pairs.corrupted, pairs.others, pairs.answers)
+    wrong = evaluate.PromptPairs("wrong", pairs.clean, pairs.corrupted, pairs.minus, pairs.target)
     with pytest.raises(tlens.InvalidInputError, match="only_correct=False"):
         evaluate.circuit_faithfulness(model, wrong, ["gradient"])
     assert len(evaluate.circuit_faithfulness(model, wrong, ["gradient"], **evaluate.MIB_OPTIONS).units) == len(pairs)
@@ -179,7 +179,7 @@ def test_circuits_run_as_transformerlens_runs_them(model, pairs, passes, questio
     length = pairs.clean.shape[1]
     edges = [read_by(module, edge) for edge in tl_edges(module, circuit, length, model.cfg.n_layers)]
     for number in range(3):
-        answer, other = int(pairs.answers[number]), int(pairs.others[number])
+        answer, other = int(pairs.target[number]), int(pairs.minus[number])
         result = module.faithfulness(
             model,
             pairs.clean[number : number + 1],

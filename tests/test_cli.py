@@ -279,7 +279,7 @@ def test_verify_without_a_tokenizer(tmp_path, capsys):
     [("a.html", None, "<!doctype html>"), ("a.graphml", None, "<?xml"), ("a.json", "circuit-tracer", '{"metadata"')],
 )
 def test_graph_is_written(tmp_path, capsys, name, format_, first):
-    asked = ["graph", "Return the value of", "--target", " the", "--neurons", "1", "--keep", "0.5", "--sources", "0.5"]
+    asked = ["graph", "Return the value of", "--target", " the", "--neurons", "1", "--share", "0.5", "--sources", "0.5"]
     assert main([*asked, "-o", str(tmp_path / name), *(["--format", format_] if format_ else [])]) == 0
     assert (tmp_path / name).read_text(encoding="utf-8").startswith(first)
     assert "logit of ' the'" in capsys.readouterr().out
@@ -312,7 +312,7 @@ def test_a_graph_under_a_rule_is_the_functions(tmp_path):
     assert loaded.nodes["weight"].values == pytest.approx(expected.nodes["weight"].values, abs=1e-4)
 
 
-@pytest.mark.parametrize("arguments", [["-o", "a.html", "--keep", "0"], ["-o", "a.html", "--sources", "some"]])
+@pytest.mark.parametrize("arguments", [["-o", "a.html", "--share", "0"], ["-o", "a.html", "--sources", "some"]])
 def test_a_graph_needs_numbers(capsys, arguments):
     with pytest.raises(SystemExit):
         main(["graph", "the", *arguments])

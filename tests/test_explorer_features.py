@@ -1,4 +1,4 @@
-"""Dictionaries on the command line: ``tensorlens-tl explore --features FOLDER --labels FILE``."""
+"""Dictionaries on the command line: ``tensorlens-tl explore --dictionary FOLDER --labels FILE``."""
 
 import json
 import re
@@ -102,7 +102,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_folders_are_refused_by_name(model, tmp_path, name):
     write, message = WRONG[name]
-    with pytest.raises(tlens.InvalidInputError, match=f"^--features .*{message}"):
+    with pytest.raises(tlens.InvalidInputError, match=f"^--dictionary .*{message}"):
         named_dictionary(str(write(tmp_path / "sae")), model)
 
 
@@ -116,7 +116,7 @@ def test_labels_are_in_the_order_of_the_dictionaries(tmp_path):
     file.write_text("feature,label\n357,forms of to be\n", encoding="utf-8")
     assert named_labels([], 2) is None
     assert named_labels(["-", str(file)], 2) == [{}, {357: "forms of to be"}]
-    with pytest.raises(tlens.InvalidInputError, match="--labels: 1 for 2 --features"):
+    with pytest.raises(tlens.InvalidInputError, match="--labels: 1 for 2 --dictionary"):
         named_labels([str(file)], 2)
     with pytest.raises(tlens.InvalidInputError, match="there is no such file"):
         named_labels([str(tmp_path / "none.csv")], 1)
@@ -134,9 +134,9 @@ def test_the_command_shows_features_with_their_labels(tmp_path, monkeypatch, cap
     monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: sockets[0].close())
     labels = tmp_path / "labels.json"
     labels.write_text('{"357": "forms of to be"}', encoding="utf-8")
-    words = ["explore", "--features", str(saved(tmp_path / "sae")), "--labels", str(labels), "--features", "demo"]
+    words = ["explore", "--dictionary", str(saved(tmp_path / "sae")), "--labels", str(labels), "--dictionary", "demo"]
     assert main(words) == 1
-    assert "1 for 2 --features" in capsys.readouterr().err
+    assert "1 for 2 --dictionary" in capsys.readouterr().err
     assert main([*words, "--labels", "-"]) == 0
     (session,) = sessions
     assert session.about()["dictionaries"] == ["blocks.2.hook_resid_post"] * 2
@@ -147,5 +147,5 @@ def test_the_command_shows_features_with_their_labels(tmp_path, monkeypatch, cap
 
 
 def test_a_missing_folder_ends_the_command_before_the_page(tmp_path, capsys):
-    assert main(["explore", "--features", str(tmp_path / "none")]) == 1
-    assert re.search(r"--features .*none: there is no file", capsys.readouterr().err)
+    assert main(["explore", "--dictionary", str(tmp_path / "none")]) == 1
+    assert re.search(r"--dictionary .*none: there is no file", capsys.readouterr().err)

@@ -553,23 +553,25 @@ def test_words_and_files_of_generated_text(written):
 
 def test_report_of_a_generated_text(tmp_path, capsys, written):
     page = tmp_path / "page.html"
-    assert main(["generate-report", PROMPT, "--max-new-tokens", "6", "--span", "2:4", "-o", str(page)]) == 0
+    assert main(["report", PROMPT, "--max-new-tokens", "6", "--span", "2:4", "-o", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
     assert "http" not in text
     for part in ("Each token", "not found", "on generated tokens", "hops: Σ scores"):
         assert part in text
-    assert main(["generate-report", PROMPT, "--continuation", " file is", "--hops", "0", "-o", str(page)]) == 0
+    assert main(["report", PROMPT, "--continuation", " file is", "--hops", "0", "-o", str(page)]) == 0
     assert "on generated tokens" not in page.read_text(encoding="utf-8")
     for wrong, message in (
         (["--continuation", "bcd"], "changes the prompt"),
         (["--max-new-tokens", "2", "--continuation", " x"], "pass one of them"),
-        (["--span", "nowhere"], "does not occur"),
-        (["--minus", "two words"], "one token"),
+        (["--max-new-tokens", "2", "--span", "nowhere"], "does not occur"),
+        (["--max-new-tokens", "2", "--minus", "two words"], "one token"),
+        (["--hops", "1"], "--hops: it is of generated text"),
+        (["--max-new-tokens", "2", "--query", "1"], "--query: a page about generated text"),
     ):
-        assert main(["generate-report", PROMPT, "-o", str(page), *wrong]) == 1
+        assert main(["report", PROMPT, "-o", str(page), *wrong]) == 1
         assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["generate-report", PROMPT, "--hops", "-1"])
+        main(["report", PROMPT, "--hops", "-1"])
     assert "What made" in tlens.report.explain_generation(written).title
     for bad in ({"prompt": PROMPT}, {"continuation": " x"}):
         with pytest.raises(tlens.InvalidInputError, match="frozen already"):

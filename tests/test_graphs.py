@@ -566,7 +566,7 @@ def test_the_graph_of_a_program_is_the_program(change, norm):
     pairs = task.pairs
     model = program.model(norm=norm, dtype=torch.float64)
     for clean, corrupted, answer, other in zip(
-        pairs.clean, pairs.corrupted, pairs.answers.tolist(), pairs.others.tolist(), strict=True
+        pairs.clean, pairs.corrupted, pairs.target.tolist(), pairs.minus.tolist(), strict=True
     ):
         difference = tlens.difference(*(tlens.freeze(model, prompt[None]) for prompt in (clean, corrupted)))
         graph = circuits.contribution_graph(difference, answer, other, threshold=0.05)

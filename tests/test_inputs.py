@@ -208,7 +208,7 @@ def test_tasks_take_lists_and_refuse_texts():
     assert task.tokens.equal(torch.tensor([[3, 4, 5]]))
     assert task.sources.dtype == torch.bool
     pairs = evaluate.PromptPairs("x", [[3, 4, 5]], [[3, 7, 5]], [6], [8])
-    assert pairs.only(torch.tensor([True])).others.equal(torch.tensor([8]))
+    assert pairs.only(torch.tensor([True])).minus.equal(torch.tensor([8]))
     for values, message in (
         ((["a b c"], [6], [[True]]), "KnownAnswers: tokens: 'a b c' is a text, and a task has no tokenizer"),
         (("a b c", [6], [[True]]), "model.to_tokens(texts"),
@@ -223,7 +223,7 @@ def test_tasks_take_lists_and_refuse_texts():
             evaluate.KnownAnswers("x", *values)
     with refused("PromptPairs: clean: 'a b' is a text"):
         evaluate.PromptPairs("x", ["a b"], ["a c"], ["d"], ["e"])
-    with refused("PromptPairs: others: 'e' is a text"):
+    with refused("PromptPairs: minus: 'e' is a text"):
         evaluate.PromptPairs("x", [[3, 4]], [[3, 5]], [6], ["e"])
 
 

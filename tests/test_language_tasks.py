@@ -67,14 +67,14 @@ def test_pairs_align_and_are_those_that_are_answered(name, stand_in):
     task = evaluate.language_task(None, name, 6)
     assert len(task.pairs) == 6 < task.aligned <= task.tried
     assert all(sum(row) % 3 for row in [*task.pairs.clean.tolist(), *task.pairs.corrupted.tolist()])
-    for tokens, answers in ((task.pairs.clean, task.pairs.answers), (task.pairs.corrupted, task.pairs.others)):
+    for tokens, answers in ((task.pairs.clean, task.pairs.target), (task.pairs.corrupted, task.pairs.minus)):
         assert [stand_in[tuple(row)] for row in tokens.tolist()] == answers.tolist()
     again = evaluate.language_task(None, name, 6)
     assert torch.equal(again.pairs.clean, task.pairs.clean)
     sources = task.known.sources
     assert torch.equal(sources, task.pairs.clean != task.pairs.corrupted)
     if name in language.SOURCED:
-        assert bool((task.pairs.clean[sources] == task.pairs.answers).all())
+        assert bool((task.pairs.clean[sources] == task.pairs.target).all())
 
 
 def test_an_attractor_has_the_other_number():

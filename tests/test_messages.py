@@ -582,7 +582,7 @@ MISTAKES = {
         "circuits=",
         ".circuit(100)",
     ),
-    "a share of a graph": (lambda c: c.graph.prune(2), "keep=2", "keep", "above 0 and at most 1"),
+    "a share of a graph": (lambda c: c.graph.prune(2), "share=2", "share", "above 0 and at most 1"),
     "a node that is none": (lambda c: c.graph.inputs("L0H9"), "'L0H9'", "node", "top() names the largest"),
     "a kind of node": (lambda c: c.graph.top(3, kind="heads"), "'heads'", "kind=", "Did you mean 'head'?"),
     "a threshold": (
@@ -836,7 +836,7 @@ WRONG_CALLS = {
         "'threshold'",
     ),
     "known_answer": (lambda s: evaluate.known_answer(s.recall, evaluate.recall(2), method="relp"), "method", "methods"),
-    "text_pairs": (lambda s: evaluate.text_pairs(s.model, [TEXT], [OTHER], answer=[" a"]), "answer", "'answers'"),
+    "text_pairs": (lambda s: evaluate.text_pairs(s.model, [TEXT], [OTHER], targets=[" a"]), "targets", "'target'"),
     "perturbation": (lambda s: evaluate.perturbation(s.model, TEXT, fraction=[0.5]), "fraction", "'fractions'"),
 }
 """A call with an argument that the function does not have, or without one that it needs, and what is said of it."""

@@ -880,7 +880,7 @@ def scores():
     model = tlens.load_demo_model("recall", torch.float64, kind="bridge")
     pairs = evaluate.prompt_pairs(evaluate.recall(4))
     clean, corrupted = tlens.freeze(model, pairs.clean), tlens.freeze(model, pairs.corrupted)
-    asked = {"target": pairs.answers.tolist(), "minus": pairs.others.tolist()}
+    asked = {"target": pairs.target.tolist(), "minus": pairs.minus.tolist()}
     return circuits.edge_scores(clean, corrupted, **asked, method="gradient")
 
 
@@ -1128,8 +1128,8 @@ def test_pairs_differ_in_one_token_and_in_their_answers(task, change):
     assert bool((differ.sum(1) == 1).all())
     expected = task.sources if change == "source" else torch.arange(differ.shape[1]) == differ.shape[1] - 1
     assert bool((differ == expected).all())
-    assert bool((pairs.answers != pairs.others).all())
-    for row, other in zip(pairs.corrupted.tolist(), pairs.others.tolist(), strict=True):
+    assert bool((pairs.target != pairs.minus).all())
+    for row, other in zip(pairs.corrupted.tolist(), pairs.minus.tolist(), strict=True):
         place = row.index(row[-1])  # what the question asks for stood there first, and its answer after it
         assert row[place + 1] == other
     assert torch.equal(evaluate.prompt_pairs(task, change).corrupted, pairs.corrupted)
@@ -1140,7 +1140,7 @@ def test_pairs_that_are_none_are_refused():
     tokens = torch.tensor([[1, 2]])
     for answers, others, corrupted, message in (
         ([3], [3], tokens, "the same token"),
-        ([3, 4], [5], tokens, "answers are"),
+        ([3, 4], [5], tokens, "target is"),
         ([3], [4], tokens[:, :1], "positions must match"),
     ):
         with pytest.raises(tlens.InvalidInputError, match=message):
@@ -1156,7 +1156,7 @@ def test_faithfulness_is_the_benchmarks_ratio_of_means(tmp_path):
     pairs = evaluate.prompt_pairs(evaluate.recall(4))
     made = evaluate.circuit_faithfulness(model, pairs, ["gradient", "random"], folder=tmp_path)
     clean, corrupted = tlens.freeze(model, pairs.clean), tlens.freeze(model, pairs.corrupted)
-    asked = {"target": pairs.answers.tolist(), "minus": pairs.others.tolist()}
+    asked = {"target": pairs.target.tolist(), "minus": pairs.minus.tolist()}
     scores = circuits.edge_scores(clean, corrupted, **asked, method="gradient")
     areas = []
     for absolute in (False, True):

@@ -124,7 +124,7 @@ def test_edges_that_are_true_are_true_of_the_live_model():
         task = demo.program(of).components(2, seed=4, change=change)
         pairs, model = task.pairs, model_of(of)
         clean, corrupted = tlens.freeze(model, pairs.clean), tlens.freeze(model, pairs.corrupted)
-        asked = {"target": pairs.answers.tolist(), "minus": pairs.others.tolist()}
+        asked = {"target": pairs.target.tolist(), "minus": pairs.minus.tolist()}
         scores = tlens.circuits.edge_scores(clean, corrupted, **asked)
         circuits = []
         for left_out in [None, *sorted(task.edges)]:

@@ -154,7 +154,7 @@ def test_an_encoder_is_measured_where_its_blocks_end(encoder, made):
     whole = encoder.tokenizer(TEXTS[0])["input_ids"]
     tokens = torch.tensor([[*whole[: LENGTH - 1], encoder.tokenizer.sep_token_id]])
     found = made("figure-4").evaluation
-    options = {"query": "cls", "metrics": ["hs_mse", "logit"]}
+    options = {"query": 0, "metrics": ["hs_mse", "logit"]}
     output, unembedded = (
         evaluate.perturbation(encoder, tokens, ["tensorlens in_out"], hidden=hidden, **options)
         for hidden in ("output", "unembedded")
@@ -163,7 +163,7 @@ def test_an_encoder_is_measured_where_its_blocks_end(encoder, made):
     torch.testing.assert_close(row, output.values[0, 0], rtol=1e-6, atol=1e-9)
     assert not torch.allclose(row, unembedded.values[0, 0], rtol=0.01)
     torch.testing.assert_close(output.values[1], unembedded.values[1], rtol=1e-6, atol=1e-9)  # logits do not change
-    assert made("table-2").evaluation.settings["query"] == "last"
+    assert made("table-2").evaluation.settings["query"] == -1
     with pytest.raises(tlens.InvalidInputError, match="hidden='last'"):
         evaluate.perturbation(encoder, tokens, ["random"], hidden="last")
 

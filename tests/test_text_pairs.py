@@ -18,32 +18,32 @@ def model():
 
 
 def same(first, second):
-    for name in ("clean", "corrupted", "answers", "others"):
+    for name in ("clean", "corrupted", "target", "minus"):
         assert torch.equal(getattr(first, name), getattr(second, name))
 
 
 def test_lists_frames_mappings_and_files_are_the_same_pairs(model, tmp_path):
-    lists = evaluate.text_pairs(model, CLEAN, CORRUPTED, answers=[" is", " the"], others=[" to", " a"])
-    columns = {"clean": CLEAN, "corrupted": CORRUPTED, "answer": [" is", " the"], "other": [" to", " a"], "id": [1, 2]}
+    lists = evaluate.text_pairs(model, CLEAN, CORRUPTED, target=[" is", " the"], minus=[" to", " a"])
+    columns = {"clean": CLEAN, "corrupted": CORRUPTED, "target": [" is", " the"], "minus": [" to", " a"], "id": [1, 2]}
     path = tmp_path / "pairs.csv"
     pd.DataFrame(columns).to_csv(path, index=False)
     for table in (columns, pd.DataFrame(columns), path, str(path)):
         same(evaluate.text_pairs(model, table), lists)
     assert torch.equal(lists.clean, model.to_tokens(CLEAN))
-    assert model.tokenizer.decode(lists.answers) == " is the"
-    overruled = evaluate.text_pairs(model, path, answers=[" a", " is"])
-    assert model.tokenizer.decode(overruled.answers) == " a is"
+    assert model.tokenizer.decode(lists.target) == " is the"
+    overruled = evaluate.text_pairs(model, path, target=[" a", " is"])
+    assert model.tokenizer.decode(overruled.target) == " a is"
 
 
 def test_without_answers_the_model_predicts_them(model):
     corrupted = ["If the file is not found, a Module", "If the file is not found, a Value"]
     clean = ["If the file is not found, a File", "If the file is not found, a Key"]
-    pairs = evaluate.text_pairs(model, clean, corrupted, others=[" is", " is"])
-    assert torch.equal(pairs.answers, model(pairs.clean)[:, -1].argmax(-1))
+    pairs = evaluate.text_pairs(model, clean, corrupted, minus=[" is", " is"])
+    assert torch.equal(pairs.target, model(pairs.clean)[:, -1].argmax(-1))
 
 
 def test_the_tokens_that_differ_are_the_sources(model):
-    task = evaluate.text_answers(model, CLEAN, CORRUPTED, answers=[" is", " the"])
+    task = evaluate.text_answers(model, CLEAN, CORRUPTED, target=[" is", " the"])
     value = model.to_single_token(" value")
     assert bool((task.tokens[task.sources] == value).all())
     result = evaluate.known_answer(model, task, ["tensorlens target"], only_correct=False)
@@ -55,13 +55,13 @@ def test_prompts_of_several_lengths_are_what_each_is_alone(model):
     corrupted = [*CORRUPTED, "Return the name", "Set the name of the value of the name", "Return the name"]
     methods = ["tensorlens target", "relp", "random"]
     for answers in (None, [" is", " the", " of", " to", " is"]):
-        task = evaluate.text_answers(model, clean, corrupted, answers=answers)
+        task = evaluate.text_answers(model, clean, corrupted, target=answers)
         together = evaluate.known_answer(model, task, methods, only_correct=False)
         assert together.values.shape[-1] == len(clean)
         random_mrr = 0.0
         for row, pair in enumerate(zip(clean, corrupted, strict=True)):
             answer = None if answers is None else answers[row : row + 1]
-            alone = evaluate.text_answers(model, pair[:1], pair[1:], answers=answer)
+            alone = evaluate.text_answers(model, pair[:1], pair[1:], target=answer)
             length = alone.tokens.shape[1]
             assert torch.equal(task.tokens[row, :length], alone.tokens[0])
             assert torch.equal(task.sources[row].nonzero(), alone.sources[0].nonzero())
@@ -100,8 +100,8 @@ def test_a_pair_that_does_not_align_is_shown(model):
         ((CLEAN[0], CORRUPTED), {}, "two lists of texts"),
         ((CLEAN, CORRUPTED[:1]), {}, "same number of each"),
         (([], []), {}, "one at least"),
-        ((CLEAN, CORRUPTED), {"answers": [" is"]}, "same number of each"),
-        ((CLEAN, CORRUPTED), {"answers": ["FileNotFoundError", " is"]}, "answers='FileNotFoundError' is"),
+        ((CLEAN, CORRUPTED), {"target": [" is"]}, "same number of each"),
+        ((CLEAN, CORRUPTED), {"target": ["FileNotFoundError", " is"]}, "target='FileNotFoundError' is"),
         (([*CLEAN, "Return the"], [*CORRUPTED, "Set the"]), {}, "several lengths"),
     ],
 )
@@ -112,7 +112,7 @@ def test_what_is_no_pair_is_refused(arguments, options, message, model):
 
 def test_equal_prompts_have_no_source(model):
     with pytest.raises(InvalidInputError, match="pair 1: both prompts are equal"):
-        evaluate.text_answers(model, CLEAN, [CORRUPTED[0], CLEAN[1]], answers=[" is", " is"])
+        evaluate.text_answers(model, CLEAN, [CORRUPTED[0], CLEAN[1]], target=[" is", " is"])
 
 
 def test_a_method_whose_target_is_optional_is_given_the_prediction(model, clean_registry):
@@ -123,6 +123,6 @@ def test_a_method_whose_target_is_optional_is_given_the_prediction(model, clean_
         assert target is not None
         return tlens.attribute(frozen, target, method="relp", query=query)
 
-    task = evaluate.text_answers(model, CLEAN, CORRUPTED, answers=[" is", " the"])
+    task = evaluate.text_answers(model, CLEAN, CORRUPTED, target=[" is", " the"])
     result = evaluate.known_answer(model, task, ["mine", "relp"], only_correct=False)
     assert torch.equal(result.values[:, 0], result.values[:, 1])

@@ -226,7 +226,7 @@ def headless(tmp_path):
         ["report", TEXT, "-o", "{out}"],
         ["graph", TEXT, "-o", "{out}"],
         ["compare", TEXT, TEXT, "-o", "{out}"],
-        ["generate-report", TEXT, "-o", "{out}"],
+        ["report", TEXT, "--max-new-tokens", "2", "-o", "{out}"],
         ["evaluate", "agreement", "--prompts", "{prompts}"],
     ],
     ids=lambda command: " ".join(command[:1] + command[2:4]),

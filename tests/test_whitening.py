@@ -208,8 +208,8 @@ def test_filters_are_a_start_for_whitening():
         with pytest.raises(tlens.InvalidInputError, match=message):
             tlens.whiten(tlens.load_demo_model(), init=wrong)
     for wrong, message in (
-        ({"points": []}, "points: none"),
-        ({"points": [0]}, "no hook point 0"),
+        ({"hooks": []}, "hooks: none"),
+        ({"hooks": [0]}, "no hook point 0"),
         ({"filters": [1]}, "filters: pass"),
     ):
         with pytest.raises(tlens.InvalidInputError, match=message):
@@ -233,14 +233,14 @@ def test_the_command(tmp_path, capsys):
     text = tmp_path / "lines.txt"
     text.write_text("The first of the lines\nshort\n" * 3 + "Another line of text\n" * 2, encoding="utf-8")
     asked = [*words[:3], "--prompts", str(text), "--length", "9", "-o", str(tmp_path / "table.csv")]
-    assert main([*asked, "--points", "blocks.0.whitening.hook_in", "blocks.0.whitening.hook_out"]) == 0
+    assert main([*asked, "--hooks", "blocks.0.whitening.hook_in", "blocks.0.whitening.hook_out"]) == 0
     assert "5 prompts of 9 tokens" in capsys.readouterr().out
     assert "blocks.0.whitening.hook_out" in (tmp_path / "table.csv").read_text(encoding="utf-8")
     for wrong, message in (
         (["--prompts", str(text), "--length", "60"], "none of 8 lines has 60 tokens"),
         (["--prompts", str(tmp_path / "no")], "no such file"),
         (["-o", str(tmp_path / "table.txt")], "end its name in .html or .csv"),
-        (["-o", str(tmp_path / "a.html"), "--points", "blocks.0.hook_resid_pre"], "2 hook points or more"),
+        (["-o", str(tmp_path / "a.html"), "--hooks", "blocks.0.hook_resid_pre"], "2 hook points or more"),
         (["-n", "6", "--filters"], "6 prompts; at least 8 are needed with --filters"),
         (["--length", "5000"], "the model reads 128 tokens"),
     ):

@@ -188,7 +188,7 @@ def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
 
 
 COMMANDS = (
-    "attribute", "compare", "dataset", "report", "generate-report", "graph", "methods", "evaluate", "reproduce",
+    "attribute", "compare", "dataset", "report", "graph", "methods", "evaluate", "reproduce",
     "compress", "whiteness", "verify", "explore", "demo",
 )  # fmt: skip
 

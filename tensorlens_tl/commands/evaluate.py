@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             continue
         sub.add_argument("--prompts", type=Path, help=f"{shared.PROMPTS_HELP} (default: the held-out text)")
         if name == "perturbation":
-            sub.add_argument("--query", type=shared.position, default="last", help="last, cls, mean or a position")
+            sub.add_argument("--query", type=shared.position, help="a position (default: -1, the last), or mean")
             sub.add_argument("--order", default="descending", choices=("descending", "ascending"))
             sub.add_argument(
                 "--replacement",
@@ -142,6 +142,8 @@ def run(args: argparse.Namespace) -> None:
     if args.what in OF_PROGRAMS:
         shared.named_program(args.model)  # before a model is loaded
     shared.check_prompts(args)
+    if args.what == "relations":  # files are read before a model is
+        args.relations = [evaluate.Relation.load(path) for path in args.relations or ()] or None
     model = shared.loaded_model(args)
     result = _result(args, model)
     if args.what == "agreement":  # a square table of methods
@@ -172,11 +174,11 @@ def _result(args: argparse.Namespace, model: Any) -> Any:
         options = {"choice": args.choice, "steps": args.steps, "seed": args.seed, "folder": args.circuits}
         return evaluate.circuit_faithfulness(model, _pairs(args, model), methods, **options)
     if args.what == "relations":
-        relations = [evaluate.Relation.load(path) for path in args.relations or ()] or None
-        return evaluate.relation_decoding(model, relations, splits=args.splits, seed=args.seed)
+        return evaluate.relation_decoding(model, args.relations, splits=args.splits, seed=args.seed)
     if args.what == "perturbation":
-        options = {"query": args.query, "order": args.order, "replacement": args.replacement, "seed": args.seed}
+        options = {"order": args.order, "replacement": args.replacement, "seed": args.seed}
         options |= shared.given(
+            query=args.query,
             target=args.target,
             minus=args.minus,
             fractions=args.fractions,
@@ -208,7 +210,7 @@ def _with_columns(args: argparse.Namespace, options: dict[str, Any]) -> dict[str
     columns = shared.questions_of(args.prompts)
     for name, values in columns.items():
         flag = getattr(args, name)
-        if flag not in (None, "last"):
+        if flag is not None:
             raise InvalidInputError(f"--{name}: --prompts {args.prompts} has a column {name!r} as well; leave one out.")
         if name != "query":
             options[name] = values

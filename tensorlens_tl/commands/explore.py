@@ -12,7 +12,7 @@ from tensorlens_tl.commands import shared
 from tensorlens_tl.errors import InvalidInputError
 
 HELP = "Open a local page: type a prompt, click, and see exact sums. Ctrl-C ends it."
-EXAMPLE = "tensorlens-tl explore --model demo --features demo"
+EXAMPLE = "tensorlens-tl explore --model demo --dictionary demo"
 IMAGES = 20
 """Handwritten digits that the page of the bundled image model offers."""
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tuned", help="a second model of the same architecture, to compare with: named as for --model"
     )
     parser.add_argument(
-        "--features",
+        "--dictionary",
         action="append",
         default=[],
         metavar="FOLDER",
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="what its features are called: a CSV or JSON file, one for each --features in their order; - for none",
+        help="what its features are called: a CSV or JSON file, one for each --dictionary in their order; - for none",
     )
     parser.add_argument("--port", type=int, default=0, help="where it listens, on this machine only (default: any)")
     parser.add_argument("--open", action="store_true", help="open it in the browser")
@@ -56,10 +56,12 @@ def run(args: argparse.Namespace) -> None:
     from tensorlens_tl.explorer import Explorer, Session, check_installed
 
     check_installed()
-    labels = named_labels(args.labels, len(args.features))
+    for name in args.dictionary:
+        check_dictionary(name)
+    labels = named_labels(args.labels, len(args.dictionary))
     print(f"Loading {args.model} …", file=sys.stderr, flush=True)
     model = shared.loaded_model(args, images=True)
-    dictionaries = [named_dictionary(of, model) for of in args.features]
+    dictionaries = [named_dictionary(of, model) for of in args.dictionary]
     tuned = None if args.tuned is None else shared.loaded_model(args, args.tuned)
     name = args.model if args.tuned is None else f"{args.model} and {args.tuned}"
     images = None
@@ -82,21 +84,20 @@ def named_dictionary(name: str, model: Any) -> Any:
     """
     from tensorlens_tl.demo import load_demo_dictionary
 
-    source, _, hook = name.partition(":")
-    if source == "demo" and hook:
+    files = check_dictionary(name)
+    if files is not None:
+        return _of_folder(Path(name), *files, next(model.parameters()))
+    hook = name.partition(":")[2]
+    if hook:
         return load_demo_dictionary(hook, model.cfg.dtype)
-    if source == "demo":
-        return load_demo_dictionary(dtype=model.cfg.dtype)
-    return _of_folder(Path(name), next(model.parameters()))
+    return load_demo_dictionary(dtype=model.cfg.dtype)
 
 
-def _of_folder(path: Path, like: Any) -> Any:
-    """The dictionary of a folder, its weights in the dtype and on the device of a tensor."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    from tensorlens_tl.models import read_dictionary
-
+def check_dictionary(name: str) -> tuple[Path, Path] | None:
+    """The folder and the file of weights of a dictionary; None for a bundled one."""
+    if name.partition(":")[0] == "demo":
+        return None
+    path = Path(name)
     folder = path
     file = path / WEIGHTS
     if path.is_file():
@@ -105,21 +106,31 @@ def _of_folder(path: Path, like: Any) -> Any:
     for needed in (file, folder / CONFIGURATION):
         if not needed.is_file():
             raise InvalidInputError(
-                f"--features {path}: there is no file {needed}. Name a folder with {CONFIGURATION} and {WEIGHTS}, as "
+                f"--dictionary {path}: there is no file {needed}. Name a folder with {CONFIGURATION} and {WEIGHTS}, as "
                 "SAELens' save_model writes it, or demo for those of the bundled model."
             )
+    return folder, file
+
+
+def _of_folder(path: Path, folder: Path, file: Path, like: Any) -> Any:
+    """The dictionary of a folder, its weights in the dtype and on the device of a tensor."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from tensorlens_tl.models import read_dictionary
+
     try:
         configuration = json.loads((folder / CONFIGURATION).read_text(encoding="utf-8"))
         weights = load_file(file)
     except (ValueError, OSError, SafetensorError) as error:
-        raise InvalidInputError(f"--features {path}: it cannot be read ({type(error).__name__}: {error}).") from error
+        raise InvalidInputError(f"--dictionary {path}: it cannot be read ({type(error).__name__}: {error}).") from error
     if not isinstance(configuration, dict):
-        raise InvalidInputError(f"--features {path}: {CONFIGURATION} is no JSON object.")
+        raise InvalidInputError(f"--dictionary {path}: {CONFIGURATION} is no JSON object.")
     dictionary = SimpleNamespace(**{name: weight.to(like) for name, weight in weights.items()}, cfg=configuration)
     try:
         read = read_dictionary(dictionary)
     except InvalidInputError as error:
-        raise InvalidInputError(f"--features {path}: {error}") from error
+        raise InvalidInputError(f"--dictionary {path}: {error}") from error
     dictionary.hook_name = read.hook
     return dictionary
 
@@ -132,7 +143,8 @@ def named_labels(files: Sequence[str], count: int) -> list[dict[int, str]] | Non
         return None
     if len(files) != count:
         raise InvalidInputError(
-            f"--labels: {len(files)} for {count} --features; give one for each in the same order, {NO_LABELS} for none."
+            f"--labels: {len(files)} for {count} --dictionary; give one for each in the same order, {NO_LABELS} for "
+            "none."
         )
     for file in files:
         if file != NO_LABELS and not Path(file).is_file():

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_question_arguments(parser)
     parser.add_argument("--threshold", type=float, default=0.01, help="leave out edges below this share of the largest")
     parser.add_argument(
-        "--keep", type=share, default=1.0, help="then keep the largest edges that carry this share of all (default: 1)"
+        "--share", type=share, default=1.0, help="then keep the largest edges that carry this share of all (default: 1)"
     )
     parser.add_argument(
         "--neurons",
@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> None:
         query=prediction.query,
         rule=args.rule,
     )
-    if args.keep < 1:
-        graph = graph.prune(args.keep)
+    if args.share < 1:
+        graph = graph.prune(args.share)
     print(graph)
     if args.format is None:
         shared.write_result(graph, output)

@@ -15,7 +15,7 @@ PROMPTS = 1000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     shared.add_model_arguments(parser)
-    parser.add_argument("--points", nargs="+", metavar="HOOK", help="hook points (default: the stream between blocks)")
+    parser.add_argument("--hooks", nargs="+", metavar="HOOK", help="hook points (default: the stream between blocks)")
     parser.add_argument("--prompts", type=Path, help=f"{shared.PROMPTS_HELP} (default: held-out text)")
     parser.add_argument(
         "--length", type=shared.count, default=16, help="tokens of each prompt, special ones apart (default: 16)"
@@ -38,10 +38,10 @@ def run(args: argparse.Namespace) -> None:
     if (
         args.output is not None
         and args.output.suffix.lower() == ".html"
-        and args.points is not None
-        and len(args.points) < 2
+        and args.hooks is not None
+        and len(args.hooks) < 2
     ):
-        raise InvalidInputError("--points: a page draws curves over 2 hook points or more; save one as .csv.")
+        raise InvalidInputError("--hooks: a page draws curves over 2 hook points or more; save one as .csv.")
     shared.check_prompts(args)
     model = shared.loaded_model(args, logits=False)
     tokens = _tokens(args, model)
@@ -57,12 +57,12 @@ def run(args: argparse.Namespace) -> None:
         measured = tokens[half:]
         skip = SETTLING
         heading = f"{len(measured)} prompts of {tokens.shape[1]} tokens, the first {skip} left out"
-    table = whitening.measure(model, measured, args.points, skip=skip)
+    table = whitening.measure(model, measured, args.hooks, skip=skip)
     tables = {"as it is": table}
     print(heading)
     print(table.round(4).to_string())
     if args.filters:
-        filters = whitening.stream_filters(model, tokens[:half], args.points)
+        filters = whitening.stream_filters(model, tokens[:half], args.hooks)
         tables["filtered"] = whitening.measure(model, measured, filters=filters, skip=skip)
         print(f"\nafter filters made from the {half} prompts before them:")
         print("\n".join(f"{name}: {stream_filter}" for name, stream_filter in filters.items()))

@@ -458,7 +458,7 @@ def _scored(
     """For each prompt, scores and truth of its nodes, and where there are any of its edges."""
     if method == "contribution_graph":
         pairs = work.pairs
-        rows = zip(pairs.clean, pairs.answers.tolist(), pairs.others.tolist(), paths, strict=True)
+        rows = zip(pairs.clean, pairs.target.tolist(), pairs.minus.tolist(), paths, strict=True)
         return [
             _of_graph(freeze(work.model, tokens[None], verify=False), answer, other, prompt_paths)
             for tokens, answer, other, prompt_paths in rows
@@ -479,7 +479,7 @@ def _scored(
 def _of_pairs(part: FrozenPairs, method: str, steps: int, memory: Memory) -> list[tuple[Scored, ...]]:
     """Scores of each prompt's nodes, and where the method has any of its edges."""
     if method == "logit_attribution":
-        terms = logit_attribution(part.clean, part.answers, part.others, by="head")
+        terms = logit_attribution(part.clean, part.target, part.minus, by="head")
         return [(dict(zip(terms.names, row, strict=True)),) for row in terms.scores[:, 0].tolist()]
     nodes = part.nodes(method, steps=steps, memory=memory)
     rows = nodes.scores[:, 0].tolist()

@@ -199,7 +199,7 @@ class LanguageTask:
     def known(self) -> KnownAnswers:
         """The clean prompts; their true sources are the tokens in which the corrupted ones differ."""
         pairs = self.pairs
-        return KnownAnswers(self.name, pairs.clean, pairs.answers, pairs.clean != pairs.corrupted)
+        return KnownAnswers(self.name, pairs.clean, pairs.target, pairs.clean != pairs.corrupted)
 
 
 @checked_names

@@ -94,7 +94,7 @@ class Experiment:
         reads: ``"tokens"``, ``"images"`` or ``"relations"``.
         metrics: of `perturbation`.
         methods: the paper's names.
-        query: whose final hidden state is compared: ``"last"`` token or ``"cls"``, the first.
+        query: the position whose final hidden state is compared: the last, or 0, an encoder's [CLS].
         demo: the bundled model that it runs on by default.
     """
 
@@ -104,7 +104,7 @@ class Experiment:
     reads: Literal["tokens", "images", "relations"] = "tokens"
     metrics: tuple[str, ...] = ("hs_mse",)
     methods: tuple[str, ...] = tuple(name for name in PAPER_METHODS if name != "Tensor, In+Class")
-    query: Literal["last", "cls"] = "cls"
+    query: int = 0
     demo: str = "encoder"
 
     @property
@@ -120,9 +120,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     for experiment in (
         Experiment(
             "table-1", "next-token prediction: Pythia-1B, Pico-570M, Phi-1.5", "WikiText-103",
-            metrics=("hs_mse", "aopc_abs"), methods=tuple(PAPER_METHODS), query="last", demo="language",
+            metrics=("hs_mse", "aopc_abs"), methods=tuple(PAPER_METHODS), query=-1, demo="language",
         ),
-        Experiment("table-2", "sentiment models: ModernBert-Base, Gemma3-270M", "IMDB", query="last"),
+        Experiment("table-2", "sentiment models: ModernBert-Base, Gemma3-270M", "IMDB", query=-1),
         Experiment("figure-3", "vision: DeiT-Base", "ImageNet-1K", reads="images", demo="digits"),
         Experiment("figure-4", "encoder: BERT-Base", "IMDB"),
         Experiment("figure-5", "relation decoding: Pythia-1B", "LRE relations", reads="relations", demo="relations"),
@@ -437,8 +437,7 @@ def _refuse_options(name: str, **options: Any) -> None:
 def _perturbed(model: ModelLike, inputs: Tensor, experiment: Experiment, options: dict[str, Any]) -> Evaluation:
     """The perturbation test, with those of the paper's methods that are defined on the model."""
     first = freeze(model, inputs[:1])
-    position = {"last": -1, "cls": 0}[experiment.query]
-    if experiment.query == "cls" and experiment.reads == "tokens" and first.causal:
+    if experiment.query == 0 and experiment.reads == "tokens" and first.causal:
         raise InvalidInputError(
             f"{experiment.name} compares the first token's final state, which in a causal model no other reaches; use "
             "an encoder, or table-1 or table-2."
@@ -446,7 +445,7 @@ def _perturbed(model: ModelLike, inputs: Tensor, experiment: Experiment, options
     if "Tensor, In+Class" in experiment.methods and not first.causal:
         raise InvalidInputError(f"{experiment.name} is about the next token; use a causal language model.")
     candidates = {method: STANDARD[PAPER_METHODS[method]] for method in experiment.methods}
-    scorers, skipped = usable(scorers_of(candidates), first, position, skip=True)
+    scorers, skipped = usable(scorers_of(candidates), first, experiment.query, skip=True)
     methods = {scorer.label: candidates[scorer.label] for scorer in scorers}
     return replace(perturbation(model, inputs, methods, **experiment.protocol, **options), skipped=skipped)
 

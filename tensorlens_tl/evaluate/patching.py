@@ -201,7 +201,7 @@ def circuit_faithfulness(
         for share in axis.tolist()
     ]
     differences = torch.cat(
-        [run_circuits(p.clean, p.corrupted, circuits, p.answers, p.others, memory=memory) for p in parts], dim=1
+        [run_circuits(p.clean, p.corrupted, circuits, p.target, p.minus, memory=memory) for p in parts], dim=1
     )
     by_size = differences.double().cpu().unflatten(0, (len(sizes), len(chosen), len(axis))).mT
     first = next(iter(scores.values()))
@@ -238,18 +238,18 @@ class FrozenPairs:
     def __init__(self, model: ModelLike, pairs: PromptPairs, verify: bool) -> None:
         self.clean: FrozenPass = freeze(model, pairs.clean, verify=verify)
         self.corrupted: FrozenPass = freeze(model, pairs.corrupted, verify=verify)
-        self.answers = pairs.answers.tolist()
-        self.others = pairs.others.tolist()
+        self.target = pairs.target.tolist()
+        self.minus = pairs.minus.tolist()
 
     def nodes(self, row: str, **options: Any) -> Terms:
         """See `circuits.patch_scores`."""
         method = VARIANTS.get(row, {"method": row})
-        return patch_scores(self.clean, self.corrupted, self.answers, self.others, **method, **options)
+        return patch_scores(self.clean, self.corrupted, self.target, self.minus, **method, **options)
 
     def edges(self, row: str, **options: Any) -> EdgeScores:
         """See `circuits.edge_scores`."""
         method = VARIANTS.get(row, {"method": row})
-        return edge_scores(self.clean, self.corrupted, self.answers, self.others, **method, **options)
+        return edge_scores(self.clean, self.corrupted, self.target, self.minus, **method, **options)
 
     def scores(self, by: str, row: str, **options: Any) -> Float[Tensor, "batch part"]:
         """Scores of every node or edge; the first block's input is no node."""
@@ -295,8 +295,8 @@ class PairWork:
             part = slice(start, start + PROMPTS_AT_ONCE)
             clean, _ = predictions(freeze(model, pairs.clean[part], verify=False))
             corrupted, _ = predictions(freeze(model, pairs.corrupted[part], verify=False))
-            clean_answered = clean.cpu() == pairs.answers[part]
-            corrupted_answered = corrupted.cpu() == pairs.others[part]
+            clean_answered = clean.cpu() == pairs.target[part]
+            corrupted_answered = corrupted.cpu() == pairs.minus[part]
             answered.append(clean_answered & corrupted_answered)
         return torch.cat(answered)
 

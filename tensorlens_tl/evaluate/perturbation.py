@@ -84,7 +84,7 @@ def perturbation(
     *,
     target: TokenLike = None,
     minus: TokenLike = None,
-    query: PerturbationQuery = "last",
+    query: PerturbationQuery = -1,
     max_new_tokens: Count = None,
     continuation: Continuation = None,
     span: Span = None,
@@ -112,8 +112,8 @@ def perturbation(
             ``"runner-up"``); one for each prompt, or one for all. None, as ``"first-choice"``, is what the model
             predicts for the whole prompt. With `minus`, `logit` and `aopc` are falls of the difference of both logits,
             or probabilities.
-        query: ``"last"``, ``"cls"`` (the first token), a position counted over real tokens, or ``"mean"``: scores and
-            final hidden states averaged over all positions (metric `hs_mse` only; norms of T are then estimated, to
+        query: a position counted over real tokens (-1 the last, 0 an encoder's [CLS]), or ``"mean"``: scores and final
+            hidden states averaged over all positions (metric `hs_mse` only; norms of T are then estimated, to
             `MEAN_TOLERANCE`).
         max_new_tokens, continuation, span: test methods on text that the model wrote after each prompt, or that is
             given: on the sum of the targets of a span of its tokens, as `tlens.attribute_generation` explains it (None
@@ -264,7 +264,7 @@ class PerturbationTest:
 
     def check_generated(self, minus: TokenLike) -> None:
         """Refuse what cannot be measured of a stretch of generated text."""
-        if self.query != "last":
+        if self.query != -1:
             raise InvalidInputError(
                 f"query={self.query!r}: span= chooses among the generated tokens; leave query= out."
             )
@@ -423,12 +423,11 @@ def _metrics(metrics: Metrics, query: PerturbationQuery) -> list[str]:
 
 def _query(query: PerturbationQuery, prompt: Prompt) -> int | Literal["all"]:
     """The query as the methods take it: an integer, or "all" for the mean."""
+    if query == "mean":
+        return "all"
     if isinstance(query, str):
-        known: dict[str, int | Literal["all"]] = {"last": -1, "cls": 0, "mean": "all"}
-        if query not in known:
-            raise InvalidInputError(f"query={query!r}; use 'last', 'cls', 'mean' or a position.")
-        return known[query]
-    position = whole_number("query", query, why="or 'last', 'cls', 'mean'")
+        raise InvalidInputError(f"query={query!r}; use a position (-1 is the last, 0 the first) or 'mean'.")
+    position = whole_number("query", query, why="or 'mean'")
     query_positions(prompt, position)
     return position
 
@@ -459,7 +458,7 @@ def perturbation_dataset(
     target: TokenLike = None,
     minus: TokenLike = None,
     columns: Mapping[str, str] | None = None,
-    query: PerturbationQuery = "last",
+    query: PerturbationQuery = -1,
     fractions: Fractions = FRACTIONS,
     replacement: ReplacementName = None,
     draws: WholeNumber = 3,

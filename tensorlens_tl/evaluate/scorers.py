@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     PromptLength = WholeNumber | Literal["most common"] | None
     """The token length of prompts: a number, the most common, or None where all must agree."""
 
-    PerturbationQuery = Literal["last", "cls", "mean"] | WholeNumber
-    """The last or the first token, a position, or a mean over all positions."""
+    PerturbationQuery = Literal["mean"] | WholeNumber
+    """A position, or the mean over all positions."""
 
     Fractions = Sequence[float] | Tensor
     Metric = Literal["hs_mse", "aopc", "aopc_abs", "logit"]

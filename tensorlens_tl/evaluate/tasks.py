@@ -71,7 +71,7 @@ DEEPEST = 5
 
 CHANGES = ("source", "question")
 COLUMNS = ("clean", "corrupted")
-OPTIONAL = ("answer", "other")
+OPTIONAL = ("target", "minus")
 
 Place = tuple[str, int]
 """A node at a position, such as ``("L0H3", 5)``: where it writes."""
@@ -166,33 +166,33 @@ class PromptPairs:
     Attributes:
         name: of the task, and of the change.
         clean, corrupted: token ids, `[prompt, pos]`.
-        answers, others: what follows the clean prompt, and what follows the corrupted one, `[prompt]`.
+        target, minus: what follows the clean prompt, and what follows the corrupted one, `[prompt]`.
     """
 
     name: str
     clean: Int[Tensor, "prompt pos"]
     corrupted: Int[Tensor, "..."]
-    answers: Int[Tensor, "..."]
-    others: Int[Tensor, "..."]
+    target: Int[Tensor, "..."]
+    minus: Int[Tensor, "..."]
 
     def __post_init__(self) -> None:
-        for name, axes in (("clean", 2), ("corrupted", 2), ("answers", 1), ("others", 1)):
+        for name, axes in (("clean", 2), ("corrupted", 2), ("target", 1), ("minus", 1)):
             object.__setattr__(self, name, _token_ids(f"PromptPairs: {name}", getattr(self, name), axes))
         if self.clean.shape != self.corrupted.shape:
             raise InvalidInputError(
                 f"PromptPairs: clean prompts are {tuple(self.clean.shape)} and corrupted ones "
                 f"{tuple(self.corrupted.shape)}; positions must match."
             )
-        for name, tokens in (("answers", self.answers), ("others", self.others)):
+        for name, tokens in (("target", self.target), ("minus", self.minus)):
             if tuple(tokens.shape) != (len(self.clean),):
-                raise InvalidInputError(f"PromptPairs: {name} are {tuple(tokens.shape)}, one for each prompt needed.")
-        same = self.answers == self.others
+                raise InvalidInputError(f"PromptPairs: {name} is {tuple(tokens.shape)}, one for each prompt needed.")
+        same = self.target == self.minus
         if bool(same.any()):
             pair = int(same.nonzero()[0])
             raise InvalidInputError(
-                f"PromptPairs: answers and others of pair {pair} are the same token, {int(self.answers[pair])}, whose "
-                "logit difference is zero. Choose a corrupted prompt that the model answers with another token, or "
-                "name the two tokens (answers=, others=)."
+                f"PromptPairs: target and minus of pair {pair} are the same token, {int(self.target[pair])}, "
+                "whose logit difference is zero. Choose a corrupted prompt that the model answers with another token, "
+                "or name the two tokens (target=, minus=)."
             )
 
     def __len__(self) -> int:
@@ -203,7 +203,7 @@ class PromptPairs:
 
     def only(self, selection: Bool[Tensor, "prompt"] | Int[Tensor, "selected"]) -> "PromptPairs":
         """Some of the pairs, by a mask or by number."""
-        parts = (self.clean, self.corrupted, self.answers, self.others)
+        parts = (self.clean, self.corrupted, self.target, self.minus)
         return PromptPairs(self.name, *(part[selection] for part in parts))
 
 
@@ -582,8 +582,8 @@ def text_pairs(
     clean: Table,
     corrupted: Texts = None,
     *,
-    answers: Answers = None,
-    others: Answers = None,
+    target: Answers = None,
+    minus: Answers = None,
     name: str = "texts",
     prepend_bos: bool | None = None,
 ) -> PromptPairs:
@@ -592,9 +592,9 @@ def text_pairs(
     Args:
         model: whose tokenizer reads them.
         clean: the clean prompts; or a data frame, a mapping, or the path of a CSV file with a header, with columns
-            ``clean`` and ``corrupted``, and where known ``answer`` and ``other``.
+            ``clean`` and ``corrupted``, and where known ``target`` and ``minus``.
         corrupted: the corrupted prompts, beside a list of clean ones.
-        answers, others: what follows each clean prompt, and what follows each corrupted one: tokens with their leading
+        target, minus: what follows each clean prompt, and what follows each corrupted one: tokens with their leading
             space, or ids. None takes the column, or without one what the model itself predicts.
         name: of the task.
         prepend_bos: as in TransformerLens.
@@ -604,11 +604,11 @@ def text_pairs(
             where), prompts of several lengths, an answer of several tokens, or one answer for both prompts of a pair.
 
     >>> from tensorlens_tl import evaluate
-    >>> pairs = evaluate.text_pairs(model, ["The value of"], ["The name of"], answers=[" the"], others=[" a"])
+    >>> pairs = evaluate.text_pairs(model, ["The value of"], ["The name of"], target=[" the"], minus=[" a"])
     >>> (pairs.clean != pairs.corrupted).nonzero().tolist()
     [[0, 2]]
     """
-    texts = _Texts.of(clean, corrupted, answers, others)
+    texts = _Texts.of(clean, corrupted, target, minus)
     view = ModelView(model)
     sides = texts.aligned(view, prepend_bos)
     lengths = Counter(map(len, sides[0]))
@@ -622,8 +622,8 @@ def text_pairs(
         name,
         first,
         second,
-        _answers(view, first, texts.answers, "answers"),
-        _answers(view, second, texts.others, "others"),
+        _answers(view, first, texts.target, "target"),
+        _answers(view, second, texts.minus, "minus"),
     )
 
 
@@ -633,14 +633,14 @@ def text_answers(
     clean: Table,
     corrupted: Texts = None,
     *,
-    answers: Answers = None,
+    target: Answers = None,
     name: str = "texts",
     prepend_bos: bool | None = None,
 ) -> KnownAnswers:
     """Prompts whose answer is determined by the tokens in which each differs from a corrupted one.
 
     Args:
-        model, clean, corrupted, answers, name, prepend_bos: as for `text_pairs`.
+        model, clean, corrupted, target, name, prepend_bos: as for `text_pairs`.
 
     Returns:
         The clean prompts, with those tokens as their true sources: for `known_answer`. Both prompts of a pair have as
@@ -650,11 +650,11 @@ def text_answers(
         InvalidInputError: as for `text_pairs`, but for prompts of several lengths; also a pair of equal prompts.
 
     >>> from tensorlens_tl import evaluate
-    >>> task = evaluate.text_answers(model, ["The value of"], ["The name of"], answers=[" the"])
+    >>> task = evaluate.text_answers(model, ["The value of"], ["The name of"], target=[" the"])
     >>> task.sources.nonzero().tolist()
     [[0, 2]]
     """
-    texts = _Texts.of(clean, corrupted, answers, None)
+    texts = _Texts.of(clean, corrupted, target, None)
     view = ModelView(model)
     rows = [list(map(torch.tensor, side)) for side in texts.aligned(view, prepend_bos)]
     first, second = (pad_sequence(side, batch_first=True) for side in rows)
@@ -663,13 +663,13 @@ def text_answers(
         raise InvalidInputError(f"pair {int(equal.nonzero()[0])}: both prompts are equal, so nothing is a source.")
     lengths = torch.tensor([len(row) for row in rows[0]])
     if bool((lengths == first.shape[1]).all()):
-        return KnownAnswers(name, first, _answers(view, first, texts.answers, "answers"), first != second)
+        return KnownAnswers(name, first, _answers(view, first, texts.target, "target"), first != second)
     predicted = torch.zeros_like(lengths)
     task = KnownAnswers(name, first, predicted, first != second, lengths)
-    if texts.answers is not None:
-        return replace(task, answers=_answers(view, first, texts.answers, "answers"))
+    if texts.target is not None:
+        return replace(task, answers=_answers(view, first, texts.target, "target"))
     for part, length in task.parts(PROMPTS_AT_ONCE):
-        predicted[part] = _answers(view, first[part, :length], None, "answers")
+        predicted[part] = _answers(view, first[part, :length], None, "target")
     return replace(task, answers=predicted)
 
 
@@ -679,27 +679,27 @@ class _Texts:
 
     clean: list[Any]
     corrupted: list[Any]
-    answers: Answers
-    others: Answers
+    target: Answers
+    minus: Answers
 
     @classmethod
-    def of(cls, clean: Table, corrupted: Texts, answers: Answers, others: Answers) -> "_Texts":
+    def of(cls, clean: Table, corrupted: Texts, target: Answers, minus: Answers) -> "_Texts":
         """Two lists, or the columns of a table."""
         if corrupted is None:
             columns = _columns(clean)
-            if answers is None:
-                answers = columns.get("answer")
-            if others is None:
-                others = columns.get("other")
+            if target is None:
+                target = columns.get("target")
+            if minus is None:
+                minus = columns.get("minus")
             clean, corrupted = (columns[column] for column in COLUMNS)
         sides: dict[str, Any] = {"clean": plain(clean), "corrupted": plain(corrupted)}  # also columns and arrays
         if not all(isinstance(side, Sequence) and not isinstance(side, str) for side in sides.values()):
             raise InvalidInputError("clean and corrupted: pass two lists of texts, or one table with both as columns.")
         counts = {name: len(side) for name, side in sides.items()}
-        counts |= {name: len(part) for name, part in (("answers", answers), ("others", others)) if part is not None}
+        counts |= {name: len(part) for name, part in (("target", target), ("minus", minus)) if part is not None}
         if len(set(counts.values())) > 1 or not counts["clean"]:
             raise InvalidInputError(f"pairs: there are {counts}; pass the same number of each, and one at least.")
-        return cls(list(sides["clean"]), list(sides["corrupted"]), answers, others)
+        return cls(list(sides["clean"]), list(sides["corrupted"]), target, minus)
 
     def aligned(self, view: ModelView, prepend_bos: bool | None) -> tuple[list[list[int]], list[list[int]]]:
         """The token ids of both prompts of every pair."""

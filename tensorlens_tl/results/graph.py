@@ -133,22 +133,22 @@ class ContributionGraph(SharedGraph):
         of_nodes = [_read_by(name) if kind == "head" else "" for name, kind in names]
         return [of_nodes[number] for number in self.edges["target"].tolist()]
 
-    def prune(self, keep: Any = 0.8) -> "ContributionGraph":
-        """Keep the largest edges that together carry `keep` of this graph's, and what of them leads to the target.
+    def prune(self, share: Any = 0.8) -> "ContributionGraph":
+        """Keep the largest edges that together carry `share` of this graph's, and what of them leads to the target.
 
         Raises:
-            InvalidInputError: keep outside (0, 1].
+            InvalidInputError: a share outside (0, 1].
 
         >>> graph = tlens.circuits.contribution_graph(frozen, " value", threshold=0.1)
         >>> len(graph.prune(0.5).edges) <= len(graph.edges)
         True
         """
-        if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
-            raise InvalidInputError(f"keep={keep!r}: the share of the edges' size to keep, above 0 and at most 1.")
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise InvalidInputError(f"share={share!r}: the share of the edges' size to keep, above 0 and at most 1.")
         sizes = np.abs(self.edges["weight"].to_numpy(float))
         order = sizes.argsort()[::-1]
         large = np.zeros(len(sizes), dtype=bool)
-        large[order] = sizes[order].cumsum() - sizes[order] < keep * sizes.sum()
+        large[order] = sizes[order].cumsum() - sizes[order] < share * sizes.sum()
         source, target = (self.edges[column].to_numpy(int) for column in ("source", "target"))
         reached = np.zeros(len(self.nodes), dtype=bool)
         reached[-1] = True

@@ -307,13 +307,13 @@ def _steady_factor(here: Float[Tensor, "d d"], before: Float[Tensor, "d d"]) -> 
 if TYPE_CHECKING:
     import pandas as pd
 
-    PointNames = str | Sequence[str] | None
+    HookNames = str | Sequence[str] | None
     """Names of hook points; None for the residual stream before every block and after the last."""
 
     Filters = Mapping[str, WhiteningFilter] | None
     """A filter for each hook point, by name."""
 else:
-    PointNames = Filters = Any  # what is wrong with them is said by `measure`
+    HookNames = Filters = Any  # what is wrong with them is said by `measure`
 
 AT_ONCE = 32
 """Prompts of a run."""
@@ -325,7 +325,7 @@ SETTLING = 4
 def measure(
     model: ModelLike,
     prompts: InputLike,
-    points: PointNames = None,
+    hooks: HookNames = None,
     *,
     filters: Filters = None,
     skip: int | None = None,
@@ -343,7 +343,7 @@ def measure(
         model: a TransformerLens model.
         prompts: text or token ids, four prompts or more of the same number of tokens. Their number B sets the noise
             floor of whiteness, √(2/(π(B−1))).
-        points: hook points with one vector per position; None takes the residual stream before every block and after
+        hooks: hook points with one vector per position; None takes the residual stream before every block and after
             the last.
         filters: a filter for each hook point (`stream_filters`), applied before measuring.
         skip: how many first positions are left out. None is 0, or with `filters` the first 4, where a filter has not
@@ -363,14 +363,14 @@ def measure(
 
     if filters is None:
         skip = whole_number("skip", skip or 0, 0)
-        sequences = activations(model, prompts, points)
+        sequences = activations(model, prompts, hooks)
     else:
         skip = whole_number("skip", SETTLING if skip is None else skip, 0)
         if not isinstance(filters, Mapping):
             raise InvalidInputError(
                 f"filters: pass what stream_filters gave, hook point → filter, not {type(filters).__name__}."
             )
-        sequences = activations(model, prompts, list(filters) if points is None else points)
+        sequences = activations(model, prompts, list(filters) if hooks is None else hooks)
         for name in sequences:
             if name not in filters:
                 raise InvalidInputError(f"filters: none for {name}; there are {', '.join(filters)}.")
@@ -401,9 +401,9 @@ def measure(
 
 @checked_names
 def stream_filters(
-    model: ModelLike, prompts: InputLike, points: PointNames = None, *, reach: Reach = "auto", ridge: Number = 1e-6
+    model: ModelLike, prompts: InputLike, hooks: HookNames = None, *, reach: Reach = "auto", ridge: Number = 1e-6
 ) -> dict[str, WhiteningFilter]:
-    """Estimate the first-order filter of each hook point, by name, in the order of `points`.
+    """Estimate the first-order filter of each hook point, by name, in the order of `hooks`.
 
     >>> from tensorlens_tl import whitening
     >>> prompts = tlens.demo.held_out_prompts(model, 64, length=12)
@@ -412,19 +412,19 @@ def stream_filters(
     torch.Size([128, 128])
 
     Args:
-        model, prompts, points: as for `measure`.
+        model, prompts, hooks: as for `measure`.
         reach, ridge: as for `estimate`. Neighbours in real streams share more than a first-order process allows, so by
             default `reach` is as large as leaves a filter.
 
     Raises:
         InvalidInputError: what `measure` and `estimate` raise.
     """
-    sequences = activations(model, prompts, points)
+    sequences = activations(model, prompts, hooks)
     return {name: estimate(x, reach=reach, ridge=ridge) for name, x in sequences.items()}
 
 
 def activations(
-    model: ModelLike, prompts: InputLike, points: PointNames = None
+    model: ModelLike, prompts: InputLike, hooks: HookNames = None
 ) -> dict[str, Float[Tensor, "batch pos d_model"]]:
     """What a model has at hook points, for prompts of equal length; see `measure`."""
     view = ModelView(model)
@@ -434,7 +434,7 @@ def activations(
     if not bool(prompt.mask.all()):
         lengths = sorted({int(n) for n in prompt.mask.sum(1)})
         raise InvalidInputError(f"prompts have {lengths[0]} to {lengths[-1]} tokens; all must be of one length.")
-    names = _point_names(view, points)
+    names = _hook_names(view, hooks)
     parts: dict[str, list[Tensor]] = {name: [] for name in names}
     with unheld_run(view.model), torch.no_grad():
         for start in range(0, len(prompt.tokens), AT_ONCE):
@@ -445,25 +445,25 @@ def activations(
     sequences = {name: torch.cat(parts[name]) for name in names}
     for name, x in sequences.items():
         if x.ndim != 3 or x.shape[:2] != prompt.tokens.shape:
-            raise InvalidInputError(f"points: {name} is {tuple(x.shape)}, not one vector for each position.")
+            raise InvalidInputError(f"hooks: {name} is {tuple(x.shape)}, not one vector for each position.")
     return sequences
 
 
-def _point_names(view: ModelView, points: PointNames) -> list[str]:
+def _hook_names(view: ModelView, hooks: HookNames) -> list[str]:
     """The hook points by name."""
-    if points is None:
+    if hooks is None:
         known = model_points(view)
-        points = [*(block.resid_pre for block in known.blocks), known.last_output]
-    if isinstance(points, str):
-        points = [points]
-    names = list(points)
+        hooks = [*(block.resid_pre for block in known.blocks), known.last_output]
+    if isinstance(hooks, str):
+        hooks = [hooks]
+    names = list(hooks)
     if not names:
-        raise InvalidInputError("points: none; pass names of hook points, or None for the stream before every block.")
+        raise InvalidInputError("hooks: none; pass names of hook points, or None for the stream before every block.")
     for name in names:
         if name not in view.model.hook_dict:
             near = difflib.get_close_matches(str(name), list(view.model.hook_dict), n=1)
             suggestion = f"; {near[0]!r}?" if near else "."
-            raise InvalidInputError(f"points: no hook point {name!r} here{suggestion}")
+            raise InvalidInputError(f"hooks: no hook point {name!r} here{suggestion}")
     return names
 
 

@@ -370,7 +370,7 @@ def test_tasks_have_pairs_that_the_model_answers(real, name):
     task = evaluate.language_task(real.bridge(), name)
     pairs = task.pairs
     assert len(pairs) == 8
-    for tokens, answers in ((pairs.clean, pairs.answers), (pairs.corrupted, pairs.others)):
+    for tokens, answers in ((pairs.clean, pairs.target), (pairs.corrupted, pairs.minus)):
         assert [int(real.logits(row).argmax()) for row in tokens.tolist()] == answers.tolist()
 
 
