@@ -50,7 +50,7 @@ from tensorlens_tl.layerwise import Maps
 from tensorlens_tl.models import NEXT, ModelLike, Query, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, check_pass, freeze, one_check, rule_scores, unchecked_view
 from tensorlens_tl.passes.inputs import check_slice, one_per_prompt, prompt_batches, query_positions, taken
-from tensorlens_tl.passes.operator import RANKED, explained_tokens, logit_label, target_ids, token_label
+from tensorlens_tl.passes.target import RANKED, explained_tokens, logit_label, target_ids, token_label
 from tensorlens_tl.requirements import Requirement, resolved
 from tensorlens_tl.results import MEAN_QUERY, TOKENS_OF_QUERIES, Attribution, joined, one_query
 

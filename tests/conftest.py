@@ -274,7 +274,7 @@ class Choices:
 @pytest.fixture
 def read_anew(monkeypatch):
     """A model is read anew by the next pass, whatever passes of it there are: for tests that change how it is read."""
-    monkeypatch.setattr("tensorlens_tl.passes.readings._views", WeakKeyDictionary())
+    monkeypatch.setattr("tensorlens_tl.passes.linearisation._views", WeakKeyDictionary())
 
 
 def some_tokens(batch=2, pos=6, seed=0):

@@ -627,10 +627,10 @@ def test_a_misread_model_is_caught_by_its_proof(name, broken, message, monkeypat
 
 def ignored_patterns(monkeypatch):
     """Patterns are replaced where the model only observes them: what our probe of the model is there to find."""
-    from tensorlens_tl.passes.live import holding
+    from tensorlens_tl.passes import live
 
-    monkeypatch.setattr(holding, "patterns_take_effect", lambda model, inputs, blocks: [True] * len(blocks))
-    monkeypatch.setattr(holding, "_effective_patterns", OncePerWeights())
+    monkeypatch.setattr(live, "patterns_take_effect", lambda model, inputs, blocks: [True] * len(blocks))
+    monkeypatch.setattr(live, "_effective_patterns", OncePerWeights())
 
 
 def ignored_norms(monkeypatch):

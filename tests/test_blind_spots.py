@@ -304,11 +304,11 @@ def test_a_pattern_that_only_observes_is_held_at_z():
 
 
 def test_what_a_model_obeys_is_tried_once(monkeypatch):
-    from tensorlens_tl.passes.live import holding
+    from tensorlens_tl.passes import live
 
     model, tried = tiny_model("bridge/gpt2"), []
-    prove = holding._prove
-    monkeypatch.setattr(holding, "_prove", lambda record: tried.append(1) or prove(record))
+    prove = live._prove
+    monkeypatch.setattr(live, "_prove", lambda record: tried.append(1) or prove(record))
     for seed in range(3):
         tlens.freeze(model, some_tokens(seed=seed)).fwd_hooks()
     assert len(tried) == 1

@@ -15,7 +15,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.circuits import node_paths, scores, weights
 from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.passes.operator import resolve_target
+from tensorlens_tl.passes.target import resolve_target
 from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_input, tiny_model
 
 HOOKED = any(name.startswith("hooked/") for name in model_names())
@@ -134,7 +134,7 @@ def test_one_head_is_worth_what_the_frozen_model_loses_without_it(frozen, name):
 
 
 def test_the_embedding_is_told_apart_where_positions_are_added(frozen, name):
-    parts = circuits.stream.embeddings.embedding_parts(frozen)
+    parts = circuits.stream.embedding_parts(frozen)
     learned = {"bridge/gpt2", "bridge/opt", "hooked/ln", "bridge/bert", "encoder/bert", "bridge/native"}
     assert ("pos_embed" in parts) or name not in learned
     assert not any(word in name for word in ("llama", "rotary", "neox")) or list(parts) == ["embed"]
@@ -814,7 +814,7 @@ def test_an_even_pattern_is_not_guessed_at():
 
 def test_unreadable_scores_are_refused_and_nothing_else(model_named, monkeypatch):
     frozen = tlens.freeze(model_named("bridge/llama"), some_tokens())
-    monkeypatch.setattr("tensorlens_tl.passes.attention_scores.reading.rotations", lambda *args: iter([None]))
+    monkeypatch.setattr("tensorlens_tl.passes.attention_scores.rotations", lambda *args: iter([None]))
     with pytest.raises(tlens.UnsupportedModelError, match="no known scale and position encoding"):
         circuits.qk_attribution(frozen, 1, 0)
     assert float(circuits.logit_attribution(frozen, 5).gap.max()) < 1e-6

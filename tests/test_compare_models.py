@@ -14,7 +14,7 @@ from conftest import close, rest_whole, some_tokens, tolerance
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, evaluate
 from tensorlens_tl.algebra.secants import MatrixChange
-from tensorlens_tl.circuits.two_runs.weights import directions_of
+from tensorlens_tl.circuits.two_runs import directions_of
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import HEAD_ROUTES, ROUTES, ChangeRoutes, ModelChange
 from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_input, tiny_model

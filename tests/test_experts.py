@@ -12,7 +12,7 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.models import BlockView
-from tensorlens_tl.passes.operator import resolve_target
+from tensorlens_tl.passes.target import resolve_target
 from tensorlens_tl.testing import model_names, tiny_model
 from tensorlens_tl.testing.models import randomise
 

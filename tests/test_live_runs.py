@@ -14,8 +14,7 @@ from tensorlens_tl.hooks import other_hooks
 from tensorlens_tl.methods import gradients
 from tensorlens_tl.methods.live_logits import LiveLogits
 from tensorlens_tl.passes import frozen as frozen_module
-from tensorlens_tl.passes.live import EarlierLayers
-from tensorlens_tl.passes.live.layers import Form
+from tensorlens_tl.passes.live import EarlierLayers, Form
 from tensorlens_tl.testing import model_names, tiny_model
 
 MODELS = [name for name in ("hooked/ln", "bridge/gpt2") if name in model_names()]

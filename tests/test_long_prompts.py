@@ -10,7 +10,7 @@ import torch
 from conftest import close, hooks_left, rerun_tolerance, some_tokens
 
 import tensorlens_tl as tlens
-from tensorlens_tl.algebra import RowPositions, held_scores, recomputed
+from tensorlens_tl.algebra import HeldScores, RowPositions, routing
 from tensorlens_tl.errors import NumericalError
 from tensorlens_tl.testing import Allocations, check_map, model_names
 from tensorlens_tl.testing.models import build_bridge
@@ -93,14 +93,14 @@ def test_padding(name, side, model_named):
 @pytest.mark.parametrize("name", [few(name, ("hooked/local", "bridge/bert")) for name in SMALL])
 def test_rows_are_made_a_few_at_a_time(name, model_named, monkeypatch):
     """With chunks of one query, everything is as with one chunk; and the map passes the battery of maps."""
-    monkeypatch.setattr(recomputed, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(routing, "CHUNK_BYTES", 1)
     kept, made = both(model_named(name), some_tokens(pos=7))
     ops = kept.operator(), made.operator()
     for ask in (lambda op: op.in_out("all").scores, lambda op: op.contributions()):
         assert close(ask(ops[1]), ask(ops[0]), atol=rerun_tolerance(name))
     weights = kept.view.blocks[0].attention
     maps = [frozen.maps.attention(0).stages[1] for frozen in (kept, made)]
-    assert isinstance(maps[1], recomputed.RecomputedAttention)
+    assert isinstance(maps[1], routing.RecomputedAttention)
     x = torch.randn(3, 2, 7, weights.W_O.shape[0] // weights.heads * weights.kv_heads, dtype=torch.float64)
     g = torch.randn(3, 2, 4, weights.W_O.shape[0], dtype=torch.float64)
     atol = rerun_tolerance(name)
@@ -122,7 +122,7 @@ def test_rows_are_made_a_few_at_a_time(name, model_named, monkeypatch):
 def test_the_map_passes_the_battery():
     torch.manual_seed(0)
     shape = (2, 4, 5, 3)
-    held = held_scores.HeldScores(
+    held = HeldScores(
         torch.randn(shape, dtype=torch.float64), torch.randn(2, 2, 5, 3, dtype=torch.float64),
         torch.rand(shape[:3], dtype=torch.float64), torch.tensor([[False, True, True, True, True], [True] * 5]),
         0.5, 3.0, torch.rand(4, dtype=torch.float64), 2, 0, torch.device("cpu"),
@@ -276,6 +276,6 @@ def test_memory_is_linear_but_for_one_pattern():
     one = 2 * 4 * 2048**2
     assert long[1] < 4.5 * short[1]  # what is kept: linear
     assert long[1] < one  # of all six layers together
-    assert long[2] < 4.5 * short[2] + recomputed.CHUNK_BYTES * 5  # a question
-    assert long[0] < long[3] + 2 * one + long[1] + recomputed.CHUNK_BYTES * 5  # freezing: what the model makes itself
+    assert long[2] < 4.5 * short[2] + routing.CHUNK_BYTES * 5  # a question
+    assert long[0] < long[3] + 2 * one + long[1] + routing.CHUNK_BYTES * 5  # freezing: what the model makes itself
     assert squared[1] > 6 * one  # the same measure sees patterns that are kept

@@ -167,7 +167,7 @@ def test_many_queries_read_every_block_once(passes):
 
 def test_rows_are_cut_inside_a_block(passes, monkeypatch):
     here, away = passes
-    monkeypatch.setattr("tensorlens_tl.algebra.lazy.WORKING_BYTES", 1)
+    monkeypatch.setattr("tensorlens_tl.algebra.segments.WORKING_BYTES", 1)
     operator, made = away.operator(), []
     count = reads(away, lambda: made.append(operator.target(3, query=QUERIES, bias="position")))
     assert count == [1] * away.n_layers

@@ -9,8 +9,7 @@ from conftest import some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl.hooks import observe
-from tensorlens_tl.passes.proof import SeenWrites, block_error
-from tensorlens_tl.passes.proof.projected import COLUMNS, SHARE, projected_errors
+from tensorlens_tl.passes.proof import COLUMNS, SHARE, SeenWrites, block_error, projected_errors
 from tensorlens_tl.testing import model_names, tiny_model
 
 pytestmark = pytest.mark.numeric

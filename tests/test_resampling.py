@@ -6,7 +6,7 @@ from conftest import some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import evaluate
-from tensorlens_tl.evaluate.perturbed_runs import drawn, replacement_of
+from tensorlens_tl.evaluate.perturbation import drawn, replacement_of
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.passes.inputs import prepare
 from tensorlens_tl.testing import tiny_model

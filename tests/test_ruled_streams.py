@@ -11,7 +11,8 @@ from test_patching import two
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.circuits.stream import ruled_target, stream_target
+from tensorlens_tl.circuits.ruled import ruled_target
+from tensorlens_tl.circuits.stream import stream_target
 from tensorlens_tl.core import RULES, gradients, recorded
 from tensorlens_tl.results import HEAD_ROUTES
 from tensorlens_tl.testing import model_names, tiny_input, tiny_model

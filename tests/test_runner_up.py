@@ -199,7 +199,7 @@ def test_a_tokenizer_that_has_the_word_is_refused(demo_model, monkeypatch):
     frozen = tlens.freeze(demo_model, "Return the value")
     predicted = frozen.operator().target(FIRST_CHOICE).total
     assert torch.equal(predicted, frozen.operator().target(tlens.evaluate.predictions(frozen)[0].tolist()).total)
-    monkeypatch.setattr("tensorlens_tl.passes.operator.target.text_ids", lambda view, text: [7])
+    monkeypatch.setattr("tensorlens_tl.passes.target.text_ids", lambda view, text: [7])
     for question in ({"target": FIRST_CHOICE}, {"target": 5, "minus": RUNNER_UP}):
         with pytest.raises(InvalidInputError, match=r"also the text of 7.*Pass that id"):
             frozen.operator().target(**question)

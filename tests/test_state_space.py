@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tensorlens_tl.algebra import CausalConvolution, SelectiveScan, memory, state_space
+from tensorlens_tl.algebra import CausalConvolution, SelectiveScan, memory, recursion
 from tensorlens_tl.errors import SizeError
 from tensorlens_tl.testing import Allocations, check_map
 
@@ -40,7 +40,7 @@ def alpha(m):
 def chunk(request, monkeypatch):
     """Chunks of so many positions, or as many as are chosen."""
     if request.param:
-        monkeypatch.setattr(state_space, "_chunk_size", lambda *held: request.param)
+        monkeypatch.setattr(recursion, "_chunk_size", lambda *held: request.param)
 
 
 @pytest.mark.parametrize("kind", [1, 2])
@@ -63,7 +63,7 @@ def test_a_long_prompt_and_rows_that_take_turns(kind, monkeypatch):
     m = scan(kind, 70)
     matrix, x = alpha(m), normal(4, 3, 2, 70, 2 * HEADS)
     together = m.push(x)
-    monkeypatch.setattr(state_space, "CHUNK_BYTES", 5 * 2 * HEADS * 2 * STATES * 8)  # five rows at a time
+    monkeypatch.setattr(recursion, "CHUNK_BYTES", 5 * 2 * HEADS * 2 * STATES * 8)  # five rows at a time
     taken = m.push(x)
     expected = torch.einsum("bhij,...bjhd->...bihd", matrix, x.unflatten(-1, (HEADS, 2))).flatten(-2)
     for made in (together, taken):
@@ -111,7 +111,7 @@ def test_memory_does_not_grow_with_states_times_positions():
 def test_memory_of_states_is_bounded(monkeypatch):
     m = scan(1, 8, batch=1, heads=64, groups=1, states=256, head_dim=1)
     x = normal(256, 1, 8, 64)
-    monkeypatch.setattr(state_space, "CHUNK_BYTES", 2**20)
+    monkeypatch.setattr(recursion, "CHUNK_BYTES", 2**20)
     with Allocations() as used:
         m.push(x)
     assert used.peak < len(x) * 64 * 256 * 8 / 2  # half of all rows' states

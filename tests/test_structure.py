@@ -19,11 +19,11 @@ FOLDERS = sorted(
 PACKAGES = sorted(f"tensorlens_tl.{path.parent.name}" for path in ROOT.glob("*/__init__.py"))
 OPEN = {
     "algebra": {"bias_spreading", "memory", "numerics", "positions", "probes", "progress"},
-    "circuits": {"compare", "effects", "graph", "scores", "weights"},
+    "circuits": {"compare", "effects", "graph", "scores", "stream", "weights"},
     "datasets": {"work"},
     "drawing": {"charts", "heat_maps", "marks", "page", "terminal"},
     "models": {"lifecycle", "names", "offload", "parameters", "writing"},
-    "passes": {"replacement"},
+    "passes": {"attention_scores", "inputs", "live", "operator", "proof", "replacement", "target"},
     "results": {"exchange", "statistics", "storage"},
 }
 """Modules that other packages import by name, which says what they are about."""

@@ -11,7 +11,7 @@ from conftest import close, rerun_tolerance, rest_whole, some_tokens, tolerance
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.circuits.two_runs.weights import BY
+from tensorlens_tl.circuits.two_runs import BY
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.testing import model_names, tiny_model
 

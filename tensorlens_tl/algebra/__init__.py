@@ -21,8 +21,6 @@
 | `numerics` | how far apart are two results? |
 """
 
-from tensorlens_tl.algebra.held_scores import HeldScores as HeldScores, grouped_products as grouped_products
-from tensorlens_tl.algebra.lazy import LazyMap
 from tensorlens_tl.algebra.maps import (
     ZERO,
     AffineMap,
@@ -35,22 +33,38 @@ from tensorlens_tl.algebra.maps import (
     note_bias,
     stages_of,
 )
-from tensorlens_tl.algebra.placed import Placed as Placed, on_device as on_device
 from tensorlens_tl.algebra.positions import RowPositions, Where
 from tensorlens_tl.algebra.primitives import Attention, Diagonal, Identity, Linear, Norm, Tap
-from tensorlens_tl.algebra.reads import ChainWithReads as ChainWithReads, EarlierRead as EarlierRead
-from tensorlens_tl.algebra.recomputed import AnyAttention, RecomputedAttention, query_chunks as query_chunks
 from tensorlens_tl.algebra.recursion import (
+    CausalConvolution,
     DiagonalRecursion,
     Recursion,
+    SelectiveScan,
     scan as scan,
     scan_where as scan_where,
     spectral_radius as spectral_radius,
 )
-from tensorlens_tl.algebra.routing import Beside, Branch, GroupSum, Routed
-from tensorlens_tl.algebra.segments import CrossAttention as CrossAttention, Segment as Segment
-from tensorlens_tl.algebra.state_space import CausalConvolution, SelectiveScan
-from tensorlens_tl.algebra.streams import Streams
+from tensorlens_tl.algebra.routing import (
+    AnyAttention,
+    Beside,
+    Branch,
+    GroupSum,
+    HeldScores as HeldScores,
+    RecomputedAttention,
+    Routed,
+    grouped_products as grouped_products,
+    query_chunks as query_chunks,
+)
+from tensorlens_tl.algebra.segments import (
+    ChainWithReads as ChainWithReads,
+    CrossAttention as CrossAttention,
+    EarlierRead as EarlierRead,
+    LazyMap,
+    Placed as Placed,
+    Segment as Segment,
+    Streams,
+    on_device as on_device,
+)
 
 __all__ = [
     "ZERO",

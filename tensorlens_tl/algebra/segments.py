@@ -2,16 +2,33 @@
 
 An encoder–decoder is one stream: the encoder's positions, then the decoder's. An encoder block acts on the first, a
 decoder block on the others; what cross-attention writes, it writes to the decoder's positions only.
+
+A map that is computed on the device of its weights, between vectors that are on another one.
+
+A map that is opened when it is used and dropped after: a block of a model that is larger than memory.
+
+Maps that follow each other, of which some also read what entered an earlier one of them.
+
+A block that takes its values from an earlier block (shared keys and values) writes what is linear in two streams: its
+own and that one's. All blocks between the two are one map then, with the earlier stream set aside on the way.
+
+Several streams of one width beside each other in the channels of a vector, and what adds them to each other.
 """
 
-from dataclasses import dataclass, replace
-from typing import final
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.algebra.maps import ZERO, AffineMap, PositionwiseMap, collector
-from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, Where, widened
+from tensorlens_tl.algebra.maps import ZERO, AffineMap, MixingMap, PositionwiseMap, collector
+from tensorlens_tl.algebra.memory import WORKING_BYTES, joined
+from tensorlens_tl.algebra.numerics import upcast
+from tensorlens_tl.algebra.positions import BiasTerms, Positions, RowPositions, Where, by_position, widened
 from tensorlens_tl.algebra.primitives import Attention, Identity, mixed, unmixed
 
 
@@ -244,3 +261,366 @@ class CrossAttention(AffineMap):
 
     def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
         return self._pull_among(g, here, destination, reach, biases)
+
+
+Value = TypeVar("Value")
+
+
+def on_device(value: Value, device: torch.device) -> Value:
+    """A copy of what holds tensors, with all of them on one device; itself where they are there already.
+
+    Args:
+        value: a tensor; a map, or another dataclass; tuples, lists and dictionaries of such. Modules and functions
+            stay as they are.
+        device: where the tensors shall be.
+
+    >>> from tensorlens_tl.algebra import Linear, on_device
+    >>> double = Linear(2 * torch.eye(2))
+    >>> on_device(double, torch.device("cpu")) is double, on_device(double, torch.device("meta")).weight.device
+    (True, device(type='meta'))
+    """
+    return _moved(value, device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value if value is ZERO else value.to(device)
+    if isinstance(value, dict):
+        return _changed(value, {key: _moved(part, device) for key, part in value.items()})
+    if isinstance(value, tuple | list):
+        parts = [_moved(part, device) for part in value]
+        if all(part is before for part, before in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _moved_fields(value, device)
+    return device if isinstance(value, torch.device) else value
+
+
+def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, Any]:
+    """The second of two dictionaries, or the first where nothing in it was moved."""
+    return before if all(after[key] is part for key, part in before.items()) else after
+
+
+def _moved_fields(value: Any, device: torch.device) -> Any:
+    """A dataclass with its fields moved, and without what it has cached; its checks do not run again."""
+    before = {field.name: getattr(value, field.name) for field in fields(value)}
+    after = _changed(before, {name: _moved(part, device) for name, part in before.items()})
+    if after is before:
+        return value
+    other = copy(value)
+    for name in set(vars(other)) - set(after):
+        del vars(other)[name]
+    for name, part in after.items():
+        object.__setattr__(other, name, part)
+    return other
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Placed(MixingMap):
+    """A map whose weights are on another device than the vectors: these are moved there, and what it gives back.
+
+    Attributes:
+        inner: the map, with everything that it holds on `device`.
+        device: the device of its weights.
+        outside: the device of the vectors.
+
+    >>> from tensorlens_tl.algebra import Linear, Placed
+    >>> cpu = torch.device("cpu")
+    >>> double = Placed(Linear(2 * torch.eye(2)), cpu, cpu)
+    >>> double, double.push(torch.ones(1, 3, 2)).sum()
+    (Linear(2 → 2) on cpu, tensor(12.))
+    """
+
+    inner: AffineMap
+    device: torch.device
+    outside: torch.device
+
+    def __repr__(self) -> str:
+        return f"{self.inner} on {self.device}"
+
+    @property
+    def parts(self) -> tuple[AffineMap, ...]:
+        return (self.inner,)
+
+    @property
+    def bias(self) -> Tensor:
+        return on_device(self.inner.bias, self.outside)
+
+    def at(self, where: Where) -> "Placed":
+        return replace(self, inner=self.inner.at(on_device(where, self.device)))
+
+    def norm_bound(self) -> float:
+        return self.inner.norm_bound()
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        return self.inner._forward(x.to(self.device), affine).to(self.outside)
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        terms = collector(biases)
+        pulled = self.inner._backward(g.to(self.device), terms)
+        if biases is not None:
+            biases += on_device(terms or [], self.outside)
+        return pulled.to(self.outside)
+
+    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
+        terms: BiasTerms | None = None if biases is None else []
+        pulled = self.inner._pull(g.to(self.device), on_device(here, self.device), destination, reach, terms)
+        if biases is not None:
+            biases += on_device(terms or [], self.outside)
+        return pulled.to(self.outside)
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class LazyMap(MixingMap):
+    """A map that is opened when it is pushed, pulled or its bias is read, once for all rows, and dropped after.
+
+    The rows are cut into chunks here, while the map is open, and not by callers: what a chunk allocates on its way is
+    bounded, and the weights are read once.
+
+    Attributes:
+        make: opens the map; what it holds may be released when the context ends.
+        length: how many positions it has.
+        row_bytes: what one row allocates inside.
+        name: for the repr.
+        cuts: what `at` cut it to, one after the other.
+
+    >>> from contextlib import nullcontext
+    >>> from tensorlens_tl.algebra import LazyMap, Linear
+    >>> lazy = LazyMap(lambda: nullcontext(Linear(2 * torch.eye(2))), length=3, row_bytes=8, name="double")
+    >>> lazy, lazy.push(torch.ones(1, 3, 2)).sum()
+    (LazyMap(double), tensor(12.))
+    """
+
+    make: Callable[[], AbstractContextManager[AffineMap]]
+    length: int
+    row_bytes: int
+    name: str = "map"
+    cuts: tuple[Where, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"LazyMap({self.name})"
+
+    @contextmanager
+    def _opened(self) -> Generator[AffineMap, None, None]:
+        with self.make() as inner:
+            for where in self.cuts:
+                inner = inner.at(where)
+            yield inner
+
+    @property
+    def bias(self) -> Tensor:
+        with self._opened() as inner:
+            return inner.bias
+
+    @property
+    def needs_positions(self) -> bool:
+        return True
+
+    @property
+    def positions(self) -> int | None:
+        length = self.length
+        for where in self.cuts:
+            match where:
+                case slice():
+                    length = len(range(*where.indices(length)))
+                case RowPositions():
+                    length = 1
+                case _:
+                    length = len(where)
+        return length
+
+    def at(self, where: Where) -> "LazyMap":
+        return replace(self, cuts=(*self.cuts, where))
+
+    def norm_bound(self) -> float:
+        with self._opened() as inner:
+            return inner.norm_bound()
+
+    def _chunks(self, rows: int) -> Iterator[slice]:
+        step = max(1, WORKING_BYTES // max(1, self.row_bytes))
+        return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        with self._opened() as inner:
+            if x.ndim <= 3 or x[..., 0, 0, 0].numel() < 2:
+                return inner._forward(x, affine)
+            rows = x.flatten(0, -4)
+            outputs = joined(inner._forward(rows[chunk], affine) for chunk in self._chunks(len(rows)))
+        return outputs.unflatten(0, x.shape[:-3])
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        with self._opened() as inner:
+            if g.ndim <= 3 or g[..., 0, 0, 0].numel() < 2:
+                return inner._backward(g, biases)
+            rows = g.flatten(0, -4)
+            sums: list[Tensor] = []
+
+            def pulled(chunk: slice) -> Tensor:
+                terms = collector(biases)
+                cotangents = inner._backward(rows[chunk], terms)
+                if terms:
+                    sums.append(torch.stack(terms).sum(0))
+                return cotangents
+
+            cotangents = joined(pulled(chunk) for chunk in self._chunks(len(rows)))
+        if biases is not None and sums:
+            biases.append(torch.cat(sums).unflatten(0, g.shape[:-3]))
+        return cotangents.unflatten(0, g.shape[:-3])
+
+    def _pull(self, g: Tensor, here: Where, destination: Positions, reach: slice, biases: BiasTerms | None) -> Tensor:
+        sums: list[Tensor] = []
+        with self._opened() as inner:
+
+            def pulled(chunk: slice) -> Tensor:
+                origin = here
+                if isinstance(here, RowPositions) and len(here.positions) > 1:
+                    origin = RowPositions(here.positions[chunk])
+                if biases is None:
+                    return inner._pull(g[chunk], origin, destination, reach, None)
+                terms: BiasTerms = []
+                cotangents = inner._pull(g[chunk], origin, destination, reach, terms)
+                # a mixture of experts may reach other experts in another chunk: one sum of each
+                like = upcast(g[:0, :1, :1, 0]).new_zeros(len(g[chunk]), g.shape[1], reach.stop)
+                sums.append(by_position(terms, like))
+                return cotangents
+
+            if not len(g):
+                return inner._pull(g, here, destination, reach, biases)
+            cotangents = joined(pulled(chunk) for chunk in self._chunks(len(g)))
+        if biases is not None:
+            biases.append((torch.cat(sums), reach))
+        return cotangents
+
+
+class EarlierRead(NamedTuple):
+    """What is added to the vector that enters a stage: a map of what entered an earlier stage."""
+
+    source: int
+    map: AffineMap
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class ChainWithReads(MixingMap):
+    """Stages applied one after the other; before some of them, a map of what entered an earlier stage is added.
+
+    Attributes:
+        stages: in the order of application; vectors have the same width before and after each.
+        reads: by the number of the stage that they are added before; each source is an earlier stage.
+
+    >>> from tensorlens_tl.algebra import Identity, Linear
+    >>> from tensorlens_tl.algebra.segments import ChainWithReads, EarlierRead
+    >>> double = Linear(2 * torch.eye(2))
+    >>> both = ChainWithReads((double, double), {1: EarlierRead(0, Identity())})
+    >>> both.push(torch.ones(1, 1, 2))
+    tensor([[[6., 6.]]])
+    """
+
+    stages: tuple[AffineMap, ...]
+    reads: Mapping[int, EarlierRead]
+
+    def __repr__(self) -> str:
+        return f"ChainWithReads({len(self.stages)} stages, {len(self.reads)} reads)"
+
+    @property
+    def parts(self) -> tuple[AffineMap, ...]:
+        return (*self.stages, *(read.map for read in self.reads.values()))
+
+    @property
+    def bias(self) -> Tensor:
+        bias = ZERO
+        entered: list[Tensor] = []
+        for number, stage in enumerate(self.stages):
+            if number in self.reads:
+                source, read = self.reads[number]
+                bias = bias + self._carried(read, entered[source])
+            entered.append(bias)
+            bias = self._carried(stage, bias)
+        return bias
+
+    def _carried(self, part: AffineMap, bias: Tensor) -> Tensor:
+        """The bias after a part, of the bias before it."""
+        if bias is ZERO:
+            return part.bias
+        if bias.ndim < 3:
+            bias = bias[None, None]
+        if self.positions is not None:
+            bias = bias.expand(*bias.shape[:-2], self.positions, bias.shape[-1])
+        return part._forward(bias, affine=True)
+
+    def at(self, where: Where) -> "ChainWithReads":
+        reads = {number: EarlierRead(read.source, read.map.at(where)) for number, read in self.reads.items()}
+        return ChainWithReads(tuple(stage.at(where) for stage in self.stages), reads)
+
+    def norm_bound(self) -> float:
+        bound = 1.0
+        entered: list[float] = []
+        for number, stage in enumerate(self.stages):
+            if number in self.reads:
+                source, read = self.reads[number]
+                bound += read.norm_bound() * entered[source]
+            entered.append(bound)
+            bound *= stage.norm_bound()
+        return bound
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        entered: list[Tensor] = []
+        for number, stage in enumerate(self.stages):
+            if number in self.reads:
+                source, read = self.reads[number]
+                x = x + read._forward(entered[source], affine)
+            entered.append(x)
+            x = stage._forward(x, affine)
+        return x
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        at_source: dict[int, Tensor] = {}
+        for number, stage in reversed(list(enumerate(self.stages))):
+            g = stage._backward(g, biases)
+            if number in at_source:
+                g = g + at_source.pop(number)
+            if number in self.reads:
+                source, read = self.reads[number]
+                pulled = read._backward(g, biases)
+                at_source[source] = at_source.get(source, torch.zeros_like(pulled)) + pulled
+        return g
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Streams(PositionwiseMap):
+    """Each stream that it gives is a sum of the streams that it reads, each times a number.
+
+    >>> from tensorlens_tl.algebra import Streams
+    >>> total_and_second = Streams(torch.tensor([[1.0, 1.0], [0.0, 1.0]]))
+    >>> total_and_second(torch.tensor([[[1.0, 2.0, 30.0, 40.0]]]))  # two streams of width 2
+    tensor([[[31., 42., 30., 40.]]])
+    """
+
+    factors: Float[Tensor, "given read"]
+
+    def __repr__(self) -> str:
+        return f"Streams({self.factors.shape[1]} → {self.factors.shape[0]})"
+
+    @property
+    def bias(self) -> Tensor:
+        return ZERO
+
+    def at(self, where: Where) -> "Streams":
+        return self
+
+    def norm_bound(self) -> float:
+        return float(torch.linalg.matrix_norm(self.factors.double(), 2))
+
+    def _forward(self, x: Tensor, affine: bool) -> Tensor:
+        return self._sums(x, self.factors)
+
+    def _backward(self, g: Tensor, biases: list[Tensor] | None) -> Tensor:
+        return self._sums(g, self.factors.T)
+
+    def _sums(self, x: Tensor, factors: Tensor) -> Tensor:
+        by_stream = x.unflatten(-1, (factors.shape[1], -1))
+        return (factors.to(x) @ by_stream).flatten(-2)

@@ -30,7 +30,7 @@ that is sure where to look (its softmax is flat there).
 `gradient` is attribution patching (Nanda 2023; of edges, Syed et al. 2023), `integrated` the inputs' variant of EAP-IG
 (Hanna et al. 2024), whose published code takes its gradients at the left ends of the steps (``points="left"``);
 midpoints, the default, are nearer to the integral. Both, any rule, and what joins `frozen+qk` take a run of the live
-model, for edges and patterns cut at its nodes (`tensorlens_tl.circuits.stream.ruled`). Edges by ``"patching"`` run it
+model, for edges and patterns cut at its nodes (`tensorlens_tl.circuits.ruled`). Edges by ``"patching"`` run it
 with every edge apart (`tensorlens_tl.circuits.live_edges`), which blocks with norms on their way back to the stream do
 not allow.
 
@@ -71,23 +71,15 @@ from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
 from tensorlens_tl.circuits.live import NodeChange, NodeGradients, NodeValues, sublayer_nodes
 from tensorlens_tl.circuits.live_edges import LiveEdges, encoder_end, refuse_hooks
 from tensorlens_tl.circuits.measured import Budget, Measurement, budget_of, measure
-from tensorlens_tl.circuits.stream import (
-    Pulled,
-    Step,
-    Stream,
-    StreamTarget,
-    Sublayer,
-    ruled_target,
-    stream_target,
-    summed_by_name,
-)
+from tensorlens_tl.circuits.ruled import ruled_target
+from tensorlens_tl.circuits.stream import Pulled, Step, Stream, StreamTarget, Sublayer, stream_target, summed_by_name
 from tensorlens_tl.core import Rule, recordable, rule_of
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import Difference, FrozenPass, PassLike, check_pass, difference, one_question
-from tensorlens_tl.passes.operator import resolve_target
+from tensorlens_tl.passes.target import resolve_target
 from tensorlens_tl.requirements import check_rule
 from tensorlens_tl.results import TARGET, Circuit, EdgeScores, MeasuredEdges, MeasuredTerms, Terms
 

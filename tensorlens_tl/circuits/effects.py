@@ -31,22 +31,15 @@ from tensorlens_tl.algebra.memory import Memory, check_size
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
 from tensorlens_tl.circuits.live import LiveTarget, NodeGradients, sublayer_nodes
-from tensorlens_tl.circuits.stream import (
-    Stream,
-    StreamTarget,
-    Sublayer,
-    stream_target,
-    summed_by_name,
-    target_under,
-    token_pairs,
-)
+from tensorlens_tl.circuits.ruled import target_under
+from tensorlens_tl.circuits.stream import Stream, StreamTarget, Sublayer, stream_target, summed_by_name, token_pairs
 from tensorlens_tl.core import Rule, recordable, rule_of
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models import LayerRange, Query, TokenLike
 from tensorlens_tl.models.parameters import NormWeights, norm_epsilon
 from tensorlens_tl.passes import Difference, FrozenPass, PassLike, PassOrDifference, check_pass, one_question
 from tensorlens_tl.passes.inputs import query_positions
-from tensorlens_tl.passes.operator import chosen_head, resolve_target
+from tensorlens_tl.passes.target import chosen_head, resolve_target
 from tensorlens_tl.requirements import check_rule
 from tensorlens_tl.results import Terms
 

@@ -62,21 +62,13 @@ from tensorlens_tl.circuits.graph_nodes import (
     row_of,
     rows_alone,
 )
-from tensorlens_tl.circuits.stream import (
-    Pulled,
-    Step,
-    Stream,
-    StreamTarget,
-    Sublayer,
-    stream_target,
-    target_under,
-    token_pairs,
-)
+from tensorlens_tl.circuits.ruled import target_under
+from tensorlens_tl.circuits.stream import Pulled, Step, Stream, StreamTarget, Sublayer, stream_target, token_pairs
 from tensorlens_tl.core import recordable
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models import LayerRange, Query, TokenLike
 from tensorlens_tl.passes import Difference, PassOrDifference, one_question
-from tensorlens_tl.passes.operator import target_ids
+from tensorlens_tl.passes.target import target_ids
 from tensorlens_tl.results import ContributionGraph
 
 # ------------------------------------------------------------------ edges

@@ -24,7 +24,8 @@ from tensorlens_tl._arguments import checked_names, whole_number
 from tensorlens_tl.algebra.memory import WORKING_BYTES
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
-from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target, target_under
+from tensorlens_tl.circuits.ruled import target_under
+from tensorlens_tl.circuits.stream import Stream, StreamTarget, stream_target
 from tensorlens_tl.core import recordable
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.models import LayerRange, Query, TokenLike

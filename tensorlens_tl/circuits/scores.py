@@ -11,7 +11,7 @@ heads give whose values are one-hot. That difference is a sum: over components o
 secants of the layers before, over tokens.
 
 How a layer makes its scores is read from its weights and proved against the pattern that it gave. The known ways are
-candidates (`tensorlens_tl.passes.attention_scores.reading`); a reading is right when the softmax of its scores is the
+candidates (`tensorlens_tl.passes.attention_scores`); a reading is right when the softmax of its scores is the
 pattern of the model itself. What is added to a whole row of scores does not show there; single scores are compared with
 those that the model shows, where it does.
 
@@ -49,7 +49,7 @@ from tensorlens_tl.passes import (
 )
 from tensorlens_tl.passes.attention_scores import CrossStreams, ScoreReading
 from tensorlens_tl.passes.inputs import one_query
-from tensorlens_tl.passes.operator import chosen_head
+from tensorlens_tl.passes.target import chosen_head
 from tensorlens_tl.results import ScoreAttribution, ScoreChange
 
 # ------------------------------------------------------------------ which score

@@ -44,7 +44,7 @@ from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.parameters import NormWeights
 from tensorlens_tl.passes import FrozenPass, freeze
 from tensorlens_tl.passes.attention_scores import ScoreReading
-from tensorlens_tl.passes.operator import check_crossing, chosen_head, token_label
+from tensorlens_tl.passes.target import check_crossing, chosen_head, token_label
 
 if TYPE_CHECKING:
     import pandas as pd

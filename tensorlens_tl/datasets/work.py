@@ -22,7 +22,7 @@ from tensorlens_tl.errors import InvalidInputError, TensorLensError
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import freeze
 from tensorlens_tl.passes.inputs import memory_batches
-from tensorlens_tl.passes.operator import UNCAPPED, logit_label
+from tensorlens_tl.passes.target import UNCAPPED, logit_label
 from tensorlens_tl.registry import PER_PROMPT, Method, attribute, get_method, split_options
 from tensorlens_tl.results import SEVERAL_TARGETS, TOKENS_OF_QUERIES, Attribution, Terms, number_of
 from tensorlens_tl.results.storage import tagged, untagged

@@ -84,7 +84,7 @@ from tensorlens_tl.evaluate.tasks import (
 )
 from tensorlens_tl.models import ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import FrozenPass, freeze
-from tensorlens_tl.passes.operator import token_ids
+from tensorlens_tl.passes.target import token_ids
 from tensorlens_tl.results import ARROW, TARGET, ContributionGraph, Evaluation, ScoreAttribution
 from tensorlens_tl.results.statistics import auroc
 

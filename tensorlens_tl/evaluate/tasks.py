@@ -48,7 +48,7 @@ from tensorlens_tl.evaluate.scorers import PROMPTS_AT_ONCE, Mask, TokenIds, Whol
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import freeze
 from tensorlens_tl.passes.inputs import tokenized
-from tensorlens_tl.passes.operator import token_ids
+from tensorlens_tl.passes.target import token_ids
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -21,7 +21,7 @@ from tensorlens_tl.generation import FrozenGeneration, freeze_generation
 from tensorlens_tl.hooks import hook_numbers
 from tensorlens_tl.models import RUNNER_UP
 from tensorlens_tl.passes import Difference, FrozenPass, difference, freeze
-from tensorlens_tl.passes.operator import token_ids
+from tensorlens_tl.passes.target import token_ids
 
 LONGEST_TEXT = 20_000
 """Characters of a prompt: more is refused before a tokenizer reads it."""

@@ -18,7 +18,7 @@ from tensorlens_tl.explorer.images import Images, on_image
 from tensorlens_tl.explorer.questions import TOP, Call, Inquiry, Passes, Question, runner_up, with_labels
 from tensorlens_tl.models import RUNNER_UP, ModelView
 from tensorlens_tl.passes import Difference, FrozenPass
-from tensorlens_tl.passes.operator import chosen_head, token_label
+from tensorlens_tl.passes.target import chosen_head, token_label
 from tensorlens_tl.registry import get_method, list_methods
 from tensorlens_tl.results import COVERED, ScoreAttribution, ScoreChange, Terms
 

@@ -28,7 +28,8 @@ from tensorlens_tl.generation.writing import Continuation, Count, Text, texts_of
 from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike, check_rule
 from tensorlens_tl.passes import Difference, PassOrDifference, difference, freeze, one_check
 from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find, joined, memory_batches, one_per_prompt, taken
-from tensorlens_tl.passes.operator import EACH_NEXT, RANKED, UNCAPPED, Collapse, logit_word
+from tensorlens_tl.passes.operator import Collapse
+from tensorlens_tl.passes.target import EACH_NEXT, RANKED, UNCAPPED, logit_word
 from tensorlens_tl.registry import attribute, get_method
 from tensorlens_tl.results import (
     EACH_GENERATED,

@@ -31,7 +31,7 @@ from tensorlens_tl.methods.alti import Distance, alti_by_attention
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
-from tensorlens_tl.passes.operator import explained_tokens, logit_label, unembedding_rows
+from tensorlens_tl.passes.target import explained_tokens, logit_label, unembedding_rows
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
 

@@ -28,7 +28,7 @@ from tensorlens_tl.layerwise import LocalLayer
 from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import is_all, query_positions
-from tensorlens_tl.passes.operator import logit_label, unembedding_rows
+from tensorlens_tl.passes.target import logit_label, unembedding_rows
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import AXES, Attribution
 

@@ -23,8 +23,9 @@ from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import Direction, Query, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, check_pass, difference as difference_of, freeze_changed
 from tensorlens_tl.passes.inputs import prepare, query_positions
-from tensorlens_tl.passes.operator import Collapse, explained_tokens, logit_label, predicts_at
+from tensorlens_tl.passes.operator import Collapse
 from tensorlens_tl.passes.replacement import REPLACEMENTS, Placement, Replacement, embedding_points, vocabulary_mean
+from tensorlens_tl.passes.target import explained_tokens, logit_label, predicts_at
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
 

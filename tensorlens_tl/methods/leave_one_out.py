@@ -4,7 +4,7 @@
 
 f is the target's logit, probability or log-probability at the query (or the difference of two tokens'). Nothing is
 frozen. Every token takes one run, and several are run at once as copies of the prompts, between two that are unchanged
-(`tensorlens_tl.passes.live.runs`).
+(`tensorlens_tl.passes.live`).
 
 In a causal model nothing changes before the token that is replaced. Tokens are taken in order, and what lies before the
 first of a run's is computed once for all, as keys and values that the model continues from. Where a model has no such

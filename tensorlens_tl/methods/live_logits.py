@@ -14,7 +14,7 @@ from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.passes import FrozenPass, note_rounding
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.live import repeated
-from tensorlens_tl.passes.operator import explained_tokens, logit_label, target_ids
+from tensorlens_tl.passes.target import explained_tokens, logit_label, target_ids
 
 
 class LiveLogits:

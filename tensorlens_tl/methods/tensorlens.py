@@ -9,7 +9,8 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Direction, HeadChoice, LayerRange, MlpChoice, Query, Rule, TokenLike
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
-from tensorlens_tl.passes.operator import FrozenOperator, explained_tokens, logit_label, predicts_at
+from tensorlens_tl.passes.operator import FrozenOperator
+from tensorlens_tl.passes.target import explained_tokens, logit_label, predicts_at
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import Attribution
 

@@ -4,7 +4,7 @@ A sublayer f (attention or MLP) sits between up to three norms: *before* it read
 *after* it before it is added back, and *outer*, around the sum. A sequential block is
 ``outer·(1 + after·f·before)`` for attention and then for the MLP; a parallel block adds both branches to
 the same stream. Candidates for a block are the layouts that use exactly the norms it has; which of them
-it is, is decided by the proof (`tensorlens_tl.passes.proof.blocks`), never by the model's name.
+it is, is decided by the proof (`tensorlens_tl.passes.proof`), never by the model's name.
 
 | layout | chain (right to left) | seen in |
 | --- | --- | --- |

@@ -3,7 +3,7 @@
 `ModelView` says what the model is made of and hands out the weights of each block in one layout: its embedding, what
 stands between the last block and the logits, and these. It is structural: nothing here imports a model class, because
 HookedTransformer does not exist in TransformerLens 4. Whether the reading is right is decided by the block proof
-(`tensorlens_tl.passes.proof.blocks`).
+(`tensorlens_tl.passes.proof`).
 """
 
 from collections.abc import Mapping

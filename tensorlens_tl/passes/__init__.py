@@ -29,18 +29,15 @@ from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture, one_check as one_check, one_question as one_question
 from tensorlens_tl.passes.freezing import TOLERANCE as TOLERANCE, freeze, freeze_changed
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike as PassLike, check_pass as check_pass
-from tensorlens_tl.passes.linearisation import Linearisation
-from tensorlens_tl.passes.mlps import Routes, mlp_chain as mlp_chain
-from tensorlens_tl.passes.operator import (
-    Collapse,
-    FrozenOperator,
-    PatchEmbedding,
-    PixelScores,
-    patch_embedding,
-    pixel_scores,
+from tensorlens_tl.passes.linearisation import (
+    Linearisation,
+    one_reading as one_reading,
+    unchecked_view as unchecked_view,
 )
+from tensorlens_tl.passes.mlps import Routes, mlp_chain as mlp_chain
+from tensorlens_tl.passes.operator import Collapse, FrozenOperator
+from tensorlens_tl.passes.pixels import PatchEmbedding, PixelScores, patch_embedding, pixel_scores
 from tensorlens_tl.passes.proof import Proof
-from tensorlens_tl.passes.readings import one_reading as one_reading, unchecked_view as unchecked_view
 from tensorlens_tl.passes.two_runs import (
     Difference,
     SecantMaps,

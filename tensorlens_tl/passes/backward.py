@@ -20,7 +20,8 @@ from tensorlens_tl.models import Query, TokenLike
 from tensorlens_tl.models.offload import saved_by_name
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
-from tensorlens_tl.passes.operator import Collapse, resolve_target
+from tensorlens_tl.passes.operator import Collapse
+from tensorlens_tl.passes.target import resolve_target
 
 
 def rule_scores(

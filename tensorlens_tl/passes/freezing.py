@@ -1,7 +1,19 @@
 """Freezing: one forward pass, checked before it runs and proved afterwards.
 
 Arguments are checked first, then the model's structure, then the pass is run (or taken from a cache), then its
-numbers; at the end come the proofs (`tensorlens_tl.passes.proof.blocks`).
+numbers; at the end come the proofs (`tensorlens_tl.passes.proof`).
+
+What hooks add to the residual stream during a pass, or put in the place of it: measured, and held where constant.
+
+What a hook adds is a constant of the pass if it does not depend on what the hook reads. It is tried: the model runs
+once more, and the hooks are given zeros, so that a constant comes out as it is, without the rounding of a sum. A patch
+puts values in the place of some entries, which do not depend on what was there either. That is tried by a third run, in
+which the hooks are given a stream of other signs and sizes: every entry must be what it was given, plus a constant, in
+all runs, or the same value in all of them. What changed there in the pass, the value less what it replaced, is then
+held as a constant; that it depends on what it replaced is for `tensorlens_tl.passes.two_runs` to know, and for a pass
+by itself a reason to refuse.
+
+Checks of one capture before anything is proved of it: each refuses, or warns of, what a proof would not see.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,19 +22,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import checked_names
-from tensorlens_tl.algebra import HeldScores
-from tensorlens_tl.algebra.numerics import relative_error
-from tensorlens_tl.errors import InvalidInputError, TensorLensError, UnsupportedModelError
+from tensorlens_tl.algebra import HeldScores, spectral_radius
+from tensorlens_tl.algebra.numerics import relative_error, upcast
+from tensorlens_tl.errors import InvalidInputError, NumericalError, TensorLensError, UnsupportedModelError, warn_caller
 from tensorlens_tl.hooks import (
     FwdHook,
     ModelPoints,
     Passed,
     SomeLogits,
     StreamPoint,
+    capture as run_and_capture,
     check_finite,
     foreign_hooks,
     from_cache,
@@ -35,11 +48,11 @@ from tensorlens_tl.hooks import (
     unheld_run,
 )
 from tensorlens_tl.models import ModelLike, ModelView, Query
-from tensorlens_tl.models.lifecycle import WeightState, configuration, refuse_devices, refuse_dropout
-from tensorlens_tl.passes.additions import with_additions
+from tensorlens_tl.models.lifecycle import OncePerWeights, WeightState, configuration, refuse_devices, refuse_dropout
+from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.attention_scores import PatternReader, refuse_unreadable
 from tensorlens_tl.passes.block_maps import BlockMaps
-from tensorlens_tl.passes.capture import Capture, HeldConfiguration
+from tensorlens_tl.passes.capture import Additions, Capture, HeldConfiguration
 from tensorlens_tl.passes.frozen import FrozenPass
 from tensorlens_tl.passes.inputs import (
     CacheLike,
@@ -57,17 +70,255 @@ from tensorlens_tl.passes.inputs import (
     readable_tokens,
     token_inputs,
 )
-from tensorlens_tl.passes.preflight import (
-    check_dtype,
-    check_growth,
-    check_padding,
-    check_repeats,
-    check_shown_patterns,
-    check_width,
-    warn_of_ties,
+from tensorlens_tl.passes.linearisation import points_of, shared_view
+from tensorlens_tl.passes.proof import (
+    SeenWrites,
+    check_pattern,
+    compared_positions,
+    looks_ahead,
+    prove,
+    sampled_positions,
 )
-from tensorlens_tl.passes.proof import SeenWrites, compared_positions, prove, sampled_positions
-from tensorlens_tl.passes.readings import points_of, shared_view
+
+ROUNDING = 4
+"""Units of rounding by which a sum and its first summand, subtracted, may miss the second."""
+
+
+def with_additions(capture: Capture, seen: Mapping[StreamPoint, Passed]) -> Capture:
+    """A capture with what hooks added during its run.
+
+    Args:
+        capture: the pass.
+        seen: what went through the hook points of the stream that hooks are on.
+    """
+    changed = {point: passed for point, passed in seen.items() if not torch.equal(passed.before, passed.after)}
+    if not changed:
+        return capture
+    alone: dict[StreamPoint, Passed] = {}
+    last = capture.points.last_output
+    with passing(capture.view, list(changed), alone.__setitem__, instead=torch.zeros_like):
+        run_and_capture(capture.model, capture.inputs, [last], last=last)
+    sums = {point for point, passed in changed.items() if point in alone and _is_sum(passed, alone[point].after)}
+    others = [point for point in changed if point not in sums]
+    elsewhere: dict[StreamPoint, Passed] = {}
+    if others:
+        with passing(capture.view, others, elsewhere.__setitem__, instead=_other_stream):
+            run_and_capture(capture.model, capture.inputs, [last], last=last)
+    batch, pos = capture.tokens.shape
+    constant: dict[StreamPoint, Float[Tensor, "batch pos d_model"]] = {}
+    patched: list[StreamPoint] = []
+    dependent: list[StreamPoint] = []
+    for point, passed in changed.items():
+        if point in sums:
+            vectors = alone[point].after
+        elif point in alone and point in elsewhere and _is_patch([passed, elsewhere[point]], alone[point].after):
+            vectors = (upcast(passed.after) - upcast(passed.before)).to(passed.after)
+            patched.append(point)
+        else:
+            dependent.append(point)
+            continue
+        constant[point] = vectors.reshape(batch, pos, -1).to(capture.tokens.device)
+    return replace(capture, additions=Additions(constant, tuple(patched), tuple(dependent)))
+
+
+def _other_stream(x: Tensor) -> Tensor:
+    """Vectors of other signs and sizes in every channel: what chooses entries by these chooses others."""
+    return -3 * x.flip(-1)
+
+
+def _is_sum(passed: Passed, vectors: Tensor) -> bool:
+    """Whether hooks made of a tensor what it is with these vectors added, but for rounding."""
+    return passed.before.shape == passed.after.shape == vectors.shape and bool(_summed(passed, vectors).all())
+
+
+def _is_patch(runs: Sequence[Passed], vectors: Tensor) -> bool:
+    """Whether every entry is what went in with a vector added in all runs, or this vector itself in all of them."""
+    if any(not passed.before.shape == passed.after.shape == vectors.shape for passed in runs):
+        return False
+    summed = torch.ones_like(vectors, dtype=torch.bool)
+    put = torch.ones_like(summed)
+    for passed in runs:
+        summed &= _summed(passed, vectors)
+        put &= passed.after == vectors
+    return bool((summed | put).all())
+
+
+def _summed(passed: Passed, vectors: Tensor) -> Bool[Tensor, "..."]:
+    """Where a tensor is what it was with these vectors added, but for rounding."""
+    before, after, added = (upcast(tensor) for tensor in (passed.before, passed.after, vectors))
+    rounding = ROUNDING * torch.finfo(passed.after.dtype).eps * (before.abs() + after.abs() + added.abs())
+    return (after - before - added).abs() <= rounding
+
+
+def check_growth(capture: Capture, tolerance: float) -> None:
+    """Refuse whitening whose growth over a prompt hides from a proof all but the recursion.
+
+    Raises:
+        NumericalError: what a block adds to its later tokens is lost beside what they have of the earlier ones.
+    """
+    for layer, block in enumerate(capture.view.blocks):
+        if block.whitening is None:
+            continue
+        sizes = [
+            torch.linalg.vector_norm(upcast(x[capture.mask]), dim=-1).max()
+            for x in (capture.resid_pre(layer) @ block.whitening.entry, capture.resid_read(layer))
+        ]
+        growth = float(sizes[1] / sizes[0].clamp_min(torch.finfo(sizes[0].dtype).tiny))
+        most = max(1 / tolerance, 1e3)
+        if growth <= most**0.5 or not bool(torch.isfinite(sizes[0])):  # another check names what is not finite
+            continue
+        radius = spectral_radius(block.whitening.step)
+        what = (
+            f"blocks.{layer}.whitening of this {capture.view.description} (spectral radius {radius:.3g}) makes vectors "
+            f"{growth:.1e} times larger over this prompt"
+        )
+        if not growth <= most:
+            raise NumericalError(
+                f"{what}; what blocks add to them is lost beside that, and no proof could see it. Freeze a shorter "
+                "prompt, or train L⁻¹M towards a radius below 1."
+            )
+        warn_caller(f"{what}; longer prompts will be refused.")
+
+
+def warn_of_ties(capture: Capture, logits: Mapping[str, Tensor]) -> None:
+    """Say where a token's choice of experts is arbitrary: one that is chosen and one that is not count the same."""
+    for block, points in zip(capture.view.blocks, capture.points.blocks, strict=True):
+        if block.name not in logits or points.index is None or not isinstance(block.mlp, ExpertsWeights):
+            continue
+        index = capture.activation(points.index).flatten(0, 1)
+        count = block.mlp.count
+        numbers = logits[block.name].to(index.device).flatten(0, -2)
+        if numbers.shape != (len(index), count):
+            continue
+        chosen = torch.zeros(len(index), count + 1, dtype=torch.bool, device=index.device)
+        chosen = chosen.scatter(1, index.clamp_max(count), True)[:, :count]  # some have a choice that is no expert
+        least = torch.where(chosen, numbers, torch.inf).amin(1, keepdim=True)
+        tied = ((numbers == least) & ~chosen).any(1).unflatten(0, capture.tokens.shape) & capture.mask
+        if bool(tied.any()):
+            row, pos = tied.nonzero()[0].tolist()
+            warn_caller(
+                f"{block.name}.mlp of this {capture.view.description}: {int(tied.sum())} tokens (first: prompt {row}, "
+                f"position {pos}) are sent to an expert whose router logit equals that of an expert that is left out. "
+                "Which of the two is chosen is arbitrary, and may differ on another machine or in another batch.",
+            )
+
+
+_repeats: OncePerWeights[bool] = OncePerWeights()
+
+
+def check_repeats(capture: Capture, tolerance: float) -> None:
+    """Refuse a model that gives another output on the same prompt when it runs again; checked once per model."""
+    if capture.other_hooks or _repeats.get(capture.model, capture.weights):
+        return
+    name = capture.points.last_output
+    again, _ = run_and_capture(capture.model, capture.inputs, [name], last=name)
+    output = capture.activation(name)
+    repeated = again[name].to(output).reshape(output.shape)
+    error = relative_error(repeated, output, capture.mask[:, -output.shape[1] :])
+    if not error <= tolerance:
+        raise UnsupportedModelError(
+            f"two runs of this {capture.view.description} on the same prompt differ by {error:.1e} in the last block's "
+            "output: something in it is random (dropout that is on in eval mode?). Switch it off."
+        )
+    _repeats.set(capture.model, capture.weights, True)
+
+
+def check_shown_patterns(capture: Capture) -> None:
+    """Refuse an encoder–decoder that shows something else where its patterns should be.
+
+    TransformerLens gives `hook_pattern` the second output of an attention module that it leaves as it is, which of some
+    is the bias of relative positions.
+    """
+    if capture.sides is None:
+        return
+    for points in capture.points.blocks:
+        pattern = points.pattern and capture.activations.get(points.pattern)
+        if isinstance(pattern, Tensor) and bool((pattern < 0).any()):
+            raise UnsupportedModelError(
+                f"{points.pattern} of this {capture.view.description} has numbers below 0, which are no attention "
+                "probabilities: TransformerLens shows something else there, such as the bias of relative positions. "
+                "Without its patterns attention cannot be held."
+            )
+
+
+def check_dtype(capture: Capture) -> None:
+    """Refuse a state-space model that keeps its stream in float32 beside narrower weights."""
+    for layer, block in enumerate(capture.view.blocks):
+        stream = capture.resid_pre(layer).dtype
+        weights = next(block.module.parameters()).dtype
+        if stream == weights or weights not in (torch.float16, torch.bfloat16):
+            continue  # nothing is read of weights that are offloaded
+        if block.mixer is not None or block.has_beside:
+            raise UnsupportedModelError(
+                f"{block.name} of this {capture.view.description} reads a residual stream in {stream} with weights in "
+                f"{weights} (residual_in_fp32). Load the model in float32."
+            )
+
+
+def check_width(capture: Capture) -> None:
+    """Refuse a model whose number of positions differs from the number of tokens."""
+    stream = capture.resid_pre(0).shape[:2]
+    tokens = capture.tokens.shape
+    if stream != tokens:
+        raise UnsupportedModelError(
+            f"{capture.view.description} makes {stream[1]} positions of {tokens[1]} tokens (virtual tokens of a "
+            "prompt or prefix adapter, or a hook?); only models with one position for each token can be frozen."
+        )
+
+
+def _check_capacity(capture: Capture, layer: int) -> None:
+    """Refuse padding that fills an expert before a real token that was left out."""
+    weights = capture.view.blocks[layer].mlp
+    point = capture.points.blocks[layer].weight
+    if point is None or not isinstance(weights, ExpertsWeights) or not weights.routing.has_capacity:
+        return
+    real = capture.prompt.mask[:, slice(*capture.side(layer))]
+    is_sent = (capture.activation(point) != 0).any(-1).to(real.device)
+    after_padding = (is_sent & ~real).cumsum(1) > 0
+    if bool((real & ~is_sent & after_padding).any()):
+        raise UnsupportedModelError(
+            f"blocks.{layer} of this {capture.view.description}: an expert takes so many tokens of a prompt and no "
+            "more, and padding before a token that was left out counts as well: padding changes what the model gives. "
+            "Pad on the right, or freeze the prompts one by one."
+        )
+
+
+def check_padding(capture: Capture) -> None:
+    """Refuse padding that the model does not handle: weight on padded tokens, or NaN that padding brought."""
+    prompt = capture.prompt
+    points = capture.points
+    if bool(prompt.mask.all()):
+        return
+    for layer, block in enumerate(points.blocks):
+        start, stop = capture.side(layer)
+        queries = slice(start, stop)
+        spans: dict[str, slice] = {}
+        if block.pattern is not None:
+            spans[block.pattern] = queries
+        if block.cross is not None:
+            spans[block.cross.pattern] = slice(0, start)
+        for name, keys in spans.items():
+            if name in capture.activations:  # a pattern that is recomputed was checked while the model ran
+                check_pattern(name, capture.activation(name), prompt.mask[:, queries], prompt.mask[:, keys])
+        _check_capacity(capture, layer)
+    first = points.blocks[0].pattern
+    if first is None or capture.sides is not None:
+        return
+    ahead = not capture.causal
+    if ahead and first in capture.activations:
+        ahead = looks_ahead(capture.activation(first), prompt.mask)  # of real queries
+    if not ahead:
+        return
+    # GPT-1's Bridge is bidirectional when it is given a mask, and only then
+    # all prompts at their width, so that hooks which know their shape run as well
+    without = {name: value for name, value in prompt.kwargs.items() if "attention_mask" not in name}
+    alone, _ = run_and_capture(capture.model, without, [first], last=first)
+    if prompt.tokens.shape[1] > 1 and not bool(alone[first].triu(1).any()):
+        raise UnsupportedModelError(
+            f"{first} puts weight on later tokens when the model is given an attention mask, and on none without one: "
+            "this model does not handle padding. Freeze the prompts one by one."
+        )
+
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far a block's map may be from the block: the largest relative error of a token. A wrong reading of the
@@ -130,7 +381,7 @@ def freeze(
             prompt's length and not with its square: a layer's pattern is recomputed, a few queries at a time, when it
             is used. Every one is compared with the model's own while the pass runs.
         verify: True proves every block against the model's own output at every token; products of plain blocks whose
-            result the model shows are compared on random vectors (`tensorlens_tl.passes.proof.projected`), which
+            result the model shows are compared on random vectors (`tensorlens_tl.passes.proof`), which
             overlooks an error with a probability of 1e-7. ``"sample"`` proves every block at up to 8 tokens of each
             prompt, among them its last one (``proof.positions`` of the pass): this detects a part that is read wrongly,
             and no activation that was changed at another token. Blocks with whitening or a mixer in place of

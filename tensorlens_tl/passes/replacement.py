@@ -18,7 +18,7 @@ from tensorlens_tl.errors import FrozenModelError, InvalidInputError, TensorLens
 from tensorlens_tl.hooks import FwdHook, capture, in_this_thread, model_points
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.passes.inputs import Prompt, image_tokens, token_inputs
-from tensorlens_tl.passes.operator import token_ids
+from tensorlens_tl.passes.target import token_ids
 
 REPLACEMENTS = ("mask", "pad", "mean", "zero")
 EMBEDDINGS = ("embed.hook_out", "embed.hook_embed", "hook_embed")

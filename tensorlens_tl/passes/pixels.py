@@ -22,8 +22,8 @@ from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models import PatchWeights, Query, TokenLike
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.linearisation import Linearisation, check_linearisation
-from tensorlens_tl.passes.operator.operator import FrozenOperator
-from tensorlens_tl.passes.operator.target import resolve_target
+from tensorlens_tl.passes.operator import FrozenOperator
+from tensorlens_tl.passes.target import resolve_target
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,6 @@
-"""The frozen pass as one affine map: its tensor, whole or in parts, and how that collapses to scores of source tokens.
+"""The frozen pass as one affine map, and what is computed from it: scores, norms, gradients, pixels.
+
+The frozen pass as one affine map: its tensor, whole or in parts, and how that collapses to scores of source tokens.
 
 Only `dense` stores the tensor ``T[query, :, key, :]`` of TensorLens. Contributions push the source tokens as rows; a
 slice pulls the basis vectors of one query. In+Out and target scores pull one row per query, a sum of targets one row
@@ -25,17 +27,18 @@ from tensorlens_tl.errors import InvalidInputError, NumericalError
 from tensorlens_tl.models import Query, Rule, TokenLike, check_rule
 from tensorlens_tl.passes.inputs import is_all, one_query, query_positions
 from tensorlens_tl.passes.linearisation import Linearisation
-from tensorlens_tl.passes.operator.selection import (
+from tensorlens_tl.passes.target import (
     Keys,
+    Target,
     chosen_heads,
     chosen_keys,
     chosen_layers,
     chosen_mlps,
     end_of,
     places_bias,
+    resolve_target,
     through_final_norm,
 )
-from tensorlens_tl.passes.operator.target import Target, resolve_target
 
 CAUSAL_PARTS = 16
 """Chunks of queries in a causal model: each is cut at its last query, so more of them waste less."""

@@ -22,8 +22,7 @@ from tensorlens_tl.algebra import ZERO, AffineMap, Chain, Diagonal, Identity, Se
 from tensorlens_tl.algebra.numerics import refuse_nan, relative_error
 from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.arguments import RuleLike
-from tensorlens_tl.circuits.stream.stream import Pulled, StreamTarget
-from tensorlens_tl.circuits.stream.sublayers import Kind, Step, Sublayer
+from tensorlens_tl.circuits.stream import Kind, Pulled, Step, StreamTarget, Sublayer
 from tensorlens_tl.core import Cuts, Recorded, Rule, Side, depends, gradients, refuse_other_functions, rule_of, ruled
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, Placing, hook_points, in_this_thread, run_until

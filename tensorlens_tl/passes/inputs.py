@@ -1,0 +1,1485 @@
+"""From what a user passes to what a model takes: tokens and masks, signals, positions, batches.
+
+As in `tensorlens_tl.models.protocol`, aliases tell a type checker what may be passed; at run time they are `Any`,
+because our own errors say what is wrong with an argument.
+
+Text among tokens: where a text stands in a prompt, and which tokens make a word.
+
+Input that is no text: images, spectrograms and waveforms, and what a multimodal model takes besides its tokens.
+
+| model | input |
+| --- | --- |
+| ViT, DeiT | pixels, `[batch, channel, height, width]` |
+| audio spectrogram transformer | `[batch, time, mel]` |
+| Hubert, Wav2Vec2 | samples, `[batch, sample]` |
+
+Values are used as they are: prepare them as the model's image processor or feature extractor does. The model runs up to
+its first block, which shows how many positions they become.
+
+Tokens as people read them, which token a text is, and where words begin.
+
+Which positions a query or a key stands for: the one rule everywhere in the library.
+
+Many prompts: how long is each, and which of them are frozen together?
+"""
+
+import inspect
+import re
+import string
+import unicodedata
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from weakref import WeakKeyDictionary
+
+import torch
+import transformers
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tensorlens_tl._arguments import plain, refuse_meta, whole_number, whole_slice
+from tensorlens_tl.algebra.memory import Memory, in_bytes
+from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError, warn_caller
+from tensorlens_tl.hooks import capture
+from tensorlens_tl.models import ModelView, Query
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Literal
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+    from transformer_lens import ActivationCache
+
+    InputLike = str | Tensor | NDArray[Any] | Sequence[object] | Mapping[str, Any]
+    """Text, messages of a chat, token ids, what a tokenizer returns, or the values of images and sound; one prompt or
+    several."""
+
+    Chat = Sequence[Mapping[str, Any]]
+    """Messages, a ``{"role": ..., "content": ...}`` each."""
+
+    IdsLike = Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]] | None
+    """Integers of each token: a mask, or segments."""
+
+    ModelInputs = Mapping[str, object] | None
+    """What a multimodal model's forward takes besides tokens, by name."""
+
+    Side = Literal["left", "right"] | None
+    """Where padding stands; None for the right."""
+
+    Store = Literal["model", "cpu"]
+    """Where activations are stored."""
+
+    Patterns = Literal["keep", "recompute"]
+    """Whether patterns are stored, or recomputed."""
+
+    CacheLike = Mapping[str, Tensor] | ActivationCache | None
+    """Activations of an earlier run, by hook-point name."""
+
+    Tolerance = float | None
+    """The largest relative error; None for the default of the dtype."""
+
+    Verify = bool | Literal["sample"]
+    """Whether every block is proved: at every position, or at a few."""
+else:
+    InputLike = Chat = IdsLike = ModelInputs = Side = Store = Patterns = CacheLike = Tolerance = Verify = Any
+
+
+NO_TEXTS = {
+    "mean": "Only `attribute` takes a mean over queries; query='all' gives every one of them here.",
+    "last": "The last token is query=-1.",
+    "first": "The first token is query=0.",
+}
+"""What texts stand for that are no part of the prompt."""
+
+
+def find(tokens: Sequence[str], text: str) -> list[tuple[int, int]]:
+    """Return every occurrence of a text that begins and ends with whole tokens, as ``(first, last + 1)``.
+
+    White space at its ends is ignored, and punctuation if the text occurs only with it; ``##`` continues a word. Bytes
+    of a character that several tokens share are written as `readable_bytes` writes them. Raises `InvalidInputError` if
+    none.
+
+    >>> find(["If", " the", " file", " is", " un", "readable"], "file")
+    [(2, 3)]
+    >>> find(["If", " the", " file", " is", " un", "readable"], "unreadable")
+    [(4, 6)]
+    >>> find([" of", " strings."], "strings")
+    [(1, 2)]
+    >>> find(["so", " <0xF0><0x9F>", "<0x98>", "<0x82>"], "😂")
+    [(1, 4)]
+    """
+    lines = [(tokens, text)]
+    is_pieces = any(token.startswith("##") for token in tokens)
+    if is_pieces or not any(map(str.isspace, "".join(tokens))):  # nor does a prompt of WordPiece need to have a ##
+        apart = [_continued(token) for token in tokens]
+        lines = [*lines[is_pieces:], (apart, text), (apart, _punctuation_apart(text))]
+    for trimmed in (str.strip, _bare):
+        for texts, searched in lines:
+            matches = _occurrences(texts, trimmed(searched), trimmed)
+            if matches:
+                return matches
+    hint = ""
+    if text in NO_TEXTS:
+        hint = f" {NO_TEXTS[text]}"
+    raise InvalidInputError(f"{text!r} does not occur as whole tokens; the prompt's tokens are {list(tokens)}.{hint}")
+
+
+def _occurrences(texts: Sequence[str], wanted: str, trimmed: Callable[[str], str]) -> list[tuple[int, int]]:
+    """Return the tokens that cover each occurrence of a text, if they have nothing else but what is trimmed.
+
+    A token with part of a character covers it all, as in a tokenizer's offsets.
+    """
+    pieces = [token_bytes(text) for text in texts]
+    whole = b"".join(pieces).decode("utf-8", "surrogateescape")
+    characters = list(accumulate((len(each.encode("utf-8", "surrogateescape")) for each in whole), initial=0))
+    limits = list(accumulate(map(len, pieces), initial=0))
+    after = [bisect_left(characters, limit) for limit in limits]  # of a limit inside a character, what follows it
+    before = [bisect_right(characters, limit) - 1 for limit in limits]
+    matches: dict[tuple[int, int], None] = {}
+    at = whole.find(wanted) if wanted else -1
+    while at >= 0:
+        end = at + len(wanted)
+        first = bisect_right(after, at, lo=1) - 1
+        last = bisect_left(before, end, hi=len(texts))
+        shares_first = before[first + 1] == at < after[first + 1]  # the token ends inside the text's first character
+        shares_last = before[last - 1] < end == after[last - 1]
+        if (shares_first or not trimmed(whole[after[first] : at])) and (
+            shares_last or not trimmed(whole[end : before[last]])
+        ):
+            matches[first, last] = None
+        at = whole.find(wanted, at + 1)
+    return list(matches)
+
+
+def joined(tokens: Sequence[str]) -> str:
+    """Tokens as one text, in which a character of several tokens is whole again.
+
+    >>> joined([" a", " <0xF0><0x9F>", "<0x98>", "<0x82>"])
+    ' a 😂'
+    """
+    return readable_bytes(b"".join(map(token_bytes, tokens)))
+
+
+def readable_bytes(data: bytes) -> str:
+    """UTF-8 as text, with each byte that belongs to no whole character as ``<0xF0>``."""
+    text = data.decode("utf-8", "surrogateescape")
+    return re.sub("[\udc80-\udcff]", lambda byte: f"<0x{ord(byte[0]) - 0xDC00:02X}>", text)
+
+
+def token_bytes(token: str) -> bytes:
+    """The UTF-8 of a token, in which parts of characters are bytes again."""
+    data = token.encode("utf-8", "surrogatepass")
+    return re.sub(rb"<0x([89A-F][0-9A-F])>", lambda byte: bytes([int(byte[1], 16)]), data)
+
+
+def find_real(tokens: Sequence[str], mask: Sequence[bool], text: str) -> list[list[int]]:
+    """Return the positions of every occurrence among a prompt's real tokens; raise `InvalidInputError` if none."""
+    real = [position for position, is_real in enumerate(mask) if is_real]
+    return [real[first:last] for first, last in find([tokens[position] for position in real], text)]
+
+
+def _continued(token: str) -> str:
+    """A token of WordPiece as it joins the text before it: after a space, or without one where it continues a word."""
+    return without_mark(token) if token.startswith("##") else f" {token}"
+
+
+def _punctuation_apart(text: str) -> str:
+    """A text with a space on either side of each sign, as tokens of WordPiece are joined."""
+    signs = {sign for sign in text if sign in string.punctuation or unicodedata.category(sign).startswith("P")}
+    return " ".join("".join(f" {each} " if each in signs else each for each in text).split())
+
+
+def _bare(text: str) -> str:
+    """A text without white space and punctuation at its ends."""
+    return text.strip(string.whitespace + string.punctuation)
+
+
+def word_starts(tokens: Sequence[str]) -> list[bool]:
+    """Word starts by white space alone, for tokens without a tokenizer; ``##`` continues."""
+    if any(token.startswith("##") for token in tokens):
+        return [not token.startswith("##") for token in tokens]
+    before = (" ", *tokens[:-1])
+    return [token[:1].isspace() or last[-1:].isspace() for token, last in zip(tokens, before, strict=True)]
+
+
+def word_ids(starts: Sequence[bool], mask: Sequence[bool]) -> list[int]:
+    """The word each token belongs to, counted from 0; padding is −1."""
+    ids = [-1] * len(starts)
+    word = -1
+    for position, (starts_word, real) in enumerate(zip(starts, mask, strict=True)):
+        if real and (starts_word or word < 0):
+            word += 1
+        if real:
+            ids[position] = word
+    return ids
+
+
+def without_mark(token: str) -> str:
+    """A token without the ``##`` of WordPiece."""
+    return token.removeprefix("##")
+
+
+SPECIAL = ("CLS", "distillation")
+"""What the positions before the first patch are called, in this order."""
+
+IMAGE_TOKENS = ("image_token_id", "image_token_index")
+"""Where configs of multimodal models say which token stands for a piece of an image."""
+
+
+_EMBEDS = "takes the place of token ids, which embeddings and scores belong to; pass the token ids as input"
+NOT_TOKENS = {
+    "inputs_embeds": _EMBEDS,
+    "decoder_inputs_embeds": _EMBEDS,
+    "past_key_values": "holds tokens that ran before, and a pass holds every token; pass the whole prompt as input",
+}
+"""What models take in place of tokens, and why a pass does not."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A checked batch of images or sounds, `input` of the model's forward.
+
+    Attributes:
+        names: of its positions.
+        special: how many first positions are no part of it.
+        class_at: the position that a classifier reads; None for other models.
+        image: what the patches tile, `[batch, channel, height, width]`; None where they overlap, or the channels are
+            not 1 or 3.
+    """
+
+    input: Float[Tensor, "batch ..."]
+    names: list[str]
+    special: int
+    class_at: int | None
+    image: Float[Tensor, "batch channel height width"] | None
+
+
+def read_signal(view: ModelView, input: InputLike, others: Mapping[str, object]) -> Signal:
+    """Check what a model of images or sound reads, and name its positions.
+
+    Args:
+        view: the model.
+        input: see the module; one image or sound without its batch axis, or a list of them, will do. It is cast to the
+            model's own dtype and device.
+        others: options that only token sequences have, to be refused by name.
+
+    Raises:
+        InvalidInputError: text or integers, another shape than the model's config says, values that are not finite,
+            something that the model itself does not take, or one of `others`.
+    """
+    wrong = [name for name, value in others.items() if value is not None]
+    if wrong:
+        raise InvalidInputError(f"{wrong[0]}: {view.description} reads {view.reads}, not tokens; leave it out.")
+    x = _values(view, input)
+    parameter = next(view.model.parameters())
+    x = x.to(dtype=parameter.dtype, device=view.device)
+    name = f"{view.blocks[0].name}.hook_resid_pre"
+    try:
+        captured, _ = capture(view.model, {"input": x[:1]}, [name], last=name)
+    except (RuntimeError, ValueError) as error:
+        raise InvalidInputError(f"input: {view.description} does not read {list(x.shape)} ({error}).") from error
+    positions = captured[name].shape[1]
+    class_at = None if view.class_head is None else 0
+    frames = Signal(x, [f" frame {number}" for number in range(positions)], 0, class_at, None)
+    patches = view.patches
+    if patches is None:
+        return frames
+    rows, columns = patches.grid(x)
+    special = positions - rows * columns
+    if not 0 <= special <= len(SPECIAL):
+        return frames
+    names = [f" {name}" for name in SPECIAL[:special]]
+    names += [f" patch {row},{column}" for row in range(rows) for column in range(columns)]
+    image = patches.image(x)[..., : rows * patches.kernel[0], : columns * patches.kernel[1]]
+    if patches.kernel != patches.stride or image.shape[1] not in (1, 3):
+        return Signal(x, names, special, class_at, None)
+    return Signal(x, names, special, class_at, image.detach().cpu())
+
+
+def _values(view: ModelView, input: InputLike) -> Tensor:
+    axes, sizes = _expected(view)
+    expected = f"{view.reads}, floating-point values [{', '.join(axes)}]"
+    if isinstance(input, str) or (isinstance(input, Sequence) and any(isinstance(one, str) for one in input)):
+        raise InvalidInputError(f"input: {view.description} reads {expected}, not text.")
+    try:
+        if isinstance(input, list | tuple):
+            input = torch.stack([torch.as_tensor(one) for one in input])
+        x = torch.as_tensor(input).detach().clone()  # an inference tensor would not do where gradients are wanted
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(
+            f"input: cannot read {type(input).__name__} as {expected} of one size ({error})."
+        ) from error
+    if not x.is_floating_point():
+        raise InvalidInputError(
+            f"input: {view.description} reads {expected}, got {x.dtype}. Token ids are for language models; the "
+            "model's image processor turns an image into pixels."
+        )
+    if x.ndim == len(axes) - 1:
+        x = x[None]
+    fits = x.ndim == len(axes) and x.numel() > 0
+    if not fits or any(size not in (None, length) for size, length in zip(sizes, x.shape, strict=True)):
+        shape = ", ".join(str(size or name) for name, size in zip(axes, sizes, strict=True))
+        raise InvalidInputError(f"input: {view.description} reads {view.reads} [{shape}], got {list(x.shape)}.")
+    if not bool(torch.isfinite(x).all()):
+        raise InvalidInputError("input: it has values that are not finite (NaN or Inf).")
+    return x
+
+
+def _expected(view: ModelView) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
+    """The axes of a model's input, and the sizes that its config fixes."""
+    config = view.config
+    if view.reads == "images":
+        size = getattr(config, "image_size", None)
+        height, width = size if isinstance(size, Sequence) else (size, size)
+        return ("batch", "channel", "height", "width"), (None, getattr(config, "num_channels", None), height, width)
+    if view.patches is not None:
+        return ("batch", "time", "mel"), (
+            None,
+            getattr(config, "max_length", None),
+            getattr(config, "num_mel_bins", None),
+        )
+    return ("batch", "sample"), (None, None)
+
+
+def refuse_signal(view: ModelView, input: object) -> None:
+    """Raise `InvalidInputError` where a language model is given pixels or sound."""
+    if isinstance(input, Tensor) and input.is_floating_point() and input.ndim > 2:
+        raise InvalidInputError(
+            f"input: {view.description} reads tokens, got values of {input.dtype}, {list(input.shape)}. Images and "
+            "sound of a multimodal model go in model_inputs={'pixel_values': ...}, beside the token ids; embeddings "
+            "(inputs_embeds) are not read in place of token ids."
+        )
+
+
+def extra_inputs(view: ModelView, given: ModelInputs) -> dict[str, Any]:
+    """What a multimodal model takes besides tokens, checked by name and put on its device.
+
+    Raises:
+        InvalidInputError: no mapping, a name that the model's forward does not have, one that `freeze` has an argument
+            for, or numbers that are not finite.
+        UnsupportedModelError: images of a model that adds their features between blocks.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise InvalidInputError(
+            f"model_inputs={type(given).__name__}: pass a mapping, such as {{'pixel_values': ...}}."
+        )
+    named = {"input", "input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "labels"}
+    forward = inspect.signature(getattr(view.model, "original_model", view.model).forward).parameters
+    takes = [name for name, parameter in forward.items() if parameter.kind is not parameter.VAR_KEYWORD]
+    for name, value in given.items():
+        if name in named or name not in takes:
+            why = "freeze has its own argument for it" if name in named else "its forward has no such argument"
+            raise InvalidInputError(
+                f"model_inputs: {name!r} cannot be given to {view.description}: {why}. It takes "
+                f"{', '.join(sorted(set(takes) - named))}."
+            )
+        if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise InvalidInputError(f"model_inputs: {name} has values that are not finite (NaN or Inf).")
+        if name in NOT_TOKENS:
+            raise InvalidInputError(f"model_inputs: {name!r} {NOT_TOKENS[name]}.")
+    _refuse_deep_stack(view, given)
+    parameter = next(view.model.parameters())
+    moved = {name: _moved(value, parameter.dtype, view.device) for name, value in given.items()}
+    return {name: value for name, value in moved.items() if value is not None}
+
+
+def _refuse_deep_stack(view: ModelView, given: Mapping[str, object]) -> None:
+    """Raise `UnsupportedModelError` where features of an image go in between blocks too, which no block's map has."""
+    layers = getattr(getattr(view.config, "vision_config", None), "deepstack_visual_indexes", None)
+    images = [name for name in given if name.startswith("pixel_values")]
+    if layers and images:
+        raise UnsupportedModelError(
+            f"model_inputs: {view.description} adds features of the image to the residual stream between blocks 0 and "
+            f"{len(layers)} (DeepStack), which are no part of any block. With tokens alone it can be frozen."
+        )
+
+
+def _moved(value: object, dtype: torch.dtype, device: torch.device) -> object:
+    """A tensor on the device, its floating-point numbers in the dtype; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_floating_point():
+        value = value.to(dtype)
+    return value.to(device)
+
+
+def image_tokens(view: ModelView) -> set[int]:
+    """The ids of tokens that stand for pieces of images."""
+    ids = (getattr(view.config, name, None) for name in IMAGE_TOKENS)
+    return {token for token in ids if token is not None}
+
+
+def named_images(view: ModelView, tokens: Int[Tensor, "batch pos"], texts: list[list[str]]) -> list[list[str]]:
+    """Readable tokens, with those that stand for pieces of images numbered in each prompt."""
+    ids = image_tokens(view)
+    rows = []
+    for row, names in zip(tokens.tolist(), texts, strict=True):
+        positions = [position for position, token in enumerate(row) if token in ids]
+        named = {position: f" image {number}" for number, position in enumerate(positions)}
+        rows.append([named.get(position, text) for position, text in enumerate(names)])
+    return rows
+
+
+BYTE_PIECE = "<0x[0-9A-F]{2}>"
+"""What a vocabulary with byte fallback calls a byte."""
+
+PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+OTHERS = [byte for byte in range(256) if byte not in PLAIN]
+BYTES = {chr(byte): byte for byte in PLAIN} | {chr(256 + number): byte for number, byte in enumerate(OTHERS)}
+"""The bytes that byte-level vocabularies write as letters (GPT-2's alphabet)."""
+
+BEFORE = (".", "\n", "a", "1", "(", "e.", "。")
+"""Texts after which a token is looked for: what merges with one of them is apart from another."""
+
+Readable = tuple[list[list[str]], list[list[bool]] | None]
+
+
+def readable_tokens(view: ModelView, tokens: Tensor) -> Readable:
+    """Tokens as text, and which begin a word, as the tokenizer itself marks it (Ġ, ▁, or ## for what continues)."""
+    if view.tokenizer is None:
+        return [[f" {int(token)}" for token in row] for row in tokens], None  # each id reads as a word
+    rows = tokens.tolist()
+    known = _vocabulary_of(view).read(token for row in rows for token in row)
+    special = set(view.tokenizer.all_special_ids)
+    starts: list[list[bool]] = []
+    for row in rows:
+        starts.append([])
+        after_gap = True
+        for token in row:
+            starts[-1].append(after_gap or token in special or not known[token].continues)
+            after_gap = token in special or known[token].text[-1:].isspace()
+    return [[known[token].text for token in row] for row in rows], starts
+
+
+def special_positions(view: ModelView, prompt: Any) -> list[list[int]] | None:
+    """The positions of special tokens in each prompt, its real tokens only; None where no tokenizer names them."""
+    if prompt.kwargs["input"].is_floating_point():
+        return [list(range(prompt.special)) for _ in prompt.tokens]
+    if view.tokenizer is None:
+        return None
+    special = torch.tensor(view.tokenizer.all_special_ids, dtype=torch.long)
+    is_special = torch.isin(prompt.tokens.cpu(), special) & prompt.mask.cpu()
+    return [row.nonzero()[:, 0].tolist() for row in is_special]
+
+
+class _Token(NamedTuple):
+    """A token's text, and whether it continues the word before it."""
+
+    text: str
+    continues: bool
+
+
+class _Vocabulary:
+    """What a tokenizer makes of single tokens, each read once; `size` is how many it knows."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.size = len(tokenizer)
+        no_piece = (None, getattr(tokenizer, "unk_token_id", None))
+        self._has_word_pieces = tokenizer.convert_tokens_to_ids("##s") not in no_piece
+        self._known: dict[int, _Token] = {}
+        self._ids: dict[str, list[int]] = {}
+
+    def read(self, tokens: Iterable[int]) -> Mapping[int, _Token]:
+        """These tokens by number, and perhaps others."""
+        new = [token for token in dict.fromkeys(tokens) if token not in self._known]
+        if new:
+            pieces = self.tokenizer.convert_ids_to_tokens(new)
+            texts = self.tokenizer.batch_decode([[token] for token in new], clean_up_tokenization_spaces=False)
+            for token, piece, text in zip(new, pieces, texts, strict=True):
+                self._known[token] = self._token(token, piece or "", text)
+        return self._known
+
+    def _token(self, number: int, piece: str, text: str) -> _Token:
+        spaced = piece.replace("▁", " ")
+        if number >= self.size:
+            text = f" {number}"
+        elif piece.startswith("▁") and spaced.endswith(text):
+            text = spaced  # decoding one token drops the space that SentencePiece writes as ▁
+        elif "�" in text or re.fullmatch(BYTE_PIECE, piece):
+            text = self._of_bytes(piece, text)
+        continues = piece.startswith("##") if self._has_word_pieces else not text[:1].isspace()
+        return _Token(text, continues)
+
+    def _of_bytes(self, piece: str, text: str) -> str:
+        """The text of a token that may be a part of a character, or a character that is a token of its own as well."""
+        if re.fullmatch(BYTE_PIECE, piece):
+            return piece if "�" in text or self._number(text) is not None else text
+        if not set(piece) <= BYTES.keys():
+            return text
+        return readable_bytes(bytes(BYTES[each] for each in piece))
+
+    def ids(self, text: str) -> list[int]:
+        """Return the token of a text, or else the several or no tokens that it is.
+
+        With a space before it a text begins a word, without it continues one; where only one of these is a token, that
+        is taken. WordPiece tokens have no spaces: ``##`` continues a word.
+        """
+        if text not in self._ids:
+            self._ids[text] = self._read_ids(text)
+        return self._ids[text]
+
+    def _read_ids(self, text: str) -> list[int]:
+        piece = self._number(text)
+        is_byte = re.search(BYTE_PIECE, text) is not None
+        if piece is not None and (is_byte or piece in self.tokenizer.all_special_ids):
+            return [piece]
+        if self._has_word_pieces:
+            return self._word_piece(text)
+        ids = self._after_text(text)
+        if self._is_one(ids):
+            return ids
+        other = self._after_text(other_spacing(text))
+        if self._is_one(other):
+            return other
+        spelled = self._spelled(text)
+        if spelled is not None and (is_byte or not ids):
+            return [spelled]
+        return ids or self._encoded(text)
+
+    def _word_piece(self, text: str) -> list[int]:
+        ids = self._encoded(text)
+        continued = self._number(text if text.startswith("##") else f"##{text.strip()}")
+        if continued is not None and (text.startswith("##") or not self._is_one(ids)):
+            return [continued]
+        return ids
+
+    def _after_text(self, text: str) -> list[int]:
+        """The tokens of a text as they stand after another text, with which it shares none; none if it always does."""
+        several: list[int] = []
+        for before in BEFORE if text else ():
+            first = self._encoded(before)
+            both = self._encoded(before + text)
+            ids = both[len(first) :]
+            if not first or self.tokenizer.unk_token_id in first or both[: len(first)] != first:
+                continue
+            if self._is_one(ids) and self.read(ids)[ids[0]].text[:1].isspace() == text[:1].isspace():
+                return ids
+            several = several or ids
+        return several
+
+    def _spelled(self, text: str) -> int | None:
+        """The token that reads as this text, found by what the vocabulary calls it."""
+        letters = {byte: letter for letter, byte in BYTES.items()}
+        spellings = [text, text.replace(" ", "▁"), "".join(letters[byte] for byte in token_bytes(text))]
+        numbers = [number for number in map(self._number, spellings) if number is not None]
+        return next((number for number in numbers if self.read([number])[number].text == text), None)
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _number(self, piece: str) -> int | None:
+        """The number of a token by what the vocabulary calls it; None where it has none of that name."""
+        number = self.tokenizer.convert_tokens_to_ids(piece)
+        if number is None or (number == self.tokenizer.unk_token_id and piece != self.tokenizer.unk_token):
+            return None
+        return int(number)
+
+    def _is_one(self, ids: list[int]) -> bool:
+        return len(ids) == 1 and ids[0] != self.tokenizer.unk_token_id
+
+
+def other_spacing(text: str) -> str:
+    """A text that begins a word as one that continues it, and the other way round; nothing for space alone."""
+    if not text.strip():
+        return ""
+    if text[:1].isspace():
+        return text[1:] if text[0] == " " and not text[1].isspace() else ""
+    return f" {text}"
+
+
+def token_text(view: ModelView, token: int) -> str:
+    """One token as text, as `readable_tokens` writes it."""
+    return _vocabulary_of(view).read([token])[token].text
+
+
+def text_ids(view: ModelView, text: str) -> list[int]:
+    """The id of a text that is one token, or the ids of its several tokens: see `_Vocabulary.ids`."""
+    return _vocabulary_of(view).ids(text)
+
+
+_vocabularies: "WeakKeyDictionary[ModelView, _Vocabulary]" = WeakKeyDictionary()
+
+
+def _vocabulary_of(view: ModelView) -> _Vocabulary:
+    """The vocabulary of a view's tokenizer, as long as that stays what it was."""
+    vocabulary = _vocabularies.get(view)
+    tokenizer = view.tokenizer
+    if vocabulary is None or vocabulary.tokenizer is not tokenizer or vocabulary.size != len(tokenizer):
+        vocabulary = _vocabularies[view] = _Vocabulary(tokenizer)
+    return vocabulary
+
+
+@dataclass(frozen=True, repr=False)
+class Prompt:
+    """A checked batch of prompts; an encoder–decoder's positions are its encoder's (`encoder_length`), then its
+    decoder's.
+
+    `mask` is True at real tokens; `tokens` are position numbers for images and sound; `kwargs` go to the model's
+    forward; `str_tokens` are readable, and `word_starts` says which begin a word (None without a tokenizer). A
+    classifier reads its classes at `class_at`, counted over real tokens; the first `special` positions of an image or
+    sound are no part of it; `image` is what its patches tile exactly. `extra` names a multimodal model's inputs besides
+    tokens.
+    """
+
+    tokens: Int[Tensor, "batch pos"]
+    mask: Bool[Tensor, "batch pos"]
+    kwargs: dict[str, Any]
+    str_tokens: list[list[str]]
+    word_starts: list[list[bool]] | None = None
+    encoder_length: int = 0
+    class_at: int | None = None
+    special: int = 0
+    image: Float[Tensor, "batch channel height width"] | None = None
+    extra: tuple[str, ...] = ()
+
+    @property
+    def sides(self) -> list[list[str]] | None:
+        """Whether each position is the encoder's or the decoder's, by name; None of a model with one stack."""
+        if not self.encoder_length:
+            return None
+        decoder = self.tokens.shape[1] - self.encoder_length
+        return [["encoder"] * self.encoder_length + ["decoder"] * decoder for _ in self.tokens]
+
+    def in_logits(self, positions: Int[Tensor, "batch query"]) -> Int[Tensor, "batch query"]:
+        """Return positions as the model's logits count them: an encoder–decoder has its decoder's only, a classifier
+        one.
+
+        Raises `InvalidInputError` for positions that predict nothing: an encoder's, or a classifier's other tokens.
+        """
+        if self.class_at is not None and bool((positions != self.mask.long().argmax(1, keepdim=True)).any()):
+            raise InvalidInputError(
+                f"query: this model predicts its classes at position {self.class_at} alone; use query={self.class_at} "
+                "(or leave it out), or direction= for another position."
+            )
+        if self.encoder_length and bool((positions < self.encoder_length).any()):
+            raise InvalidInputError(
+                f"query: positions 0 to {self.encoder_length - 1} are the encoder's, which predicts no tokens; the "
+                "decoder's follow them (-1 is its last), or use direction=."
+            )
+        return positions - self.encoder_length
+
+    def predicts(self, positions: Int[Tensor, "batch query"]) -> bool:
+        """True if the model predicts something at all of these positions; see `in_logits`."""
+        try:
+            self.in_logits(positions)
+        except InvalidInputError:
+            return False
+        return True
+
+    def again(self, rows: slice | Tensor = slice(None)) -> dict[str, Any]:
+        """Return the arguments of `freeze` that run these prompts, or some of them, again.
+
+        Raises `InvalidInputError` for some prompts where the model reads more than tokens, such as images.
+        """
+        selects = isinstance(rows, Tensor) or rows != slice(None)
+        if self.extra and selects and len(self.tokens) > 1:
+            raise InvalidInputError("model_inputs: these belong to all prompts together; pass one prompt at a time.")
+        if self.kwargs["input"].is_floating_point():
+            return {"input": self.kwargs["input"][rows]}
+        mask = self.mask[rows]
+        start = self.encoder_length or self.mask.shape[1]
+        given: dict[str, Any] = {"input": self.kwargs["input"][rows]}
+        if not bool(mask[:, :start].all()):
+            given["attention_mask"] = mask[:, :start]
+        if "token_type_ids" in self.kwargs:
+            given["token_type_ids"] = self.kwargs["token_type_ids"][rows]
+        for name in token_inputs(self.kwargs)[1:]:
+            given["decoder_input_ids"] = self.kwargs[name][rows]
+        if self.encoder_length and not bool(mask[:, start:].all()):
+            given["decoder_attention_mask"] = mask[:, start:]
+        if self.extra:
+            given["model_inputs"] = {name: self.kwargs[name] for name in self.extra}
+        return given
+
+    def __repr__(self) -> str:
+        batch, pos = self.tokens.shape
+        return f"Prompt({''.join(self.str_tokens[0])[:60]!r}, batch={batch}, pos={pos})"
+
+
+def prepare(
+    view: ModelView,
+    input: InputLike,
+    *,
+    attention_mask: IdsLike = None,
+    token_type_ids: IdsLike = None,
+    decoder_input_ids: InputLike | None = None,
+    decoder_attention_mask: IdsLike = None,
+    prepend_bos: bool | None = None,
+    padding_side: Side = None,
+    model_inputs: ModelInputs = None,
+) -> Prompt:
+    """Check an input and turn it into a `Prompt`.
+
+    Args:
+        view: the model.
+        input: a string, several strings (a list, an array, a column of a data frame), or token ids: a tensor
+            `[batch, pos]` or `[pos]`, or lists, which may differ in length; or the messages of a chat, or of several
+            chats; or what a tokenizer or processor returns (a mapping with `input_ids`); of a model that reads images
+            or sound, see `tensorlens_tl.passes.inputs`.
+        attention_mask: 1 at real tokens, 0 at padding, `[batch, pos]`; only with token ids.
+        token_type_ids: segment ids for BERT-like models, `[batch, pos]`.
+        decoder_input_ids, decoder_attention_mask: what an encoder–decoder's decoder reads, likewise; for such a model
+            they are needed, for any other refused.
+        prepend_bos: as in TransformerLens; None is the model's default, and for an encoder all special tokens that its
+            checkpoint's own tokenizer puts around a text. Strings only; one that begins with the BOS token gets no
+            second one, whatever is passed.
+        padding_side: ``"left"`` or ``"right"``, where several strings differ in length. None pads right, whatever the
+            tokenizer says: real tokens never see it, while some bridges give NaN for left-padded prompts.
+        model_inputs: what else a multimodal model's forward takes, by name; passed on as it is.
+
+    Raises:
+        InvalidInputError: empty, longer than the context, token ids outside the vocabulary, shapes that differ, or
+            messages that the tokenizer's chat template refuses; see also `read_signal` and `extra_inputs`.
+    """
+    arguments = {
+        "attention_mask": attention_mask,
+        "token_type_ids": token_type_ids,
+        "model_inputs": model_inputs,
+        "decoder_input_ids": decoder_input_ids,
+        "decoder_attention_mask": decoder_attention_mask,
+    }
+    tokenizing: dict[str, Any] = {"prepend_bos": prepend_bos, "padding_side": padding_side}
+    if isinstance(input, Mapping):
+        return prepare(view, **_of_tokenizer(view, input, arguments), **tokenizing)
+    if view.reads != "tokens":
+        return _of_signal(read_signal(view, input, arguments | tokenizing))
+    refuse_signal(view, input)
+    extra = extra_inputs(view, model_inputs)
+    _check_decoder(view, decoder_input_ids)
+    read = partial(_rows, view, **tokenizing)
+    tokens, mask = read(input, attention_mask, "attention_mask", view.d_vocab)
+    kwargs: dict[str, Any] = {"input": tokens}
+    # HookedTransformer derives a mask of its own from padding tokens where it pads left; an explicit one is exact.
+    if attention_mask is not None or not bool(mask.all()) or not view.is_bridge:
+        one_zero = view.is_hooked_encoder or view.is_hooked_encoder_decoder
+        name = "one_zero_attention_mask" if one_zero else "attention_mask"
+        # A HookedEncoderDecoder multiplies it by the smallest number of its config's dtype. An integer mask would give
+        # a float32 product, where float64's smallest number is -inf: NaN at real tokens, and zeros as their patterns.
+        kwargs[name] = mask.to(view.cfg.dtype) if view.is_hooked_encoder_decoder else mask.long()
+    if token_type_ids is not None:
+        kwargs["token_type_ids"] = _segments(view, token_type_ids, tokens)
+    kwargs |= extra
+    if view.classes is not None and view.classes.padding is not None:
+        _refuse_padding_last(tokens, mask, view.classes.padding)
+    if decoder_input_ids is None:
+        texts, starts = readable_tokens(view, tokens)
+        texts = named_images(view, tokens, texts)
+        class_at = 0 if view.classes is not None and view.classes.at_first else None
+        return Prompt(tokens, mask, kwargs, texts, starts, class_at=class_at, extra=tuple(extra))
+    try:
+        decoder, real = read(
+            decoder_input_ids, decoder_attention_mask, "decoder_attention_mask", view.decoder_vocab, is_encoder=False
+        )
+    except InvalidInputError as error:
+        message, *rest = error.args
+        raise InvalidInputError(message.replace("input: ", "decoder_input_ids: ", 1), *rest) from None
+    if prepend_bos is None and _is_text(plain_input(view, decoder_input_ids)):
+        _refuse_another_start(view, decoder, real)
+    if len(decoder) != len(tokens):
+        raise InvalidInputError(
+            f"decoder_input_ids: {len(decoder)} prompts for the decoder, but {len(tokens)} for the encoder."
+        )
+    kwargs[view.decoder_argument] = decoder
+    # a HookedEncoderDecoder takes no such mask: real tokens do not see padding that follows them
+    if not view.is_hooked_encoder_decoder and (decoder_attention_mask is not None or not bool(real.all())):
+        kwargs["decoder_attention_mask"] = real.long()
+    both = torch.cat([tokens, decoder], dim=1)
+    length = tokens.shape[1]
+    texts, starts = readable_tokens(view, both)
+    for row, first in zip(starts or (), real.long().argmax(1).tolist(), strict=starts is not None):
+        row[length + first] = True  # no word continues from the encoder to the decoder
+    return Prompt(both, torch.cat([mask, real], dim=1), kwargs, texts, starts, length, extra=tuple(extra))
+
+
+def _refuse_another_start(view: ModelView, decoder: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]) -> None:
+    """Raise `InvalidInputError` for a decoder's text whose tokens begin with another one than the decoder does."""
+    start = getattr(view.config or view.cfg, "decoder_start_token_id", None)
+    first = torch.take_along_dim(decoder, real.long().argmax(1, keepdim=True), dim=1)
+    if start is None or bool((first == start).all()):
+        return
+    names = readable_tokens(view, torch.tensor([[start, int(first[first != start][0])]]))[0][0]
+    raise InvalidInputError(
+        f"decoder_input_ids: this model's decoder starts with {names[0]!r} (token {start}), and its tokenizer's text "
+        f"with {names[1]!r}; pass token ids that begin with {start}."
+    )
+
+
+def _refuse_padding_last(tokens: Int[Tensor, "batch pos"], mask: Bool[Tensor, "batch pos"], padding: int) -> None:
+    """Raise `InvalidInputError` for a prompt whose last real token is the one that a classifier takes for padding."""
+    last = (torch.arange(mask.shape[1], device=mask.device) * mask).argmax(1, keepdim=True)
+    rows = (torch.take_along_dim(tokens, last, dim=1)[:, 0] == padding).nonzero()
+    if len(rows):
+        raise InvalidInputError(
+            "input: ",
+            PromptNumber(int(rows[0])),
+            f" ends in token {padding}, which is padding to this classifier: it reads its classes before it. Leave it "
+            "out, or pass token ids with attention_mask=, 0 there.",
+        )
+
+
+def token_inputs(inputs: Mapping[str, Any]) -> list[str]:
+    """Which of a forward's arguments are token ids: those of its one stack, or of its encoder and its decoder."""
+    return [name for name in ("input", "decoder_input_ids", "decoder_input") if name in inputs]
+
+
+def _check_decoder(view: ModelView, decoder_input_ids: object) -> None:
+    """Raise `InvalidInputError` unless an encoder–decoder, and no other model, has input for its decoder."""
+    if view.is_encoder_decoder and decoder_input_ids is None:
+        raise InvalidInputError(
+            f"decoder_input_ids: {view.description} is an encoder–decoder; pass what its decoder reads, beginning with "
+            "its start token (decoder_start_token_id of model.original_model.config, or of a HookedEncoderDecoder's "
+            "model.cfg)."
+        )
+    if decoder_input_ids is not None and not view.is_encoder_decoder:
+        raise InvalidInputError(f"decoder_input_ids: {view.description} is no encoder–decoder.")
+
+
+def _of_tokenizer(view: ModelView, encoding: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer's output as arguments of `prepare`; raise `InvalidInputError` without ids, or for one
+    passed twice."""
+    if "input_ids" not in encoding:
+        if _is_message(encoding):
+            raise InvalidInputError("input: one message of a chat; pass a list of messages, [message].")
+        raise InvalidInputError(
+            f"input: a mapping with {', '.join(map(repr, encoding)) or 'nothing'} in it and without 'input_ids'; pass "
+            "what a tokenizer returns, or the values themselves that this model reads."
+        )
+    arguments: dict[str, Any] = {"input": encoding["input_ids"]}
+    others: dict[str, Any] = {}
+    for name, value in encoding.items():
+        if name in passed:
+            arguments[name] = value
+        elif name != "input_ids":
+            others[name] = value
+    if others:
+        arguments["model_inputs"] = others
+    for name, value in passed.items():
+        if value is not None and name in arguments:
+            raise InvalidInputError(f"{name}: the input has one already; pass it once.")
+        arguments.setdefault(name, value)
+    if _is_ragged(arguments["input"]) and _all_ones(arguments["attention_mask"]):
+        arguments["attention_mask"] = None  # rows that are not padded are real throughout
+    if not (view.is_bridge or view.is_hooked_encoder) and not _any_number(arguments["token_type_ids"]):
+        arguments["token_type_ids"] = None  # one segment: what a model without segments reads anyway
+    return arguments
+
+
+def _all_ones(mask: IdsLike) -> bool:
+    return mask is not None and all(bool(torch.as_tensor(row).all()) for row in mask)
+
+
+def _any_number(segments: IdsLike) -> bool:
+    return segments is not None and any(bool(torch.as_tensor(row).any()) for row in segments)
+
+
+def plain_input(view: ModelView, input: InputLike) -> InputLike:
+    """Return columns and arrays of texts as a list, chats as token ids (see `chat_ids`), and anything else as it is."""
+    chats = chats_in(input)
+    if chats is not None:
+        return [chat_ids(view, chat) for chat in chats]
+    if isinstance(input, Tensor | Mapping):
+        return input
+    values: Any = input
+    if hasattr(values, "to_numpy"):  # a column of a data frame
+        values = values.to_numpy()
+    if hasattr(values, "dtype") and values.dtype.kind not in "biufc":  # an array that holds no numbers
+        return plain_input(view, values.tolist())
+    return values
+
+
+def chats_in(input: object) -> list[Chat] | None:
+    """The chats that an input is, one or several; None where it is something else."""
+    if not isinstance(input, Sequence) or isinstance(input, str) or not input:
+        return None
+    if _is_message(input[0]):
+        return [input]
+    if isinstance(input[0], Sequence) and input[0] and _is_message(input[0][0]):
+        return list(input)
+    return None
+
+
+def _is_message(value: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping) and ("role" in value or "content" in value) and "input_ids" not in value
+
+
+def chat_ids(view: ModelView, chat: Chat) -> list[int]:
+    """Return the token ids of a chat's template, up to where the assistant's answer begins.
+
+    Raises `InvalidInputError` without tokenizer or template, for a message without role or content, or one that the
+    template rejects.
+    """
+    return _rendered(view, chat, tokenize=True, return_dict=False)
+
+
+def chat_text(view: ModelView, chat: Chat) -> str:
+    """The same as a text, special tokens included; see `chat_ids`."""
+    return _rendered(view, chat, tokenize=False)
+
+
+def _rendered(view: ModelView, chat: Chat, **options: Any) -> Any:
+    if not getattr(view.tokenizer, "chat_template", None):
+        raise InvalidInputError(
+            "input: messages of a chat, and this model's tokenizer has no chat template; set "
+            "model.tokenizer.chat_template, or pass the text that the model reads."
+        )
+    for number, message in enumerate(chat):
+        if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & set(message):
+            raise InvalidInputError(
+                f"input: message {number} of a chat is {message!r}; a message is a dict such as "
+                "{'role': 'user', 'content': 'Hello'}."
+            )
+    try:
+        return view.tokenizer.apply_chat_template(list(chat), add_generation_prompt=True, **options)
+    except Exception as error:  # a template is a program of its author's: it may raise anything
+        raise InvalidInputError(
+            f"input: the chat template of this model's tokenizer refuses these messages ({error}). Pass roles and "
+            "contents that it knows, or the text that the model reads."
+        ) from error
+
+
+def _of_signal(signal: Signal) -> Prompt:
+    """Images or sound as prompts, all of their positions real."""
+    batch = len(signal.input)
+    pos = len(signal.names)
+    tokens = torch.arange(pos, device=signal.input.device).expand(batch, pos)
+    rows = [list(signal.names) for _ in range(batch)]
+    return Prompt(
+        tokens,
+        torch.ones_like(tokens, dtype=torch.bool),
+        {"input": signal.input},
+        rows,
+        [[True] * pos for _ in range(batch)],
+        class_at=signal.class_at,
+        special=signal.special,
+        image=signal.image,
+    )
+
+
+def _rows(
+    view: ModelView,
+    input: InputLike,
+    attention_mask: IdsLike,
+    name: str,
+    vocabulary: int,
+    *,
+    prepend_bos: bool | None,
+    padding_side: Side,
+    is_encoder: bool | None = None,
+) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
+    """Token ids and mask of one input, on the model's device."""
+    input = plain_input(view, input)
+    if _is_text(input) or _is_ragged(input):
+        if attention_mask is not None:
+            raise InvalidInputError(
+                f"{name}: it follows from the text or the rows themselves; pass it only together with token ids of "
+                "equal length."
+            )
+        tokens, mask = _pad(view, token_rows(view, input, prepend_bos, is_encoder), padding_side)
+    else:
+        tokens = _as_ids(input)
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        if attention_mask is not None:
+            refuse_meta(name, attention_mask)
+            mask = _batched(torch.as_tensor(attention_mask).bool())
+            if mask.shape != tokens.shape:
+                raise InvalidInputError(
+                    f"{name} is {tuple(mask.shape)}, the token ids are {tuple(tokens.shape)}; they must agree."
+                )
+        elif _ends_in_padding(view, tokens):
+            warn_caller(
+                "input: token ids that begin or end with several padding tokens, and no attention_mask: all of them "
+                "count as real. Pass attention_mask=, 1 at real tokens and 0 at padding.",
+            )
+    _check(view, tokens, mask, name, vocabulary)
+    return tokens.to(view.device), mask.to(view.device)
+
+
+def token_rows(
+    view: ModelView, input: InputLike, prepend_bos: bool | None = None, is_encoder: bool | None = None
+) -> list[Int[Tensor, "_pos"]]:
+    """Return each prompt's token ids, unpadded, for the encoder if `is_encoder` (None: the first stack); see
+    `prepare`."""
+    is_encoder = view.begins_with_encoder if is_encoder is None else is_encoder
+    input = plain_input(view, input)
+    if isinstance(input, Mapping):
+        return _rows_of_tokenizer(view, input)
+    if isinstance(input, str):
+        input = [input]
+    if _is_text(input):
+        return [_tokenize(view, text, number, prepend_bos, is_encoder) for number, text in enumerate(input)]
+    if _is_ragged(input):
+        return [_as_ids(row)[0] for row in input]
+    return list(_as_ids(input))
+
+
+def _rows_of_tokenizer(view: ModelView, encoding: Mapping[str, Any]) -> list[Int[Tensor, "_pos"]]:
+    """Return each prompt's unpadded token ids from a tokenizer's output; raise `InvalidInputError` if it has more
+    than ids."""
+    if not _any_number(encoding.get("token_type_ids")):  # one segment is none
+        encoding = {name: value for name, value in encoding.items() if name != "token_type_ids"}
+    others = set(encoding) - {"input_ids", "attention_mask"}
+    if "input_ids" in encoding and others:
+        raise InvalidInputError(
+            f"input: {', '.join(map(repr, sorted(others)))} cannot be used here, where a prompt is its token ids; pass "
+            "input_ids and attention_mask alone."
+        )
+    prompt = prepare(view, encoding)
+    return [row[real] for row, real in zip(prompt.tokens, prompt.mask, strict=True)]
+
+
+def _batched(row: Tensor) -> Tensor:
+    """The values of one prompt as a batch of one prompt; a batch as it is."""
+    return row[None] if row.ndim == 1 else row
+
+
+def _is_text(input: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(input, str) or (isinstance(input, Sequence) and bool(input) and isinstance(input[0], str))
+
+
+def _is_ragged(input: object) -> bool:
+    """True if it is a list of rows of token ids of different lengths."""
+    if not isinstance(input, Sequence) or not all(hasattr(row, "__len__") for row in input):
+        return False
+    return len({len(row) for row in input}) > 1
+
+
+def _segments(view: ModelView, token_type_ids: IdsLike, tokens: Tensor) -> Tensor:
+    if not (view.is_bridge or view.is_hooked_encoder):
+        raise InvalidInputError(f"token_type_ids: {view.class_name} takes none; they are for BERT-like encoders.")
+    segments = _batched(torch.as_tensor(token_type_ids, device=tokens.device))
+    if segments.shape != tokens.shape:
+        raise InvalidInputError(
+            f"token_type_ids is {tuple(segments.shape)}, the token ids are {tuple(tokens.shape)}; they must agree."
+        )
+    return segments
+
+
+def _tokenize(
+    view: ModelView, text: object, number: int, prepend_bos: bool | None, is_encoder: bool
+) -> Int[Tensor, "_pos"]:
+    model = view.model
+    if not isinstance(text, str):
+        raise InvalidInputError(
+            f"input: prompt 0 is text and prompt {number} is {type(text).__name__}; pass all as text or all as token "
+            "ids."
+        )
+    if view.tokenizer is None:
+        raise InvalidInputError(
+            "input: this model has no tokenizer, or an empty one; pass token ids, or call model.set_tokenizer(...)."
+        )
+    if view.is_hooked_encoder or view.is_hooked_encoder_decoder:
+        tokens = model.to_tokens(text, truncate=False)[0][0]
+    elif is_encoder and prepend_bos is None:
+        tokens = torch.tensor(ids_as_trained(view.tokenizer, text), dtype=torch.long)
+    else:
+        tokens = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
+    if len(tokens) == 0:
+        raise InvalidInputError(f"input: text number {number} ({text!r}) has no token; add text or prepend_bos=True.")
+    return _without_doubled(view.tokenizer, text, tokens)
+
+
+def _without_doubled(tokenizer: Any, text: str, tokens: Int[Tensor, "pos"]) -> Int[Tensor, "_pos"]:
+    """Return a text's tokens without special tokens that the text itself already begins or ends with.
+
+    A chat template writes BOS into its text, and TransformerLens would put another before it.
+    """
+    ids: list[int] = tokens.tolist()
+    first = max(_surplus(tokenizer, name, text, ids, 1) for name in ("bos", "cls"))
+    last = max(_surplus(tokenizer, name, text, ids[first:], -1) for name in ("eos", "sep"))
+    return tokens[first : len(ids) - last]
+
+
+def _surplus(tokenizer: Any, name: str, text: str, ids: Sequence[int], step: int) -> int:
+    """How often a special token stands before a text that has it there already; with a step of −1, after it."""
+    token: str | None = getattr(tokenizer, f"{name}_token", None)
+    if not token:
+        return 0
+    written = re.match(f"(?:{re.escape(token[::step])})*", text[::step])
+    count = len(written[0]) // len(token) if written else 0
+    if count == 0:
+        return 0
+    number = getattr(tokenizer, f"{name}_token_id", None)
+    return max(0, sum(1 for _ in takewhile(lambda token: token == number, ids[::step])) - count)
+
+
+def _pad(view: ModelView, rows: list[Tensor], padding_side: Side) -> tuple[Tensor, Tensor]:
+    """Rows of token ids of one length, and a mask that is True at real tokens."""
+    side = padding_side or "right"
+    if side not in ("left", "right"):
+        raise InvalidInputError(f"padding_side={side!r}; use 'left' or 'right'.")
+    pad = partial(pad_sequence, batch_first=True, padding_side=side)
+    ids = [row.cpu() for row in rows]
+    fill = getattr(view.tokenizer, "pad_token_id", None) or 0
+    of_config = getattr(view.text_config, "pad_token_id", None)
+    if view.begins_with_encoder and of_config is not None:  # RoBERTa counts positions by what is not this token
+        fill = of_config
+    return pad(ids, padding_value=fill), pad([torch.ones_like(row, dtype=torch.bool) for row in ids])
+
+
+def _as_ids(input: object) -> Tensor:
+    if isinstance(input, Sequence) and input and isinstance(input[0], Mapping):
+        raise InvalidInputError(
+            f"input: a list of {type(input[0]).__name__}; tokenize all texts in one call, tokenizer(texts, "
+            "padding=True, return_tensors='pt'), and pass what it returns, or pass the texts themselves."
+        )
+    try:
+        tokens = torch.as_tensor(input)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidInputError(
+            f"input: cannot read {type(input).__name__} as token ids ({error}). Pass a string, a list of strings, or "
+            "token ids of equal length with an attention_mask."
+        ) from error
+    refuse_meta("input", tokens)
+    tokens = _batched(tokens)
+    if tokens.ndim != 2 or tokens.numel() == 0:
+        raise InvalidInputError(f"input: token ids must be [batch, pos] and not empty, got {tuple(tokens.shape)}.")
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise InvalidInputError(f"input: token ids must be integers, got {tokens.dtype}.")
+    return tokens.long().clone()  # an inference tensor would not do where gradients are wanted
+
+
+def _ends_in_padding(view: ModelView, tokens: Tensor) -> bool:
+    """True if a prompt begins or ends with two padding tokens or more; one may well be a BOS or EOS of the same id."""
+    pad = getattr(view.tokenizer, "pad_token_id", None)
+    if pad is None or tokens.shape[1] < 3:
+        return False
+    ends = torch.stack([tokens[:, :2], tokens[:, -2:]])
+    return bool((ends == pad).all(-1).any())
+
+
+def _check(view: ModelView, tokens: Tensor, mask: Tensor, name: str, vocabulary: int) -> None:
+    length = tokens.shape[1]
+    context = view.n_ctx
+    if length > context:
+        raise InvalidInputError(
+            f"input: {length} tokens, but the context of this model is {context}; shorten the prompt."
+        )
+    outside = (tokens < 0) | (tokens >= vocabulary)
+    if bool(outside.any()):
+        row, pos = outside.nonzero()[0].tolist()
+        raise InvalidInputError(
+            f"input: token id {int(tokens[row, pos])} at [{row}, {pos}] is outside the vocabulary of {vocabulary}."
+        )
+    empty = ~mask.any(dim=1)
+    if bool(empty.any()):
+        raise InvalidInputError(f"{name}: ", PromptNumber(int(empty.nonzero()[0]), "row"), " has no real token.")
+
+
+# ------------------------------------------------------------------ special tokens as an encoder's checkpoint has them
+
+OTHERWISE = (
+    "Pass token ids, tokenizer(text)['input_ids'] of the tokenizer that the model was trained with, or prepend_bos= "
+    "(True or False), which reads the text as TransformerLens does."
+)
+
+
+def ids_as_trained(tokenizer: Any, text: str) -> list[int]:
+    """Return a text's token ids as the checkpoint's tokenizer gives them.
+
+    TransformerLens reloads tokenizers with ``add_bos_token=True``, which loses a template that comes from a file
+    (``[CLS] … [SEP]``, ``</s>``). Raises `InvalidInputError` where that may be so and the original cannot be loaded.
+    """
+    ids: list[int] = tokenizer(text)["input_ids"]
+    if not _may_have_lost_its_template(tokenizer, text, ids):
+        return ids
+    return _loaded_as_it_was(tokenizer)(text)["input_ids"]
+
+
+def _may_have_lost_its_template(tokenizer: Any, text: str, ids: list[int]) -> bool:
+    """True if these token ids are what ``add_bos_token=True`` makes of a text, whatever the template was."""
+    if not tokenizer.init_kwargs.get("add_bos_token"):
+        return False
+    body: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if getattr(tokenizer, "add_eos_token", False) and ids[-1:] == [tokenizer.eos_token_id]:
+        ids = ids[:-1]
+    return ids in (body, [tokenizer.bos_token_id, *body])
+
+
+_as_they_were: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
+
+
+def _loaded_as_it_was(tokenizer: Any) -> Any:
+    """The tokenizer of the same folder or name, with the template that it has there."""
+    loaded = _as_they_were.get(tokenizer)
+    if loaded is None:
+        options = dict(tokenizer.init_kwargs)
+        name = options.pop("name_or_path", None)
+        del options["add_bos_token"]
+        options["local_files_only"] = True  # TransformerLens had it from there
+        try:
+            loaded = transformers.AutoTokenizer.from_pretrained(name, **options)
+        except Exception as error:  # a tokenizer may be a program of its author's, which may raise anything
+            raise InvalidInputError(
+                "input: TransformerLens loads tokenizers with add_bos_token=True, which drops the other special tokens "
+                f"that a text has in an encoder's training; the tokenizer itself cannot be loaded from {name!r} to see "
+                f"which these are ({error}). {OTHERWISE}"
+            ) from error
+        _as_they_were[tokenizer] = loaded
+    _refuse_another_vocabulary(tokenizer, loaded)
+    return loaded
+
+
+def _refuse_another_vocabulary(tokenizer: Any, loaded: Any) -> None:
+    """Raise `InvalidInputError` where tokens were added besides the special ones that TransformerLens adds."""
+    if len(tokenizer) == len(loaded):
+        return
+    added = set(tokenizer.get_vocab()) - set(loaded.get_vocab())
+    added -= {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
+    if added:
+        raise InvalidInputError(
+            f"input: the tokenizer of this model has tokens ({', '.join(map(repr, sorted(added)[:3]))}) that "
+            f"{tokenizer.name_or_path!r} does not have, where an encoder's special tokens are read from. {OTHERWISE}"
+        )
+
+
+def is_all(query: Query) -> bool:
+    """True if a query or keys are the word that stands for every position."""
+    return isinstance(query, str) and query == "all"
+
+
+def query_positions(prompt: Prompt, query: Query | None = "all", name: str = "query") -> Int[Tensor, "batch query"]:
+    """The positions a query stands for: the one rule for `query` everywhere in the library.
+
+    Args:
+        prompt: the prompts.
+        query: an integer counts each prompt's real tokens (−1 is the last, or where a classifier of images or sound
+            reads its classes: the CLS token); a list holds several; a slice is taken of the real tokens; a text stands
+            for the last token of its last occurrence. ``"all"``, the default, stands for every position, padding
+            included (whose entries are zero in every result); the word of a prompt is ``" all"``, with its space. A
+            tensor `[batch, query]` holds positions of each prompt, padding counted.
+        name: the argument's name, for messages. Keys predict nothing: of them −1 is always the last.
+
+    Returns:
+        Positions in each prompt's row, padding counted, `[batch, query]`.
+
+    >>> from tensorlens_tl.passes.inputs import query_positions
+    >>> frozen.str_tokens[0]
+    ['<|bos|>', 'Return', ' the', ' value', '.', ' Return', ' the']
+    >>> query_positions(frozen.prompt, -1), query_positions(frozen.prompt, [0, " value"])
+    (tensor([[6]]), tensor([[0, 3]]))
+
+    Raises:
+        InvalidInputError: None, beyond a prompt's real tokens, not in it, an empty list, or a slice of unequal lengths.
+    """
+    mask = prompt.mask
+    if query is None:
+        raise InvalidInputError(f'{name}=None: pass "all" for every position, or -1 for the last.')
+    if is_all(query):
+        return torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    if isinstance(query, Tensor) and query.ndim == 2:
+        return _checked(query.to(mask.device), mask, name)
+    if isinstance(query, slice):
+        query = whole_slice(name, query, why="positions of a prompt")
+        return _equally_many([where[query] for where in _real_positions(mask)], mask, f"{name}={query}")
+    query = plain(query)
+    if isinstance(query, str) or not isinstance(query, Sequence):
+        return _position(prompt, query, name)
+    if not query:
+        raise InvalidInputError(f'{name}=[]: pass at least one position, or "all" for every one.')
+    return torch.cat([_position(prompt, one, name) for one in query], dim=1)
+
+
+def _checked(positions: Tensor, mask: Bool[Tensor, "batch pos"], name: str) -> Int[Tensor, "batch query"]:
+    """The positions of each prompt that a user passed as a tensor."""
+    batch, pos = mask.shape
+    whole = not (positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool)
+    inside = whole and bool(((positions >= 0) & (positions < pos)).all())
+    if len(positions) != batch or not positions.numel() or not inside:
+        raise InvalidInputError(
+            f"{name}: a tensor {tuple(positions.shape)} of {positions.dtype}; positions of several prompts are "
+            f"integers of 0 to {pos - 1}, [{batch}, query]."
+        )
+    return positions.long()
+
+
+def one_query(prompt: Prompt, query: Query, name: str = "query") -> Int[Tensor, "batch 1"]:
+    """Return the single position that a query stands for; raise `InvalidInputError` for several or none."""
+    positions = query_positions(prompt, query, name)
+    if positions.shape[1] != 1:
+        raise InvalidInputError(
+            f"{name}={query!r} stands for {positions.shape[1]} positions; this is about one: pass an integer or a text."
+        )
+    return positions
+
+
+def span_positions(prompt: Prompt, keys: Query, name: str = "keys") -> Int[Tensor, "batch key"]:
+    """Like `query_positions` for source tokens: a text stands for all its tokens, ``"all"`` for every source token.
+
+    Raises also where a text has another number of tokens in another prompt.
+    """
+    if is_all(keys) or not isinstance(keys, str):
+        return query_positions(prompt, keys, name)
+    return _equally_many(_spans(prompt, keys, name), prompt.mask, f"{name}={keys!r}")
+
+
+def _spans(prompt: Prompt, text: str, name: str) -> list[list[int]]:
+    """The positions of each prompt's last occurrence of a text."""
+    spans = []
+    for row, (tokens, mask) in enumerate(zip(prompt.str_tokens, prompt.mask.tolist(), strict=True)):
+        try:
+            spans.append(find_real(tokens, mask, text)[-1])
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{name}, ", PromptNumber(row), f": {error}") from None
+    return spans
+
+
+def _position(prompt: Prompt, query: object, name: str) -> Int[Tensor, "batch 1"]:
+    mask = prompt.mask
+    if isinstance(query, str):
+        return torch.tensor([[span[-1]] for span in _spans(prompt, query, name)], device=mask.device)
+    query = whole_number(name, query, why='a position, a list or a slice of them, a text, or "all"')
+    if query == -1 and prompt.class_at is not None and not name.startswith("key"):
+        query = prompt.class_at
+    counts = mask.sum(1)
+    shortest = int(counts.min())
+    if not -shortest <= query < shortest:
+        row = int(counts.argmin())
+        raise InvalidInputError(
+            f"{name}={query} is out of range: ",
+            PromptNumber(row, "row"),
+            f" has {shortest} real tokens; use -{shortest} to {shortest - 1}.",
+        )
+    numbers = mask.long().cumsum(1) - 1
+    if query < 0:
+        numbers -= counts[:, None]
+    return ((numbers == query) & mask).long().argmax(1, keepdim=True)
+
+
+def _real_positions(mask: Bool[Tensor, "batch pos"]) -> list[list[int]]:
+    return [row.nonzero()[:, 0].tolist() for row in mask]
+
+
+def _equally_many(rows: list[list[int]], mask: Tensor, what: str) -> Int[Tensor, "batch query"]:
+    counts = [len(row) for row in rows]
+    if len(set(counts)) > 1 or not counts[0]:
+        raise InvalidInputError(
+            f"{what} stands for {sorted(set(counts))} tokens of these prompts; it must be the same number in each, and "
+            "at least one."
+        )
+    return torch.tensor(rows, device=mask.device)
+
+
+WASTE = 0.25
+"""The share of a batch that may be padding before a new one begins."""
+
+FEW = 8
+"""So many prompts are frozen together however much of their batch is padding."""
+
+
+def tokenized(view: ModelView, input: InputLike, prepend_bos: bool | None = None) -> list[list[int]]:
+    """Each prompt's token ids; see `tensorlens_tl.passes.inputs.prepare` for what may be passed."""
+    return [row.tolist() for row in token_rows(view, input, prepend_bos)]
+
+
+def like_length(lengths: Sequence[int], fits: Callable[[int, int, int], bool]) -> list[list[int]]:
+    """Return numbers of prompts of similar length, longest first, as many together as fit.
+
+    `fits(count, longest, shortest)` says whether so many prompts are one batch; a single prompt always is.
+
+    >>> from tensorlens_tl.passes.inputs import like_length
+    >>> like_length([2, 5, 4], lambda count, longest, shortest: count * longest <= 10)
+    [[1, 2], [0]]
+    """
+    batches: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        batch = batches[-1] if batches else []
+        if batch and fits(len(batch) + 1, lengths[batch[0]], lengths[number]):
+            batch.append(number)
+        else:
+            batches.append([number])
+    return batches
+
+
+def memory_batches(view: ModelView, lengths: Sequence[int], memory: Memory = None) -> list[list[int]]:
+    """Return numbers of prompts of similar length, as many together as captured activations fit `memory` when padded.
+
+    Lengths of a batch differ by less than a sliding window (`ModelView.sliding_window`).
+    """
+    bound = in_bytes(memory)
+    window = view.sliding_window
+
+    def fits(count: int, longest: int, shortest: int) -> bool:
+        wasteful = count > FEW and shortest < (1 - WASTE) * longest
+        if window is not None and longest - shortest >= window:
+            return False
+        return not wasteful and count * captured_bytes(view, longest) <= bound
+
+    return like_length(lengths, fits)
+
+
+WHOLE = ("attention_mask", "token_type_ids", "cache", "decoder_input_ids", "model_inputs")
+"""Options of `freeze` that describe all prompts of one pass together."""
+
+
+def prompt_batches(
+    view: ModelView, input: Any, freezing: Mapping[str, Any], memory: Memory = None
+) -> tuple[list[Any], list[list[int]]]:
+    """Return prompts as rows of token ids, and batches of them; no batches where they are one pass.
+
+    Images and sounds are their own rows; `freezing` are options of `freeze`.
+    """
+    if view.reads == "tokens":
+        input = plain_input(view, input)
+    together = set(WHOLE) & set(freezing)
+    if together or isinstance(input, str | Mapping) or not hasattr(input, "__len__") or len(input) < 2:
+        return [], []
+    if view.reads != "tokens":
+        prompt = prepare(view, input)
+        values = list(prompt.kwargs["input"])
+        return values, memory_batches(view, [prompt.tokens.shape[1]] * len(values), memory)
+    rows = tokenized(view, input, freezing.get("prepend_bos"))
+    return rows, memory_batches(view, [len(row) for row in rows], memory)
+
+
+def one_per_prompt(name: str, value: object, prompts: int) -> list[Any] | Tensor | None:
+    """Return an option's value for each prompt, or None for one shared value; raise `InvalidInputError` for another
+    count."""
+    values = _several(value, name == "direction")
+    if values is not None and len(values) != prompts:
+        raise InvalidInputError(f"{name}: {len(values)} for {prompts} prompts; pass one, or one for each prompt.")
+    return values
+
+
+def _several(value: object, is_vector: bool) -> list[Any] | Tensor | None:
+    """The values of an option that has several: tokens, or vectors; None of an option that has one."""
+    if value is None:
+        return None
+    if is_vector:
+        vectors = torch.as_tensor(value)
+        return vectors if vectors.ndim > 1 else None
+    value = plain(value)
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return None
+    return list(value)
+
+
+def taken(values: list[Any] | Tensor, batch: Sequence[int]) -> list[Any] | Tensor:
+    """The values of a batch's prompts."""
+    return values[torch.tensor(batch)] if isinstance(values, Tensor) else [values[number] for number in batch]
+
+
+def check_slice(query: Query | None, lengths: Sequence[int]) -> None:
+    """Refuse a slice that stands for more positions in one prompt than in another, as a single pass does."""
+    if not isinstance(query, slice):
+        return
+    query = whole_slice("query", query, why="positions of a prompt")
+    counts = {len(range(length)[query]) for length in lengths}
+    if len(counts) > 1:
+        raise InvalidInputError(
+            f"query={query} stands for {sorted(counts)} tokens of these prompts; it must be the same number in each."
+        )
+
+
+def captured_bytes(view: ModelView, length: int) -> int:
+    """What freezing stores of one prompt of so many tokens: streams, patterns, pre-activations and ratios."""
+    sizes = [block.captured for block in view.blocks]
+    numbers = length * sum(by_token + by_pair * length for by_token, by_pair in sizes)
+    return numbers * next(view.model.parameters()).element_size()
