@@ -93,6 +93,12 @@ WITH_STEPS = _names("layer_norm rms_norm") | MOMENTS
 LIKE = _names("to type_as view_as reshape_as expand_as")
 """Operations whose other argument only says of which kind the result is."""
 
+READS = frozenset(
+    [getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout")]
+    + [Tensor.is_floating_point, torch.is_floating_point, Tensor.numel, torch.numel, Tensor.dim, Tensor.size]
+)
+"""What is read of a tensor beside its numbers: half of the calls that a run makes."""
+
 
 def activation(z: Tensor, function: Callable[..., Any]) -> Any:
     """φ(z) as one operation, whatever it is composed of."""
@@ -191,6 +197,8 @@ class Linearised(TorchFunctionMode):
     ) -> Any:
         """One operation of the run."""
         kwargs = kwargs or {}
+        if func in READS:
+            return func(*args, **kwargs)
         name: str = getattr(func, "__name__", "")
         makes_source = kwargs.get("requires_grad") or name == "requires_grad_"
         # the last is `torch.no_grad` of the model's own, which would be undone by ours below
@@ -585,7 +593,7 @@ def _stream(out: Any) -> Tensor:
 
 
 def _is_live(x: Tensor) -> bool:
-    return x.requires_grad and not isinstance(x, nn.Parameter)
+    return x.requires_grad and not (x.is_leaf and isinstance(x, nn.Parameter))
 
 
 def _of_factors(
