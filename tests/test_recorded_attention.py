@@ -86,11 +86,51 @@ def test_a_node_has_the_sum_of_its_edges(name):
         torch.testing.assert_close(nodes[node][:, 0], by_source[node], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_two_models_are_refused():
-    model = bridge("Mpt")
-    first, second = passes(model)
-    with pytest.raises(tlens.UnsupportedModelError, match="attention scores cannot be read"):
-        tlens.difference(first, tlens.freeze(copy.deepcopy(model), second.tokens))
+def changed(model):
+    """A copy whose every weight of attention is another."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, weight in other.named_parameters():
+            if "attn" in name:
+                weight += 0.05 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    return other
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_changed_weights_of_two_models_add_is_told_by_their_names(name):
+    model = bridge(name)
+    tokens = passes(model)[0].tokens
+    ways = ("matrix", "component", "head", "head_matrix")
+    terms = {by: circuits.compare_models(model, changed(model), tokens, 5, by=by) for by in ways}
+    for found in terms.values():
+        assert float(found.gap.max()) < TOLERANCE
+    names = set(terms["matrix"].names)
+    assert {f"L{layer}.W_{letter}" for layer in range(LAYERS) for letter in "QKVO"} <= names
+    known = {"prompt", "embed", "unembed", "W_E", "W_U"}
+    assert all(name in known or name.startswith(("L", "MLP", "W_", "b_")) for name in names), names
+    by_head = terms["head"]
+    assert {f"L{layer}H{head}" for layer in range(LAYERS) for head in range(HEADS)} <= set(by_head.names)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_one_changed_matrix_is_all_of_the_change(name):
+    model = bridge(name)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.blocks[1].attn.o.weight.mul_(1.1)
+    tokens = passes(model)[0].tokens
+    terms = circuits.compare_models(model, other, tokens, 5, by="matrix")
+    torch.testing.assert_close(terms["L1.W_O"], terms.total.expand_as(terms["L1.W_O"]), rtol=TOLERANCE, atol=TOLERANCE)
+    by_head = circuits.compare_models(model, other, tokens, 5, by="head")
+    torch.testing.assert_close(by_head.scores.sum(-1), by_head.total, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_mean_embedding_is_a_baseline(name):
+    frozen = passes(bridge(name))[0]
+    attribution = tlens.attribute(frozen, 5, method="difference", baseline="mean")
+    assert float(attribution.gap.max()) < TOLERANCE
 
 
 def test_an_attached_pass_is_refused():

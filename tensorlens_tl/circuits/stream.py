@@ -50,7 +50,7 @@ from tensorlens_tl.algebra.numerics import relative_error, upcast
 from tensorlens_tl.algebra.positions import place
 from tensorlens_tl.algebra.secants import Offset, without_offsets
 from tensorlens_tl.circuits.arguments import Direction
-from tensorlens_tl.core import Recorded
+from tensorlens_tl.core import Paired, Recorded
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import LayerRange, Place, Query, TokenLike, Within, check_rule
@@ -196,7 +196,7 @@ class Sublayer:
         """What one node reads, as a separate map: for a head, its values and its pattern only."""
         if len(self.nodes) == 1:
             return self.read
-        if self.kind == "gate" or isinstance(self.read.stages[-1], Recorded):
+        if self.kind == "gate" or isinstance(self.read.stages[-1], Recorded | Paired):
             return self.read.of_group(node, len(self.nodes))
         return self.read.component(node)
 
@@ -206,7 +206,7 @@ class Sublayer:
         """A vector at each node's part of the hidden vector, pulled back through that node alone; of some nodes."""
         *before, last = self.read.stages
         chosen = range(len(self.nodes)) if nodes is None else nodes
-        if isinstance(last, Recorded):
+        if isinstance(last, Recorded | Paired):
             return Chain(tuple(before)).pull(last.pull_groups(cotangents, chosen))
         return torch.stack([self.read_of(node).pull(cotangents[..., node, :]) for node in chosen])
 

@@ -1,6 +1,7 @@
 """A run whose gradient is a linear map, by a rule: no architecture is described here, only kinds of operations."""
 
 from tensorlens_tl.core.linearise import Linearised, activation, refuse_other_functions, ruled
+from tensorlens_tl.core.pairing import Constant
 from tensorlens_tl.core.pairs import Paired, in_two_runs, paired
 from tensorlens_tl.core.recorded import Cuts, Recorded, Side, depends, gradients, recordable
 from tensorlens_tl.core.rules import (
@@ -29,6 +30,7 @@ __all__ = [
     "RELP",
     "RULES",
     "TANGENT",
+    "Constant",
     "Cuts",
     "Linearised",
     "Paired",

@@ -93,8 +93,9 @@ WITH_STEPS = _names("layer_norm rms_norm") | MOMENTS
 LIKE = _names("to type_as view_as reshape_as expand_as")
 """Operations whose other argument only says of which kind the result is."""
 
+_FIELDS = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout")
 READS = frozenset(
-    [getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout")]
+    [getattr(Tensor, name).__get__ for name in _FIELDS]
     + [Tensor.is_floating_point, torch.is_floating_point, Tensor.numel, torch.numel, Tensor.dim, Tensor.size]
 )
 """What is read of a tensor beside its numbers: half of the calls that a run makes."""

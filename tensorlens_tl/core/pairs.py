@@ -5,7 +5,7 @@ operations passes on the secant between its own values and those of the second (
 the module computes. Where the runs are of two models, what other weights add are constants with the weights' names.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, final
 
@@ -74,6 +74,12 @@ class Paired(WithConstants):
         if biases is not None and self.constants:
             note_bias(g, self.bias.to(g), biases)
         return self.linear._backward(g, biases)
+
+    def pull_groups(
+        self, g: Float[Tensor, "*rows batch pos group channel"], chosen: Sequence[int]
+    ) -> Float[Tensor, "some *rows batch pos d_in"]:
+        """As `Recorded.pull_groups`."""
+        return self.linear.pull_groups(g, chosen)
 
     def noted(self, g: Float[Tensor, "*rows batch pos d"]) -> list[tuple[Offset, Tensor]]:
         """What each weight adds, and a vector at the end pulled to it, the last first; see `pull_noting`."""

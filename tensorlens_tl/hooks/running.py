@@ -417,6 +417,13 @@ def progress_hooks(note: Callable[[], None] = note_progress) -> list[FwdHook]:
     return [(lambda name: name.endswith(".hook_resid_pre"), in_this_thread(lambda activation, hook: note()))]
 
 
+def drop_patterns(module: Any) -> None:
+    """Drop the last patterns that a Bridge's joint attention left on itself, or on what is inside."""
+    for part in module.modules():
+        if "_pattern" in vars(part):
+            part._pattern = None
+
+
 def _drop(module: Any, args: Any, output: Any) -> None:
     """Drop the last pattern that a Bridge's joint attention leaves on itself, and nobody reads."""
     module._pattern = None

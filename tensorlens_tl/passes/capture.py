@@ -15,7 +15,7 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra import HeldScores, on_device
 from tensorlens_tl.algebra.numerics import refuse_autocast, upcast
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
-from tensorlens_tl.hooks import ModelPoints, StreamPoint, foreign_hooks, listed_once, lock_of, with_other_names
+from tensorlens_tl.hooks import FwdHook, ModelPoints, StreamPoint, foreign_hooks, listed_once, lock_of, with_other_names
 from tensorlens_tl.models import HookedModel, ModelView
 from tensorlens_tl.models.lifecycle import WeightState, changed, configuration
 from tensorlens_tl.passes.inputs import Prompt
@@ -132,6 +132,7 @@ class Capture:
         other_hooks: the hook points and modules where user-installed hooks were during the pass.
         hook_numbers: which hooks those were.
         additions: what they added to the residual stream.
+        entry_hooks: hooks of ours that put other embeddings in the place of the tokens', as a baseline has them.
     """
 
     view: ModelView
@@ -144,6 +145,7 @@ class Capture:
     other_hooks: tuple[str, ...] = ()
     hook_numbers: frozenset[int] = frozenset()
     additions: Additions = field(default_factory=Additions)
+    entry_hooks: tuple[FwdHook, ...] = ()
 
     # ------------------------------------------------------------------ the model and the prompt
 

@@ -504,7 +504,7 @@ def freeze_changed(frozen: FrozenPass, inputs: Mapping[str, Any], hooks: Sequenc
     prompt = replace(frozen.prompt, tokens=tokens, kwargs=dict(inputs), str_tokens=texts)
     options = FreezeOptions(tolerance=frozen.tolerance, strict=frozen.strict)
     with torch.inference_mode(False), torch.no_grad(), unheld_run(model), hooked(model, hooks):
-        return _freeze(frozen.view, prompt, options, None, hooked=bool(hooks))
+        return _freeze(frozen.view, prompt, options, None, entry_hooks=tuple(hooks))
 
 
 def _freeze(
@@ -513,21 +513,21 @@ def _freeze(
     options: FreezeOptions,
     cache: CacheLike,
     *,
-    hooked: bool = False,
+    entry_hooks: tuple[FwdHook, ...] = (),
     weights: WeightState | None = None,
 ) -> FrozenPass:
     """Capture, check and prove one pass, in this order; its logits are compared at some positions.
 
     Args:
         view, prompt, options, cache: as of `freeze`.
-        hooked: whether hooks change what enters.
+        entry_hooks: ours that change what enters.
         weights: what the model's weights were as it was read, just now; None where that is not known.
     """
     allowed = partial(options.tolerance_of, view)
     points = points_of(view)
     compared = compared_positions(view, prompt, options.query)
     stream_hooks = hooked_stream_points(view, points)
-    hooked = hooked or bool(stream_hooks)
+    hooked = bool(entry_hooks or stream_hooks)
     if hooked and prompt.class_at is None:  # who runs the model again runs it without these hooks
         compared = query_positions(prompt, "all")[:, prompt.encoder_length :]
     run = _Run(view, prompt, points, options, compared, stream_hooks)
@@ -550,6 +550,7 @@ def _freeze(
         configuration=HeldConfiguration(configuration(view.model)),
         other_hooks=tuple(dict.fromkeys(hook.point for hook in others)),
         hook_numbers=frozenset(hook.number for hook in others),
+        entry_hooks=entry_hooks,
     )
     capture.note_fresh()
     check_width(capture)

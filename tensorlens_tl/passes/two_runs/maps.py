@@ -165,16 +165,14 @@ class SecantMaps(Blocks):
         try:
             return attention_secant(self.a, self.b, layer, *values, heads)
         except UnsupportedModelError:
-            block = self.view.blocks[layer]
-            hooked = self.a.capture.hooks_in(block.name) or self.b.capture.hooks_in(block.name)
-            if hooked or block.brought or self.a.capture.model is not self.b.capture.model:
+            if self.view.blocks[layer].brought:
                 raise
             if not self.calls:
                 first, second = attention_calls(self.a), attention_calls(self.b)
                 self.calls.update({number: (first[number], second[number]) for number in first.keys() & second.keys()})
             if layer in self.calls:
                 with suppress(UnsupportedModelError):
-                    return recorded_attention(self.a, layer, self.calls[layer], values, heads)
+                    return recorded_attention(self.a, self.b, layer, self.calls[layer], values, heads)
             raise
 
     @reads_weights

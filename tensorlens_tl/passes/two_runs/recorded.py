@@ -5,8 +5,9 @@ cut at queries, keys, values and what heads give. No way of making scores is kno
 of any kind, norms on either side of them and keys that are values are what they are in the module.
 """
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +16,17 @@ from transformers.cache_utils import Cache
 
 from tensorlens_tl.algebra import Chain, Diagonal, Sum
 from tensorlens_tl.algebra.numerics import relative_error
-from tensorlens_tl.core import Cuts, Recorded, depends, in_two_runs, refuse_other_functions
-from tensorlens_tl.hooks import Placing, hook_points, refuse_attached, run_until
+from tensorlens_tl.algebra.secants import MatrixChange, Offset
+from tensorlens_tl.core import Constant, Cuts, Paired, Recorded, depends, in_two_runs, refuse_other_functions
+from tensorlens_tl.errors import UnsupportedModelError
+from tensorlens_tl.hooks import Placing, drop_patterns, hook_points, refuse_attached, run_until
+from tensorlens_tl.models import BlockView
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.two_runs.attention import of_heads
 from tensorlens_tl.passes.two_runs.values import BlockValues
+
+SAME = 1e-4
+"""How far what a changed matrix adds may be from what the module gave, relative; norms of modules are in float32."""
 
 WAYS = "vqk"
 """What heads are read by, in the order of the routes."""
@@ -62,12 +69,14 @@ def attention_calls(maps: BlockMaps) -> dict[int, Call]:
 
             if isinstance(block.parts.mixer, nn.Module):
                 placing.on_module(block.parts.mixer, look, before=True)
-        run_until(maps.view.model, maps.capture.inputs, [], maps.capture.output_name(maps.capture.n_layers - 1))
+        last = maps.capture.output_name(maps.capture.n_layers - 1)
+        run_until(maps.view.model, maps.capture.inputs, maps.capture.entry_hooks, last)
     return calls
 
 
 def recorded_attention(
     a: BlockMaps,
+    b: BlockMaps,
     layer: int,
     calls: tuple[Call, Call],
     values: tuple[BlockValues, BlockValues],
@@ -76,45 +85,125 @@ def recorded_attention(
     """The secant of one layer's attention from what it reads to what it writes, and how far it is from the first run.
 
     Args:
-        a: the first run, of one model with the second.
+        a, b: the two runs.
         layer: which block.
         calls, values: what its attention is called with and reads, in either run.
         heads: keep only these.
 
+    Weights of two models that differ are constants, by the names that they have where weights are read.
+
     Raises:
-        UnsupportedModelError: no hook points show queries, keys and values, or what heads give depends on more; or an
-            operation that is not known.
+        UnsupportedModelError: no hook points show queries, keys and values, or what heads give depends on more; hooks
+            on the attention itself; or an operation that is not known.
     """
     block, points = a.view.blocks[layer], a.points.blocks[layer].heads
-    known = hook_points(a.view.model)
+    known = [hook_points(maps.view.model) for maps in (a, b)]
     stem = "" if points is None else points.z.removesuffix("hook_z")
     ways = [f"{stem}hook_{letter}" for letter in WAYS]
-    if points is None or a.points.blocks[layer].merged or not all(name in known for name in ways):
+    if points is None or a.points.blocks[layer].merged or not all(name in known[0] for name in ways):
         raise block.refuse("no hook points show its queries, keys and values.")
-    module = block.parts.mixer
+    if any(name.startswith(stem) for maps in (a, b) for name in maps.capture.other_hooks):
+        raise block.refuse("hooks are on its attention, which would act once more.")
+    modules = block.parts.mixer, b.view.blocks[layer].parts.mixer
 
     def run(number: int) -> Callable[[], tuple[Cuts, Tensor, Tensor]]:
         def attend() -> tuple[Cuts, Tensor, Tensor]:
             read, cuts = values[number].attention, Cuts()
+            cutting = [cuts.at(name) for name in (*ways, points.z)]
             leaf = read.detach().clone().requires_grad_()
             with Placing() as placing:
-                placing.at_points(a.view.model, known, [cuts.at(name) for name in (*ways, points.z)])
-                out = calls[number].of(module, read, leaf, a.tolerance)
+                placing.at_points((a, b)[number].view.model, known[number], cutting)
+                out = calls[number].of(modules[number], read, leaf, a.tolerance)
+            drop_patterns(modules[number])  # with all that it was computed from
             return cuts, leaf, out[0] if isinstance(out, tuple) else out
 
         return attend
 
-    (cuts, entry, out), constants = in_two_runs(run(0), run(1), (module, module), f"L{layer}.attn")
+    (cuts, entry, out), constants = in_two_runs(run(0), run(1), modules, f"L{layer}")
     z, leaf = cuts.arrived[points.z], cuts.leaves[points.z]
-    if constants or depends(z, entry) or depends(out, entry) or not depends(cuts.arrived[ways[0]], entry):
+    if depends(z, entry) or depends(out, entry) or not depends(cuts.arrived[ways[0]], entry):
         raise block.refuse("what its heads give depends on more than queries, keys and values.")
     refuse_other_functions([out, z, *(cuts.arrived[name] for name in ways)])
     shape = entry.shape[0], entry.shape[1]
     ones = values[0].heads.new_ones(1, 1, values[0].heads.shape[-1])
     keep = () if heads is None else (Diagonal(of_heads(ones, a.capture.pattern(layer).shape[1], heads)),)
+    inside = [constant for constant in constants if depends(z, constant.leaf)]
+
+    def changes(letter: str) -> MatrixChange:
+        pairs = [values[0].heads, values[1].heads] if letter == "O" else [values[0].attention, values[1].attention]
+        of_a, of_b = (_matrix(maps.view.blocks[layer], letter) for maps in (a, b))
+        return MatrixChange((pairs[0] + pairs[1]) / 2, of_a, of_b)
+
     routes: list[Chain] = []
     for name in ways:
+        letter = name[-1].upper()
         read = Recorded(entry, cuts.arrived[name], shape, across=False)
-        routes.append(Chain((read, Recorded(cuts.leaves[name], z, shape), *keep)))
+        attended = Recorded(cuts.leaves[name], z, shape)
+        reached = [constant for constant in inside if depends(constant.before, cuts.leaves[name])]
+        inside = [constant for constant in inside if constant not in reached]
+        mixing = attended
+        if reached:
+            mixing = Paired(attended, tuple(_within(layer, letter, constant) for constant in reached))
+        routes.append(Chain((read, *_offsets(read, constants, layer, letter, changes), mixing, *keep)))
+    if inside or any(not any(depends(y, of.leaf) for y in (z, out, *cuts.arrived.values())) for of in constants):
+        raise block.refuse("weights of its that changed act beside queries, keys and values.")
+    written = Recorded(leaf, out, shape, across=False)
     error = relative_error(z.detach().reshape(*shape, -1).to(values[0].heads), values[0].heads)
-    return Chain((Sum(tuple(routes)), Chain((Recorded(leaf, out, shape, across=False),)))), error
+    return Chain((Sum(tuple(routes)), Chain((written, *_offsets(written, constants, layer, "O", changes))))), error
+
+
+def _matrix(block: BlockView, letter: str) -> Tensor:
+    """A matrix of attention with heads side by side.
+
+    Raises:
+        UnsupportedModelError: it is not read from weights.
+    """
+    of = block.attention if letter in "VO" else block.require_query_key()
+    return getattr(of, f"W_{letter}")
+
+
+def _offsets(
+    m: Recorded, constants: Sequence[Constant], layer: int, letter: str, changes: Callable[[str], MatrixChange]
+) -> list[Offset]:
+    """What other weights add to what one of a module's matrices gives, by the names of the matrix and its bias.
+
+    Of a matrix for queries, keys and values together each has its part.
+
+    Args:
+        m: up to what the matrix gives.
+        constants: of the whole module.
+        layer, letter: which matrix.
+        changes: the factors of what it adds, where its weights are read.
+    """
+    added: dict[str, Tensor] = {}
+    for constant in constants:
+        if depends(m.output, constant.leaf):
+            name = _name(layer, letter, constant.name)
+            vectors = m.pushed_from(constant.leaf, constant.added[None]).reshape(*m.shape, -1)
+            added[name] = added[name] + vectors if name in added else vectors
+    change: MatrixChange | None = None
+    matrix = f"L{layer}.W_{letter}"
+    if matrix in added:
+        with suppress(UnsupportedModelError):
+            change = changes(letter)
+        if change is not None and relative_error(change.vectors.to(added[matrix]), added[matrix]) > SAME:
+            change = None
+    return [Offset(vectors, name, change if name == matrix else None) for name, vectors in added.items()]
+
+
+def _name(layer: int, letter: str, weight: str) -> str:
+    """What a weight is called where it is read: a norm's, a bias or a matrix, by its name in the module."""
+    kind = "b" if weight.rpartition(".")[2].lstrip("_").startswith("b") else "W"
+    return f"L{layer}.{letter.lower()}_norm.w" if "norm" in weight else f"L{layer}.{kind}_{letter}"
+
+
+def _within(layer: int, letter: str, constant: Constant) -> Constant:
+    """What acts between queries, keys and values and what heads give, by the name that it has where it is read."""
+    name = constant.name
+    if "norm" in name:
+        name = _name(layer, letter, name)
+    elif "sink" in name:
+        name = f"L{layer}.sinks"
+    elif "relative" in name or "rel_pos" in name:
+        name = f"L{layer}.relative_bias"
+    return replace(constant, name=name)
