@@ -208,7 +208,7 @@ def _plain_name(name: str) -> str:
     return re.sub(r"[\s_]+", "-", name.strip().lower())
 
 
-def check_choice(name: str, value: Any, known: Iterable[str], synonyms: Mapping[str, str] | None = None) -> None:
+def check_choice(name: str, value: Any, known: Iterable[str | None], synonyms: Mapping[str, str] | None = None) -> None:
     """Refuse a value that is none of the known names; says which is near, or what others' name stands for.
 
     Args:
@@ -222,7 +222,7 @@ def check_choice(name: str, value: Any, known: Iterable[str], synonyms: Mapping[
     """
     known = list(known)
     if value not in known:
-        near = nearest(value, known, synonyms)
+        near = nearest(value, [word for word in known if word is not None], synonyms)
         raise InvalidInputError(f"{name}={value!r}; use one of {', '.join(map(repr, known))}.{near}")
 
 

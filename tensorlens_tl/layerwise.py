@@ -362,7 +362,7 @@ def implicit_attention(
     | --- | --- | --- |
     | softmax attention | its pattern | its own |
     | a state-space layer | α of `SelectiveScan` (Ali, Zimerman & Wolf 2024) | its own |
-    | the gated delta rule | M of `tensorlens_tl.models.sublayers.delta` | its own |
+    | the gated delta rule | M of `tensorlens_tl.models.mixers` | its own |
     | a gated short convolution | ``C_i·w_{i−j}·B_j`` of a channel | every channel |
     | time mixing (RWKV) | the weights of a channel's mean | every channel |
 

@@ -925,7 +925,7 @@ def explain_generation(
         model: a causal language model, or a `FrozenGeneration` of one prompt (then leave `prompt` out).
         prompt, max_new_tokens, continuation: as for `tlens.attribute_generation`.
         span: the stretch that is explained as a whole.
-        hops: how far the page follows it; see `tensorlens_tl.generation.hops`.
+        hops: how far the page follows it; see `tensorlens_tl.generation.written`.
         minus: the token that each is compared with, as for `tlens.attribute_generation`.
 
     Raises:

@@ -13,7 +13,7 @@ from conftest import NAMES, SCORES, close, hooks_left, pattern_point, some_token
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.circuits import node_paths, scores, weights
+from tensorlens_tl.circuits import effects, scores, weights
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.target import resolve_target
 from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_input, tiny_model
@@ -700,7 +700,7 @@ def test_bad_input_is_refused_with_its_reason(model_named, monkeypatch):
             call()
     with pytest.raises(tlens.UnsupportedModelError, match="prediction head"):
         circuits.copying_scores(model_named("bridge/bert"))
-    monkeypatch.setattr(node_paths, "MOST_PATHS", 20)
+    monkeypatch.setattr(effects, "MOST_PATHS", 20)
     with pytest.raises(tlens.SizeError, match="top_paths"):
         circuits.paths(frozen, 5, max_order=2)
     monkeypatch.setattr(circuits.graph, "MOST_EDGES", 100)

@@ -405,7 +405,7 @@ def test_a_text_ends_before_the_first_end_token(model_named):
 
 def test_a_wrong_draft_is_mended(monkeypatch, demo_model, written):
     for draft in ([], [3, 4, 5], written.frozen.tokens[0, 9:12].tolist() + [3] * 5):
-        monkeypatch.setattr(generation.writing, "_draft", lambda *_, draft=draft: draft)
+        monkeypatch.setattr(generation.written, "_draft", lambda *_, draft=draft: draft)
         made = freeze_generation(demo_model, PROMPT, max_new_tokens=8)
         assert torch.equal(made.frozen.tokens, written.frozen.tokens)
 

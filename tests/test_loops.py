@@ -216,7 +216,7 @@ def test_calls_in_another_order_are_refused(model, monkeypatch):
     frozen = tlens.freeze(model, TOKENS)
     assert frozen.errors["loop"] < FLOAT32
     capture = importlib.import_module("dataclasses").replace(frozen.capture, view=view)
-    check_loop = importlib.import_module("tensorlens_tl.passes.loops").check_loop
+    check_loop = importlib.import_module("tensorlens_tl.passes.block_maps").check_loop
     with pytest.raises(tlens.UnsupportedModelError, match="not called as its config says"):
         check_loop(capture, frozen.tolerance)
 

@@ -12,7 +12,7 @@ from test_scans import FAMILIES, Wide, family, off
 from tensorlens_tl.algebra.secants import offset_terms
 from tensorlens_tl.core import paired
 from tensorlens_tl.errors import UnsupportedModelError
-from tensorlens_tl.models.sublayers import read_mixer
+from tensorlens_tl.models.mixers import read_mixer
 from tensorlens_tl.testing import check_map
 
 pytestmark = pytest.mark.numeric

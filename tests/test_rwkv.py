@@ -11,7 +11,7 @@ from torch import nn
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
-from tensorlens_tl.models.sublayers import channel_mix_weights, mixer_map
+from tensorlens_tl.models.mixers import channel_mix_weights, mixer_map
 from tensorlens_tl.testing import check_map, tiny_model
 from tensorlens_tl.testing.model_checks import held_output
 from tensorlens_tl.testing.models import build_bridge

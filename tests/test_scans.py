@@ -15,7 +15,7 @@ from tensorlens_tl import core
 from tensorlens_tl.algebra import CausalConvolution, Chain, Diagonal, DiagonalRecursion, Linear
 from tensorlens_tl.core import families
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.models.sublayers import delta_pattern, mixer_map, read_mixer, scan_of
+from tensorlens_tl.models.mixers import delta_pattern, mixer_map, read_mixer, scan_of
 from tensorlens_tl.testing import check_map
 
 pytestmark = pytest.mark.numeric

@@ -22,7 +22,7 @@ OPEN = {
     "circuits": {"compare", "effects", "graph", "scores", "stream", "weights"},
     "datasets": {"work"},
     "drawing": {"charts", "heat_maps", "marks", "page", "terminal"},
-    "models": {"lifecycle", "names", "offload", "parameters", "writing"},
+    "models": {"lifecycle", "mixers", "names", "offload", "parameters", "sublayers", "writing"},
     "passes": {"attention_scores", "inputs", "live", "operator", "proof", "replacement", "target"},
     "results": {"exchange", "statistics", "storage"},
 }

@@ -17,7 +17,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.core import RELP, held
 from tensorlens_tl.hooks import points
-from tensorlens_tl.models.sublayers import experts
+from tensorlens_tl.models import sublayers
 from tensorlens_tl.passes.backward import rule_scores
 from tensorlens_tl.testing import check_method
 from tensorlens_tl.testing.models import bridge_of
@@ -332,6 +332,6 @@ WRONG_ROUTES = {
 
 @pytest.mark.parametrize("which", WRONG_ROUTES)
 def test_other_routes_are_refused_by_the_proof(monkeypatch, which):
-    monkeypatch.setattr(experts, "_within_capacity", WRONG_ROUTES[which])
+    monkeypatch.setattr(sublayers, "_within_capacity", WRONG_ROUTES[which])
     with pytest.raises(tlens.UnsupportedModelError, match=r"blocks\.\d.*mlp"):
         freeze_again(built())

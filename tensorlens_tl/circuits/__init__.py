@@ -29,12 +29,19 @@ from typing import TYPE_CHECKING, Any
 from tensorlens_tl._arguments import nearest
 from tensorlens_tl.circuits.compare import edge_scores, patch_scores, run_circuits
 from tensorlens_tl.circuits.dictionary_features import Features, feature_labels, features
-from tensorlens_tl.circuits.effects import HeadMap, head_map, logit_attribution, logit_lens, total_effects
+from tensorlens_tl.circuits.effects import (
+    HeadMap,
+    head_map,
+    logit_attribution,
+    logit_lens,
+    paths,
+    top_paths,
+    total_effects,
+)
 from tensorlens_tl.circuits.feature_circuits import feature_attribution, feature_edges, feature_effects
 from tensorlens_tl.circuits.feature_rows import feature_examples
 from tensorlens_tl.circuits.graph import contribution_graph
 from tensorlens_tl.circuits.head_kinds import duplicate_token_scores, induction_scores, previous_token_scores
-from tensorlens_tl.circuits.node_paths import paths, top_paths
 from tensorlens_tl.circuits.scores import qk_attribution
 from tensorlens_tl.circuits.size import (
     Directions,

@@ -17,8 +17,21 @@
 | `sharing` | do heads share a subspace? |
 """
 
-from tensorlens_tl.compress.effect import CompressionEffect, Split, compression_effect
-from tensorlens_tl.compress.heads import LAYOUTS, HeadWeights, head_weights, in_circuit_gauge, rotate_heads, stack_heads
+from tensorlens_tl.compress.effect import CompressionEffect, Sharing, Split, compression_effect, sharing
+from tensorlens_tl.compress.heads import (
+    HOSVD,
+    LAYOUTS,
+    HeadWeights,
+    Tucker,
+    head_weights,
+    hooi,
+    in_circuit_gauge,
+    paper_ranks,
+    parameter_count,
+    rotate_heads,
+    sequential_hosvd,
+    stack_heads,
+)
 from tensorlens_tl.compress.methods import (
     METHODS,
     Dense,
@@ -32,8 +45,6 @@ from tensorlens_tl.compress.methods import (
     tucker,
 )
 from tensorlens_tl.compress.plan import Plan, plan, shared_tucker
-from tensorlens_tl.compress.sharing import Sharing, sharing
-from tensorlens_tl.compress.tucker import HOSVD, Tucker, hooi, paper_ranks, parameter_count, sequential_hosvd
 
 __all__ = [
     "HOSVD",

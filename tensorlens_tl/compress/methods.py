@@ -21,23 +21,16 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_names, nearest, plain, whole_number
+from tensorlens_tl._arguments import check_choice, checked_names, nearest, plain, whole_number
 from tensorlens_tl.compress.heads import (
     GAUGES,
-    LETTERS,
-    HeadWeights,
-    check_letters,
-    in_circuit_gauge,
-    slice_scales,
-    stack_heads,
-    unstacked,
-)
-from tensorlens_tl.compress.tucker import (
     HOSVD,
+    LETTERS,
     ROUNDED,
     RULES,
     Count,
     Gauge,
+    HeadWeights,
     Layout,
     MLPShare,
     Number,
@@ -46,12 +39,16 @@ from tensorlens_tl.compress.tucker import (
     Ranks,
     Start,
     Tucker,
-    check_choice,
+    check_letters,
     check_ranks,
     hooi,
+    in_circuit_gauge,
     paper_ranks,
     positive,
     sequential_hosvd,
+    slice_scales,
+    stack_heads,
+    unstacked,
 )
 from tensorlens_tl.errors import InvalidInputError
 

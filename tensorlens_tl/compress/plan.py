@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 
 from tensorlens_tl._arguments import checked_names, plain, whole_number
 from tensorlens_tl.circuits.weights import as_pass, as_view
-from tensorlens_tl.compress.heads import HeadWeights, head_weights, mlp_matrices, read
+from tensorlens_tl.compress.heads import HeadWeights, Layers, MLPShare, head_weights, mlp_matrices, read
 from tensorlens_tl.compress.methods import (
     KINDS,
     Dense,
@@ -30,7 +30,6 @@ from tensorlens_tl.compress.methods import (
     tucker,
     unpacked,
 )
-from tensorlens_tl.compress.tucker import Layers, MLPShare
 from tensorlens_tl.errors import FileFormatError, InvalidInputError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import lock_of, refuse_attached, unheld_run
 from tensorlens_tl.models import HookedModel, ModelLike, ModelView

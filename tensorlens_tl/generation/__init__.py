@@ -13,14 +13,17 @@ One pass of prompt and continuation is frozen, and every generated token is a qu
 | `hops` | what made the generated tokens that a score landed on? |
 """
 
-from tensorlens_tl.generation.hops import check_hops as check_hops, sent_on
-from tensorlens_tl.generation.writing import Continuation as Continuation, Count as Count, not_causal as not_causal
 from tensorlens_tl.generation.written import (
+    Continuation as Continuation,
+    Count as Count,
     FrozenGeneration,
     Span as Span,
     attribute_generation,
+    check_hops as check_hops,
     freeze_generation,
+    not_causal as not_causal,
     scored_by as scored_by,
+    sent_on,
 )
 
 __all__ = ["FrozenGeneration", "attribute_generation", "freeze_generation", "sent_on"]

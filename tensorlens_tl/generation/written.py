@@ -1,33 +1,86 @@
-"""A frozen text of prompt and continuation, and what made its generated tokens; the difference of two such texts."""
+"""A frozen text of prompt and continuation, and what made its generated tokens; the difference of two such texts.
 
-from collections.abc import Mapping, Sequence
+What a model writes after a prompt, greedily; and what somebody else wrote, as tokens after the prompt's own.
+
+Greedy means: every token has the largest logit of a plain run of what stands before it. The model's own ``generate``,
+which keeps keys and values, makes a draft; one plain run checks all of it at once, and where the draft differs it is
+mended and written on. So a model whose ``generate`` is wrong (with whitening, say) costs time and nothing else.
+
+Hops: what reached generated tokens is sent on to what made those.
+
+Let s be scores over the keys of a text and s_b a bias, and let generated token g be made by scores a_g over the earlier
+keys and a bias a_gb, which sum to its own total t_g: its logit, or of the difference of two texts the change of that.
+One hop replaces the score s_g of every generated token at once by s_g·w_g, spread over what made it:
+
+    s_j ← s_j·[j is of the prompt] + Σ_g s_g·w_gj,        s_b ← s_b + Σ_g s_g·w_gb
+
+The weights of a token sum to 1, the bias among them, so that Σ_j s_j + s_b is the same after every hop: what has landed
+on the prompt, what is still on generated tokens, and the bias. There are two kinds:
+
+* ``"signed"``, the shares of the token's own total: w_gj = a_gj / t_g and w_gb = a_gb / t_g. They are linear in what is
+  sent on, so a hop of everything is one pull of Σ_g (s_g / t_g)·u_g, where u_g is the vector of token g's logit at the
+  position that predicts it: as dear as one question, whatever the number of tokens. A source that speaks against a
+  token takes over a share of the opposite sign. Shares of a total that is next to nothing would be large and say
+  little: what reached a token whose |t_g| is below `LEAST_TOTAL` of the root mean square of its text's totals goes to
+  the bias.
+* ``"absolute"``, shares of absolute scores: w_gj = |a_gj| / (Σ_j |a_gj| + |a_gb|), and likewise for the bias. They are
+  at most 1, and take the scores of each generated token by itself: one pull for each of them.
+
+A token is made by earlier ones only, so nothing is left on n generated tokens after n hops. With W the weights between
+generated tokens (strictly lower triangular) everything that ever passes through them is s_G·(I − W)⁻¹, one triangular
+solve; k hops are k products with W. The idea of hops is FlashTrace's (2026), whose weights are of its own; conservation
+with the bias, signed shares by one pull, and the solve, are ours.
+
+Only s itself is linear in the frozen model. The weights say in what proportion a token's makers take over what it was
+given, and are no derivative of anything.
+
+Signed shares are known before they are pulled, and what hops send on is linear in what has reached the generated
+tokens. So each hop of one stretch asks only for the scores of generated tokens, which in a causal model needs nothing
+of the prompt before them, and all that was ever sent on is pulled to the prompt at the end, by one pull
+(`sent_on_by_pulls`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from itertools import chain, count, takewhile
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice, checked_names, plain, whole_number, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
+from tensorlens_tl.algebra.progress import note_progress
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
-from tensorlens_tl.generation.hops import (
-    SHARES,
-    SIGNED,
-    GeneratedTokens,
-    Hops,
-    Shares,
-    check_hops,
-    divisors,
-    scores_and_bias,
-    sent_on,
-    sent_on_by_pulls,
+from tensorlens_tl.hooks import (
+    hooked,
+    lock_of,
+    model_points,
+    progress_hooks,
+    refuse_attached,
+    states_and_logits,
+    unheld_run,
 )
-from tensorlens_tl.generation.writing import Continuation, Count, Text, texts_of
 from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike, check_rule
-from tensorlens_tl.passes import Difference, PassOrDifference, difference, freeze, one_check
-from tensorlens_tl.passes.inputs import InputLike, Store, Verify, find, joined, memory_batches, one_per_prompt, taken
+from tensorlens_tl.models.lifecycle import refuse_dropout
+from tensorlens_tl.passes import Difference, FrozenOperator, PassOrDifference, difference, freeze, one_check
+from tensorlens_tl.passes.inputs import (
+    InputLike,
+    Store,
+    Verify,
+    chat_text,
+    chats_in,
+    find,
+    joined,
+    memory_batches,
+    one_per_prompt,
+    plain_input,
+    prepare,
+    taken,
+    tokenized,
+)
 from tensorlens_tl.passes.operator import Collapse
 from tensorlens_tl.passes.target import EACH_NEXT, RANKED, UNCAPPED, logit_word
 from tensorlens_tl.registry import attribute, get_method
@@ -40,6 +93,366 @@ from tensorlens_tl.results import (
     one_query,
     span_text,
 )
+
+Text = tuple[list[int], int]
+"""Token ids of a prompt and its continuation, and how many of them are the prompt's."""
+
+if TYPE_CHECKING:
+    Continuation = InputLike | None
+    """The new text only, one for each prompt, as text or token ids; None where the model writes it."""
+
+    Count = int | None
+else:
+    Continuation = Count = Any  # what is wrong with them is said by `texts_of`
+
+
+def not_causal(view: ModelView) -> str | None:
+    """Why a model does not write text from left to right, as the end of a sentence about it; None if it does."""
+    bidirectional = getattr(view.cfg, "attention_dir", "causal") == "bidirectional"
+    if view.reads != "tokens":
+        return f"reads {view.reads}"
+    if view.is_encoder_decoder:
+        return "is an encoder–decoder; attribute its decoder's tokens with tlens.attribute(..., decoder_input_ids=...)"
+    if view.is_hooked_encoder or hasattr(view.model, "mlm_head") or bidirectional:
+        return "is an encoder, which fills gaps and continues nothing"
+    if view.classes is not None:
+        return "is a classifier, which writes nothing"
+    if view.unembedding is None:
+        return "predicts no tokens"
+    return None
+
+
+def texts_of(
+    view: ModelView,
+    prompt: InputLike,
+    max_new_tokens: Count = None,
+    continuation: Continuation = None,
+    *,
+    stop_at_eos: bool = True,
+    prepend_bos: bool | None = None,
+) -> list[Text]:
+    """Every prompt with what follows it, written by the model or given; arguments as for `attribute_generation`."""
+    what = not_causal(view)
+    if what is not None:
+        raise UnsupportedModelError(f"generated text: {view.description} {what}. A causal language model is needed.")
+    if (max_new_tokens is None) == (continuation is None):
+        raise InvalidInputError(
+            "max_new_tokens, continuation: pass one of them: how many tokens to write, or the text that was written."
+        )
+    if continuation is None:
+        most = whole_number("max_new_tokens", max_new_tokens, least=1)
+        prompts = tokenized(view, prompt, prepend_bos)
+        longest = max(map(len, prompts))
+        if longest + most > view.n_ctx:
+            raise InvalidInputError(
+                f"max_new_tokens={most}: with a prompt of {longest} tokens that goes beyond the context of "
+                f"{view.n_ctx}; ask for at most {view.n_ctx - longest}."
+            )
+        ends = end_tokens(view) if stop_at_eos else set[int]()
+        return [_written(view, ids, most, ends, number) for number, ids in enumerate(prompts)]
+    chats = chats_in(prompt)
+    prompt = plain_input(view, prompt)
+    prompts = tokenized(view, prompt, prepend_bos)
+    continuations = _one_each(view, continuation, len(prompts))
+    texts: list[Any] = prompts  # a prompt of token ids has no text
+    if isinstance(prompt, str):
+        texts = [prompt]
+    elif isinstance(prompt, Sequence) and isinstance(prompt[0], str):
+        texts = list(prompt)
+    tokenize = partial(tokenized, view, prepend_bos=prepend_bos)
+    if chats is not None:  # what a chat template made has its special tokens already
+        texts = [chat_text(view, chat) for chat in chats]
+        tokenize = lambda text: [view.tokenizer(text, add_special_tokens=False)["input_ids"]]  # noqa: E731
+    return [
+        _continued(view, text, ids, more, tokenize)
+        for text, ids, more in zip(texts, prompts, continuations, strict=True)
+    ]
+
+
+def end_tokens(view: ModelView) -> set[int]:
+    """The tokens that end a text, as tokenizer and config name them."""
+    inner = getattr(view.model, "original_model", None)
+    ends: set[int] = set()
+    for owner in (view.tokenizer, view.config, getattr(inner, "generation_config", None)):
+        ids = plain(getattr(owner, "eos_token_id", None))
+        if isinstance(ids, list):
+            ends.update(map(int, ids))
+        elif ids is not None:
+            ends.add(int(ids))
+    return ends
+
+
+# ------------------------------------------------------------------ written by the model
+
+
+def _written(view: ModelView, ids: list[int], most: int, ends: set[int], number: int) -> Text:
+    """One prompt with its greedy continuation."""
+    points = model_points(view)
+    first = len(ids)
+    assert points.unembed_in is not None  # of a causal language model
+    with torch.no_grad(), unheld_run(view.model):
+        refuse_dropout(view.model)
+        refuse_attached(view.model)
+        draft = _draft(view, ids, most, ends)
+        text = ids + list(takewhile(lambda token: token not in ends, draft))
+        while True:
+            inputs = prepare(view, torch.tensor([text]))
+            positions = torch.arange(first - 1, len(text), device=inputs.tokens.device)[None]
+            _, logits = states_and_logits(view.model, inputs.kwargs, points.unembed_in, positions)
+            choices: list[int] = logits[0].argmax(-1).tolist()
+            written = text[first:]
+            right = next((n for n, token in enumerate(written) if token != choices[n]), len(written))
+            text = text[: first + right]
+            if right == most or choices[right] in ends:
+                break
+            text.append(choices[right])
+            if right + 1 == most:
+                break
+    if len(text) == first:
+        raise InvalidInputError(
+            "max_new_tokens: after ",
+            PromptNumber(number),
+            " the model's first choice is its end token, so nothing is written. Pass stop_at_eos=False, another "
+            "prompt, or a continuation=.",
+        )
+    return text, first
+
+
+def _draft(view: ModelView, ids: list[int], most: int, ends: set[int]) -> list[int]:
+    """What the model's own ``generate`` writes, right or not; nothing where it cannot."""
+    if view.is_whitened or not hasattr(view.model, "generate"):
+        return []
+    model: Any = view.model
+    device = view.device
+    stop: dict[str, Any] = {"stop_at_eos": True, "eos_token_id": min(ends)} if ends else {"stop_at_eos": False}
+    blocks = count()
+
+    def note() -> None:
+        note_progress("writing", min(next(blocks) / (most * len(view.blocks)), 1.0))
+
+    try:
+        with lock_of(model), hooked(model, progress_hooks(note)):
+            output = model.generate(
+                torch.tensor([ids], device=device), max_new_tokens=most, do_sample=False, return_type="tokens",
+                verbose=False, **stop,
+            )  # fmt: skip
+        return output[0].tolist()[len(ids) : len(ids) + most]
+    except Exception:  # a draft only saves time: what fails here for a reason fails in the plain run as well
+        return []
+
+
+# ------------------------------------------------------------------ given
+
+
+def _one_each(view: ModelView, continuation: Continuation, prompts: int) -> list[str | list[int]]:
+    """One continuation for each prompt."""
+    continuations = plain(continuation)
+    if isinstance(continuation, Mapping):  # what a tokenizer returns
+        continuations = tokenized(view, continuation)
+    if not isinstance(continuations, Sequence):
+        count = repr(continuations)
+        continuations = []
+    elif isinstance(continuations, str) or all(isinstance(one, int) for one in continuations):
+        count = "one"
+        continuations = [continuations]
+    else:
+        count = str(len(continuations))
+    if len(continuations) != prompts:
+        raise InvalidInputError(
+            f"continuation: {count} for {prompts} prompts; pass one for each, as text or token ids."
+        )
+    return [plain(one) for one in continuations]
+
+
+def _continued(
+    view: ModelView,
+    prompt: str | list[int],
+    ids: list[int],
+    more: object,
+    tokenize: Callable[[str], list[list[int]]],
+) -> Text:
+    """One prompt with a given continuation; `tokenize` is how texts become tokens."""
+    if not isinstance(more, str):
+        if not isinstance(more, Sequence) or not all(type(token) is int for token in more):
+            raise InvalidInputError(f"continuation={more!r}: pass text or token ids.")
+        whole = [*ids, *more]
+    elif not isinstance(prompt, str):
+        raise InvalidInputError("continuation: the prompt is token ids; pass the continuation as token ids too.")
+    else:
+        (whole,) = tokenize(prompt + more)
+        if whole[: len(ids)] != ids:
+            apart, together = (view.tokenizer.convert_ids_to_tokens(row) for row in (ids, whole[: len(ids) + 1]))
+            raise InvalidInputError(
+                f"continuation: {more!r} changes the prompt's own tokens: they are {apart}, and with it they begin "
+                f"{together}. Pass only what follows the prompt, with the space between them at its beginning, or "
+                "token ids."
+            )
+    if len(whole) == len(ids):
+        raise InvalidInputError("continuation: it has no token; pass what the model wrote after the prompt.")
+    return whole, len(ids)
+
+
+if TYPE_CHECKING:
+    Hops = int | Literal["all"]
+    """A number of hops, or as many as there are generated tokens."""
+
+    Shares = Literal["signed", "absolute"]
+    """The weights of hops."""
+else:
+    Hops = Shares = Any  # what is wrong with them is said by `sent_on`
+
+SHARES = ("signed", "absolute")
+SIGNED = SHARES[0]
+
+LEAST_TOTAL = 0.25
+"""A total below this part of a typical one of its text is next to nothing, and has no signed shares."""
+
+
+def check_hops(hops: Hops) -> int | None:
+    """Return how many hops, None for all; raise `InvalidInputError` for anything but a number from 0 or ``"all"``."""
+    if isinstance(hops, str) and hops == "all":
+        return None
+    return whole_number("hops", hops, least=0, why="a number of hops, or 'all'")
+
+
+def divisors(totals: Float[Tensor, "batch token"], real: Bool[Tensor, "batch token"]) -> Float[Tensor, "batch token"]:
+    """Return the totals that signed shares are of; zero where a `real` token's total is next to nothing."""
+    typical = (totals.square().sum(1, keepdim=True) / real.sum(1, keepdim=True)).sqrt()
+    return totals.masked_fill(totals.abs() < LEAST_TOTAL * typical, 0.0)
+
+
+def quotients(held: Float[Tensor, "*rows"], totals: Float[Tensor, "*rows"]) -> Float[Tensor, "*rows"]:
+    """held ÷ totals, and zero where a total is zero."""
+    return torch.where(totals == 0, 0.0, held / torch.where(totals == 0, 1.0, totals))
+
+
+@checked_names
+def sent_on(
+    scores: Float[Tensor, "batch query key"],
+    bias: Float[Tensor, "batch query"],
+    links: Float[Tensor, "batch token key"],
+    link_bias: Float[Tensor, "batch token"],
+    generated: Bool[Tensor, "batch token key"],
+    hops: Hops = "all",
+    shares: Shares = "signed",
+    totals: Float[Tensor, "batch token"] | None = None,
+) -> tuple[Float[Tensor, "batch query key"], Float[Tensor, "batch query"]]:
+    """Scores after some hops; see `tensorlens_tl.generation.written` for the definition.
+
+    >>> from tensorlens_tl.generation import sent_on
+    >>> scores = torch.tensor([[[1.0, 0.0, 4.0]]])  # the last of three tokens was generated, and has a score of 4
+    >>> links = torch.tensor([[[1.0, 2.0, 0.0]]])  # the two prompt tokens that it came from, by a quarter and a half
+    >>> generated = torch.tensor([[[False, False, True]]])
+    >>> landed, _ = sent_on(scores, torch.zeros(1, 1), links, torch.ones(1, 1), generated)
+    >>> landed.tolist()  # the bias has the missing 1
+    [[[2.0, 2.0, 0.0]]]
+
+    Args:
+        scores, bias: what is sent on, one row for each query.
+        links, link_bias: scores of each generated token, over the keys and for the bias, in the order of generation.
+        generated: where each generated token stands: one True in each row, none in a row that stands for no token.
+        hops: how many, or ``"all"``.
+        shares: ``"signed"`` or ``"absolute"``.
+        totals: what signed shares are of; a token whose total is zero gives everything to the bias. None for the sums
+            of scores and bias.
+
+    Returns:
+        Scores `[batch, query, key]` and bias `[batch, query]` with the same sum.
+
+    Raises:
+        InvalidInputError: another number of hops, or no such shares.
+    """
+    count = check_hops(hops)
+    check_choice("shares", shares, SHARES)
+    at = generated.to(scores)
+    if shares == SIGNED:
+        if totals is None:
+            totals = links.sum(-1) + link_bias
+        weights = quotients(links, totals[..., None].expand_as(links))
+        bias_weights = torch.where(totals == 0, 1.0, quotients(link_bias, totals))
+    else:  # they sum to 1
+        size = links.abs().sum(-1) + link_bias.abs()
+        weights = links.abs() / size.clamp_min(torch.finfo(size.dtype).tiny)[..., None]
+        bias_weights = 1 - weights.sum(-1)
+    weights = weights.to(scores)
+    between = weights @ at.mT  # [batch, token, token]: what a generated token gives to one before it
+    held = scores @ at.mT
+    scores = scores - held @ at
+    if count is None:  # held + held·W + held·W² + …
+        solved = torch.eye(between.shape[-1]).to(between) - between
+        passed = torch.linalg.solve_triangular(solved, held, upper=False, left=False)
+        held = torch.zeros_like(held)
+    else:
+        passed = torch.zeros_like(held)
+        for _ in range(min(count, between.shape[-1])):  # nothing is left after as many hops as tokens
+            passed = passed + held
+            held = held @ between
+    outside = weights - between @ at
+    sent_to_bias = (passed @ bias_weights.to(scores)[..., None])[..., 0]
+    return scores + passed @ outside + held @ at, bias + sent_to_bias
+
+
+class GeneratedTokens(NamedTuple):
+    """The generated tokens of some texts: their `positions` `[batch, token]`, the `queries` that predict them, which
+    are `real`."""
+
+    positions: Int[Tensor, "batch token"]
+    queries: Int[Tensor, "batch token"]
+    real: Bool[Tensor, "batch token"]
+
+
+def sent_on_by_pulls(
+    operator: FrozenOperator,
+    tokens: GeneratedTokens,
+    queries: Int[Tensor, "batch query"],
+    hops: int,
+    minus: TokenLike = None,
+    **settings: Any,
+) -> Collapse:
+    """Return a stretch's scores `[batch, 1, key]` after some hops, as `sent_on` does with signed shares, with bias and
+    total.
+
+    `queries` predict the stretch's tokens; `settings` are bias and memory, as for a target.
+    """
+    ask = partial(operator.target, NEXT, summed=True, **settings)
+    reached = partial(ask, keys=tokens.positions)
+    totals = operator.totals(NEXT, query=tokens.queries)
+    shared = divisors(totals, tokens.real)
+    held = reached(minus, query=queries).scores[:, 0]
+    given = quotients(held, shared)
+    sent = held
+    weights = given
+    for _ in range(hops - 1):
+        if not bool(given.any()):
+            break
+        held = reached(query=tokens.queries, weights=given).scores[:, 0]
+        given = quotients(held, shared)
+        sent = sent + held
+        weights = weights + given
+    explained = (tokens.queries[..., None] == queries[:, None]).any(-1) & tokens.real
+    if minus is None:
+        scores, bias = scores_and_bias(ask(query=tokens.queries, weights=weights + explained))
+        total = (totals * explained).sum(1, keepdim=True)
+    else:
+        first = ask(minus, query=queries)
+        scores, bias = scores_and_bias(first)
+        others = scores_and_bias(ask(query=tokens.queries, weights=weights))
+        scores = scores + others[0]
+        bias = bias + others[1]
+        total = first.total
+    at = tokens.positions[:, None]
+    gives = (given != 0).long()
+    before_some = gives.flip(1).cumsum(1).flip(1) > gives  # nothing is left on others, not even rounding
+    left = (torch.take_along_dim(scores, at, dim=2)[:, 0] - sent) * before_some * tokens.real
+    lost = (sent * (shared == 0)).sum(1, keepdim=True)
+    return Collapse(scores.scatter(2, at, left[:, None]), bias + lost, total)
+
+
+def scores_and_bias(collapse: Collapse) -> tuple[Float[Tensor, "batch query key"], Float[Tensor, "batch query"]]:
+    """Those of a collapse to one score for each source token, which always has a bias."""
+    assert collapse.bias is not None
+    return collapse.scores, collapse.bias
+
 
 if TYPE_CHECKING:
     Stretch = str | int | slice | tuple[int, int] | Sequence[int]
@@ -561,8 +974,7 @@ def attribute_generation(
             text (its last occurrence), ``(start, stop)`` or a slice of the generated tokens, or the number of one; or a
             list with one for each prompt.
         hops: send what reached generated tokens on to their sources, so many times, or ``"all"``, after which only
-            the prompt and the bias have scores. See `tensorlens_tl.generation.hops`; weights are those of each token's
-            own logit, whatever `minus` is.
+            the prompt and the bias have scores; weights are those of each token's own logit, whatever `minus` is.
         shares: how a token's score is divided: by ``"signed"`` shares of its own logit, one pull for each hop of a
             span, or ``"absolute"`` ones, one pull for each generated token, whatever the number of hops.
         minus: a token to subtract, ``"runner-up"`` for the likeliest other token at each position, or one for each

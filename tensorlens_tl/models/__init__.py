@@ -33,7 +33,7 @@ from tensorlens_tl.models.blocks import (
     require_one_stream as require_one_stream,
     require_scaled_weights as require_scaled_weights,
 )
-from tensorlens_tl.models.classes import (
+from tensorlens_tl.models.checkpoint import (
     Classes as Classes,
     ClassScores as ClassScores,
     classes_of as classes_of,
@@ -55,6 +55,7 @@ from tensorlens_tl.models.loops import (
     call_counts as call_counts,
     is_looped as is_looped,
 )
+from tensorlens_tl.models.mixers import mixer_map, scan_of
 from tensorlens_tl.models.protocol import (
     FIRST_CHOICE,
     NEXT,
@@ -69,7 +70,6 @@ from tensorlens_tl.models.protocol import (
     Relative as Relative,
     TokenLike as TokenLike,
 )
-from tensorlens_tl.models.sublayers import mixer_map, scan_of
 from tensorlens_tl.models.view import ModelView, PatchWeights as PatchWeights
 
 __all__ = [

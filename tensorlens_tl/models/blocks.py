@@ -22,6 +22,18 @@ from tensorlens_tl.algebra import on_device
 from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.loops import StackCall
+from tensorlens_tl.models.mixers import (
+    ChannelMixWeights,
+    Mixer,
+    NoMixing,
+    channel_mix_weights,
+    halves_after,
+    halving_period,
+    is_attention,
+    is_channel_mix,
+    is_mlp,
+    read_only_mixer,
+)
 from tensorlens_tl.models.names import (
     ATTENTION,
     END_NORM,
@@ -49,24 +61,14 @@ from tensorlens_tl.models.parameters import (
     norm_weights,
 )
 from tensorlens_tl.models.sublayers import (
-    ChannelMixWeights,
     ExpertsWeights,
-    Mixer,
-    NoMixing,
     PerLayerWeights,
-    channel_mix_weights,
-    halves_after,
-    halving_period,
     has_experts,
-    is_attention,
-    is_channel_mix,
-    is_mlp,
     read_attention,
     read_experts,
     read_latent_scores,
     read_mlp,
     read_module,
-    read_only_mixer,
     read_per_layer,
     read_query_key,
     read_shared_attention,

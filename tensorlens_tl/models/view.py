@@ -23,8 +23,7 @@ from tensorlens_tl.algebra import on_device
 from tensorlens_tl.algebra.numerics import plus, refuse_autocast, times
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.blocks import BlockView, Owner, with_weights
-from tensorlens_tl.models.checkpoint import Untrained
-from tensorlens_tl.models.classes import Classes, class_scores, classes_of
+from tensorlens_tl.models.checkpoint import Classes, Untrained, class_scores, classes_of
 from tensorlens_tl.models.loops import is_looped, read_loop
 from tensorlens_tl.models.names import ENCODER_NORM, LOOPS, NORMS, STABLE, UNSCALED
 from tensorlens_tl.models.offload import (

@@ -25,7 +25,7 @@ from tensorlens_tl.passes.backward import (
     rule_scores as rule_scores,
     run_under_rule as run_under_rule,
 )
-from tensorlens_tl.passes.block_maps import BlockMaps
+from tensorlens_tl.passes.block_maps import BlockMaps, Routes, mlp_chain as mlp_chain
 from tensorlens_tl.passes.capture import Capture, one_check as one_check, one_question as one_question
 from tensorlens_tl.passes.freezing import TOLERANCE as TOLERANCE, freeze, freeze_changed
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike as PassLike, check_pass as check_pass
@@ -34,7 +34,6 @@ from tensorlens_tl.passes.linearisation import (
     one_reading as one_reading,
     unchecked_view as unchecked_view,
 )
-from tensorlens_tl.passes.mlps import Routes, mlp_chain as mlp_chain
 from tensorlens_tl.passes.operator import Collapse, FrozenOperator
 from tensorlens_tl.passes.pixels import PatchEmbedding, PixelScores, patch_embedding, pixel_scores
 from tensorlens_tl.passes.proof import Proof

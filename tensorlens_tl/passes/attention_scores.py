@@ -40,8 +40,8 @@ from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, ModelPoints, capture, check_finite, hook_points, in_this_thread, keep_in
 from tensorlens_tl.models import ModelView, candidates
 from tensorlens_tl.models.lifecycle import WeightState
+from tensorlens_tl.models.mixers import is_delta
 from tensorlens_tl.models.parameters import Latent, NormWeights, innermost
-from tensorlens_tl.models.sublayers import is_delta
 from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.inputs import Prompt

@@ -27,12 +27,11 @@ from tensorlens_tl.errors import (
 from tensorlens_tl.hooks import FwdHook, ModelPoints, hooked, is_attached, lock_of, refuse_attached, states_and_logits
 from tensorlens_tl.models import HeadChoice, HookedModel, LayerRange, Layout, MlpChoice, ModelView, Query, check_rule
 from tensorlens_tl.models.lifecycle import refuse_dropout
-from tensorlens_tl.passes.block_maps import BlockMaps
+from tensorlens_tl.passes.block_maps import BlockMaps, Routes
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.inputs import Prompt, query_positions
 from tensorlens_tl.passes.linearisation import Linearisation, SumType
 from tensorlens_tl.passes.live import LiveModel, holding_hooks
-from tensorlens_tl.passes.mlps import Routes
 from tensorlens_tl.passes.operator import FrozenOperator
 from tensorlens_tl.passes.proof import LogitsCheck, Proof, logits_error
 

@@ -65,9 +65,8 @@ from tensorlens_tl.hooks import (
     without_numbers,
 )
 from tensorlens_tl.models.lifecycle import OncePerWeights, refuse_dropout
-from tensorlens_tl.passes.block_maps import BlockMaps
+from tensorlens_tl.passes.block_maps import BlockMaps, held_coefficients
 from tensorlens_tl.passes.capture import Capture
-from tensorlens_tl.passes.mlps import held_coefficients
 
 _effective_patterns: OncePerWeights[frozenset[str]] = OncePerWeights()
 # of models that obey hooks: the hook points of patterns at which one takes effect (weight processing may rewire them)

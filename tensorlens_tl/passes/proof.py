@@ -58,11 +58,9 @@ from tensorlens_tl.errors import NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints, keep_in, observe
 from tensorlens_tl.models import BlockView, Layout, ModelView, Place, Query, candidates
 from tensorlens_tl.models.lifecycle import OncePerWeights
-from tensorlens_tl.passes.block_maps import BlockMaps
-from tensorlens_tl.passes.blocks import BlockParts
+from tensorlens_tl.passes.block_maps import BlockMaps, BlockParts, check_loop
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.inputs import Prompt, query_positions
-from tensorlens_tl.passes.loops import check_loop
 
 POSITIONS = 8
 """Queries of each prompt at which a sampled proof looks."""

@@ -206,7 +206,7 @@ def logit_label(view: ModelView, target: TokenLike, minus: TokenLike = None, *, 
         target, minus: tokens, as in `FrozenOperator.target`.
         capped: see `logit_word`.
 
-    >>> from tensorlens_tl.passes.operator import logit_label
+    >>> from tensorlens_tl.passes.target import logit_label
     >>> logit_label(frozen.view, model.to_single_token(" file"))
     "logit of ' file'"
     >>> logit_label(frozen.view, " file", "runner-up")

@@ -20,7 +20,7 @@ from tensorlens_tl.algebra import AffineMap, Branch, Chain, Diagonal, Routed
 from tensorlens_tl.algebra.secants import Change
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.models.sublayers import ExpertsWeights
-from tensorlens_tl.passes.mlps import EXPERTS, SHARED, Routes
+from tensorlens_tl.passes.block_maps import EXPERTS, SHARED, Routes
 from tensorlens_tl.passes.two_runs.mlps import gate_secant, mlp_secant
 
 

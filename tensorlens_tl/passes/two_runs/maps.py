@@ -15,11 +15,10 @@ from tensorlens_tl.core import paired
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import StreamPoint
 from tensorlens_tl.models import BlockView, Layout, Within
+from tensorlens_tl.models.mixers import ChannelMixWeights, Mixer, NoMixing
 from tensorlens_tl.models.names import ENCODER_NORM
 from tensorlens_tl.models.parameters import innermost
-from tensorlens_tl.models.sublayers import ChannelMixWeights, Mixer, NoMixing
-from tensorlens_tl.passes.block_maps import BlockMaps
-from tensorlens_tl.passes.blocks import Blocks, reads_weights
+from tensorlens_tl.passes.block_maps import BlockMaps, Blocks, reads_weights
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.two_runs.attention import attention_secant, score_routes as attention_score_routes
 from tensorlens_tl.passes.two_runs.cross import CrossSecant, cross_score_routes, cross_secant
