@@ -1,4 +1,4 @@
-"""Methods on trained language models: `make evaluation-real` writes the tables of docs/evaluation.md and their CSV file.
+"""Methods on trained language models: `make evaluation-real` writes a section of docs/evaluation.md, its chart and tables.
 
 Lines of docs/_static/evaluation_real.csv are written as soon as they are measured, and what is there is not measured
 again: delete lines, or the file, to do so. Names of models and tests choose some (``evaluation_real.py gemma3 nodes``);
@@ -6,9 +6,11 @@ again: delete lines, or the file, to do so. Names of models and tests choose som
 """
 
 import csv
+import io
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,42 +23,31 @@ from scripts.real_models import FOLDER, MODELS
 from tensorlens_tl import evaluate
 from tensorlens_tl.circuits.compare import corrupted_stream, edge_layout, pair_target
 from tensorlens_tl.circuits.live_edges import LiveEdges
-from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.evaluate.language import TASKS, LanguageTask
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.evaluate import LANGUAGE_TASKS
+from tensorlens_tl.evaluate.language import SOURCED, LanguageTask
 from tensorlens_tl.evaluate.patching import EDGE_ROWS, ROWS, FrozenPairs
+from tensorlens_tl.results import MeasuredTerms
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, NUMBERS = DOCS / "evaluation.md", DOCS / "_static" / "evaluation_real.csv"
+CHART = DOCS / "_static" / "evaluation_real.svg"
 START, END = "<!-- trained models, written by benchmarks/evaluation_real.py -->", "<!-- end of trained models -->"
-PROMPTS, CIRCUIT_PROMPTS, EDGE_PROMPTS = 8, 4, 2
-"""Pairs of each task, and of how many circuits are run and edges are patched."""
+PROMPTS = {"gemma3": 8, "smollm2": 4}
+"""Pairs of each task: to patch every node takes 301 runs of SmolLM2 for each pair, and 91 of Gemma 3."""
+CIRCUIT_PROMPTS, EDGE_PROMPTS = 4, 2
+"""Of how many pairs circuits are run and edges are patched."""
 EDGES = 25
 """So many edges are patched that the difference, the gradient and EAP-IG each take for the largest; as many others."""
+LARGEST = 20
+"""Of so many of the largest nodes it is counted how many a method has among as many of its own."""
+NONE = "not measured"
 CIRCUITS = ("gradient", "integrated", "integrated, left", "difference", "measured", "random")
 NAMES = {"smollm2": "SmolLM2", "gemma3": "Gemma 3"}
-MEAN, WORST = "{0:.3g}", "{0:.3g}; {1:.3g}"
-TABLES = (
-    (
-        "Heads and MLPs, Pearson's r with patching each of them in the live model: mean of the prompts; worst prompt",
-        "nodes",
-        "pearson",
-        WORST,
-    ),
-    ("Edges, r with patching: mean; worst prompt", "edges", "pearson", WORST),
-    ("Area under the curve of circuits (CPR)", "circuits", "cpr", MEAN),
-    ("Area between that curve and 1 (CMD, lower is better)", "circuits", "cmd", MEAN),
-    ("The known source of an answer, reciprocal rank: mean; worst prompt", "sources", "mrr", WORST),
-    (
-        "Processor time of one thread for the heads and MLPs of one pair, in forwards of the model, while others used the machine",
-        "cost",
-        "forwards",
-        MEAN,
-    ),
-)
 
 
 class Line(NamedTuple):
-    """One number: a metric's mean over prompts and its worst prompt; of a task that was not solved, the reason."""
+    """One number of every prompt, their mean, and the worst; of a task that was not measured, the reason."""
 
     model: str
     test: str
@@ -66,22 +57,55 @@ class Line(NamedTuple):
     mean: str
     worst: str
     prompts: str
+    values: str
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """Of each prompt."""
+        return torch.tensor([float(value) for value in self.values.split()], dtype=torch.float64)
 
 
-def numbers_of(result: evaluate.Evaluation) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Method, metric and the values of prompts."""
+Row = tuple[str, str, torch.Tensor]
+"""Method, metric, and the values of prompts."""
+
+LOWER = ("cmd", "error", "forwards", "megabytes")
+"""Metrics of which less is better."""
+
+
+def numbers_of(result: evaluate.Evaluation) -> Iterator[Row]:
+    """An evaluation's values."""
     for metric, values in zip(result.metrics, result.values, strict=True):
         for method, row in zip(result.methods, values, strict=True):
             yield method, metric, row
 
 
-def nodes(model: Any, task: LanguageTask) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Scores of heads and MLPs beside patching."""
-    methods = [name for name in ROWS if name not in ("frozen+qk", "patching")]
-    yield from numbers_of(evaluate.patching_agreement(model, task.pairs, methods))
+def agreement(method: str, scores: torch.Tensor, truth: torch.Tensor) -> Iterator[Row]:
+    """Pearson's and Spearman's r with patching, the sizes of errors as a share, and the largest that are found."""
+    ranks = [values.argsort(1).argsort(1).double() for values in (scores, truth)]
+    for metric, pair in (("pearson", (scores, truth)), ("spearman", ranks)):
+        first, second = (values - values.mean(1, keepdim=True) for values in pair)
+        yield method, metric, torch.nn.functional.cosine_similarity(first, second, dim=1)
+    yield method, "error", (scores - truth).abs().sum(1) / truth.abs().sum(1)
+    of_scores, of_truth = (values.abs().topk(LARGEST).indices for values in (scores, truth))
+    yield method, "largest", (of_scores[..., None] == of_truth[:, None]).any(2).double().mean(1)
 
 
-def edges(model: Any, task: LanguageTask) -> Iterator[tuple[str, str, torch.Tensor]]:
+def nodes(model: Any, task: LanguageTask) -> Iterator[Row]:
+    """Scores of heads and MLPs beside patching, and whether the error that measured ones state holds."""
+    part = FrozenPairs(model, task.pairs, verify=False)
+    patched = part.nodes("patching").scores[:, 0].double()
+    for name in NODES:
+        result = part.nodes(name)
+        scores = result.scores[:, 0].double()
+        yield from agreement(name, scores[:, 1:], patched[:, 1:])
+        if isinstance(result, MeasuredTerms):
+            misses, stated = (scores - patched).abs(), result.rest()
+            shares = misses.sum(1) / scores.abs().sum(1)
+            yield name, "stated error holds", (shares <= torch.tensor(stated["high"])).double()
+            yield name, "stated bound holds", (misses.amax(1) <= torch.tensor(stated["largest"]) + ROUNDING).double()
+
+
+def edges(model: Any, task: LanguageTask) -> Iterator[Row]:
     """Scores of some edges beside patching: what three methods take for the largest, and as many at random."""
     part = FrozenPairs(model, task.pairs.only(torch.arange(EDGE_PROMPTS)), verify=False)
     methods = [name for name in EDGE_ROWS if name not in ("frozen+qk", "patching")]
@@ -98,28 +122,36 @@ def edges(model: Any, task: LanguageTask) -> Iterator[tuple[str, str, torch.Tens
     masks = runs.new_zeros(*runs.shape[:2], *exists.shape).masked_scatter(exists, runs)
     truth = live.losses(masks, None).T.double()
     for name, values in by_method.items():
-        pairs = zip(values.gather(1, chosen), truth, strict=True)
-        yield name, "pearson", torch.stack([torch.corrcoef(torch.stack(pair))[0, 1] for pair in pairs])
+        yield from agreement(name, values.gather(1, chosen), truth)
 
 
-def circuits(model: Any, task: LanguageTask) -> Iterator[tuple[str, str, torch.Tensor]]:
+def circuits(model: Any, task: LanguageTask) -> Iterator[Row]:
     """The areas of the benchmark, CPR and CMD."""
     pairs = task.pairs.only(torch.arange(CIRCUIT_PROMPTS))
     yield from numbers_of(evaluate.circuit_faithfulness(model, pairs, CIRCUITS, only_correct=False))
 
 
-def sources(model: Any, task: LanguageTask) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """The rank of the token that determines the answer, by every method of attribution."""
-    yield from numbers_of(evaluate.known_answer(model, task.known, progress=False))
+def sources(model: Any, task: LanguageTask) -> Iterator[Row]:
+    """The rank of the token that is the answer, of its logit and of that less the other answer's."""
+    for question, others in (("", None), (" of a difference", task.pairs.minus.tolist())):
+        for method, metric, values in numbers_of(
+            evaluate.known_answer(model, task.known, minus=others, progress=False)
+        ):
+            yield method, metric + question, values
 
 
 TESTS = {"nodes": nodes, "sources": sources, "edges": edges, "circuits": circuits}
-TASKS_OF = {"sources": ["retrieval"], "cost": ["15 tokens", "64 tokens", "256 tokens"]}
+TASKS_OF = {"sources": SOURCED, "cost": ("15 tokens", "64 tokens", "256 tokens")}
+NODES = [name for name in ROWS if name not in ("frozen+qk", "patching")]
 COSTS = ("gradient", "integrated", "atp*", "difference", "measured", "patching")
+ROUNDING = 1e-4
+"""How far scores of float32 may be from those of other runs of it."""
+PATCHED = 64
+"""Tokens of the longest prompt of which every node is patched to see what that costs."""
 
 
-def costs(model: Any, tokens: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Processor time of one thread, in forwards of the model, for the nodes of one pair."""
+def costs(model: Any, tokens: int) -> Iterator[Row]:
+    """Processor time of one thread, in forwards of the model, and memory, for the nodes of one pair."""
     ids = torch.randint(1000, 20_000, (1, tokens), generator=torch.Generator().manual_seed(0))
     other = ids.clone()
     other[0, tokens // 2] += 1
@@ -128,7 +160,18 @@ def costs(model: Any, tokens: int) -> Iterator[tuple[str, str, torch.Tensor]]:
     with torch.no_grad():
         forward = min(seconds(lambda: model(ids)) for _ in range(3))
     for name in COSTS:
+        if name == "patching" and tokens > PATCHED:
+            continue
+        before = memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is that of what follows
         yield name, "forwards", torch.tensor([seconds(lambda name=name: part.nodes(name)) / forward])
+        yield name, "megabytes", torch.tensor([memory("VmHWM") - before])
+
+
+def memory(name: str) -> float:
+    """What this process has, or had at most, in megabytes (Linux)."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1]) / 1000
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -153,7 +196,7 @@ def measure(chosen: set[str]) -> None:
         model = TransformerBridge.boot_transformers(str(FOLDER / name), dtype=torch.float32)
         every = [*TESTS, "cost"]
         for test in [test for test in every if test in chosen or not chosen & {*every}]:
-            for of in TASKS_OF.get(test, TASKS):
+            for of in TASKS_OF.get(test, LANGUAGE_TASKS):
                 if (name, test, of) in {line[:3] for line in lines()}:
                     continue
                 start = time.time()
@@ -167,13 +210,16 @@ def measured(model: Any, name: str, test: str, of: str) -> list[Line]:
         results = costs(model, int(of.split()[0]))
     else:
         try:
-            results = TESTS[test](model, evaluate.language_task(model, of, PROMPTS))
-        except InvalidInputError as error:
-            return [Line(name, test, of, "not solved", str(error), "", "", "0")]
+            results = list(TESTS[test](model, evaluate.language_task(model, of, PROMPTS[name])))
+        except (InvalidInputError, UnsupportedModelError) as error:
+            return [Line(name, test, of, NONE, str(error), "", "", "0", "")]
     found = []
     for method, metric, values in results:
-        worst = values.min() if metric != "cmd" else values.max()
-        found.append(Line(name, test, of, method, metric, f"{values.mean():.4g}", f"{worst:.4g}", str(len(values))))
+        worst = values.max() if metric in LOWER else values.min()
+        numbers = " ".join(f"{value:.4g}" for value in values.tolist())
+        found.append(
+            Line(name, test, of, method, metric, f"{values.mean():.4g}", f"{worst:.4g}", str(len(values)), numbers)
+        )
     return found
 
 
@@ -188,69 +234,299 @@ def add(found: list[Line]) -> None:
 # ------------------------------------------------------------------ the page
 
 
-def verdicts(found: list[Line]) -> list[str]:
-    """What the page concludes, with its numbers; tests/test_evaluation_pages.py holds the claims to them."""
-    means, worst = (
-        {
-            name: [float(getattr(line, which)) for line in found if line[1:2] + line[3:5] == ("nodes", name, "pearson")]
-            for name in ROWS
-        }
-        for which in ("mean", "worst")
-    )
-    ranks = {
-        line.method: f"{float(line.mean):.2f}" for line in found if line[:2] + line[4:5] == ("gemma3", "sources", "mrr")
-    }
-    off = max(abs(a - b) for a, b in zip(means["atp*"], means["gradient"], strict=True))
-    low = {name: f"{min(values):.2f}" for name, values in worst.items() if values}
+def columns_of(found: list[Line]) -> list[tuple[str, str]]:
+    """The models and tasks that have numbers, in their order."""
+    every = {line[0:3:2] for line in found}
     return [
-        f"* **`measured` agrees with patching best in every task, on average and on the worst prompt**: its mean r is at "
-        f"least {min(means['measured']):.3f}, its worst prompt has {min(worst['measured']):.3f}.",
-        f"* What costs a pass or a few gradients is a step behind: the worst prompt of `difference` has {low['difference']}, "
-        f"of `integrated` {low['integrated']}. Gradients at the clean prompt fail on some prompts: `gradient` {low['gradient']}, "
-        f"`atp*` {low['atp*']}.",
-        f"* AtP\\* is nearly attribution patching here (mean r within {off:.2f}): its correction of the softmax is for "
-        'queries and keys, which are nodes only with `by="qkv"`.',
-        f"* **From which token the answer was read** (Gemma 3, retrieval): only leaving one out puts it first on every "
-        f"prompt. `tensorlens norm` has a mean reciprocal rank of {ranks['tensorlens norm']}, `tensorlens target` "
-        f"{ranks['tensorlens target']}, random scores {ranks['random']}.",
+        (model, task) for model in MODELS for task in (*LANGUAGE_TASKS, *TASKS_OF["cost"]) if (model, task) in every
     ]
 
 
+def lines_of(found: list[Line], test: str, metric: str) -> list[Line]:
+    """The numbers of one metric."""
+    return [line for line in found if line.test == test and line.metric == metric]
+
+
+def pooled(found: list[Line]) -> evaluate.Evaluation:
+    """One metric of every prompt of these models and tasks, for the methods that all have."""
+    columns = columns_of(found)
+    methods = list(dict.fromkeys(line.method for line in found))
+    of_method = {name: {line[0:3:2]: line.numbers for line in found if line.method == name} for name in methods}
+    methods = [name for name in methods if len(of_method[name]) == len(columns)]
+    values = torch.stack([torch.cat([of_method[name][column] for column in columns]) for name in methods])[None]
+    units = [f"{column}, {number}" for column in columns for number in range(len(of_method[methods[0]][column]))]
+    metric = found[0].metric
+    return evaluate.Evaluation(metric, values, {metric: metric not in LOWER}, methods, units, settings={})
+
+
+def leading(result: evaluate.Evaluation) -> tuple[str, list[str]]:
+    """The first method, and those that these prompts do not tell apart from it (paired, Holm-corrected, 5 %)."""
+    best = result.table().index[0]
+    paired = result.paired(best)
+    return best, [name for name in result.methods if name != best and not paired.loc[name, "p_holm"] < 0.05]
+
+
+def visible(result: evaluate.Evaluation, first: str, second: str) -> float:
+    """The difference of two methods that so many prompts show in four of five cases (paired, at 5 %)."""
+    rows = [result.values[0, result.methods.index(name)] for name in (first, second)]
+    return float(POWER * (rows[0] - rows[1]).std() / len(rows[0]) ** 0.5)
+
+
+FEWEST = 6
+"""Prompts below which no paired test of signs comes to 5 %."""
+POWER = 2.8
+"""1.96 + 0.84: the standard errors by which an effect must be off zero for a test at 5 % to see it in 80 %."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Methods in a sentence."""
+    quoted = [f"`{name}`" for name in names]
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]}"
+
+
+def level_with(others: list[str]) -> str:
+    """What a sentence says of those that are not told apart from the first."""
+    return f"not told apart from it: {listed(others)}" if others else "all others are significantly behind"
+
+
+def of_nodes(found: list[Line]) -> Iterator[str]:
+    """What follows about heads and MLPs."""
+    by_r = lines_of(found, "nodes", "pearson")
+    columns = columns_of(by_r)
+    means, worst = (
+        {name: {line[0:3:2]: float(getattr(line, which)) for line in by_r if line.method == name} for name in NODES}
+        for which in ("mean", "worst")
+    )
+    first = sum(max(NODES, key=lambda name: means[name][column]) == "measured" for column in columns)
+    low = min(columns, key=lambda column: worst["measured"][column])
+    later = [column for column in columns if column[1] in LATER]
+    result = pooled(by_r)
+    best, others = leading(result)
+    yield (
+        f"**To find the heads and MLPs that made the difference, use `measured`.** It agrees with patching best in {first} of "
+        f"{len(columns)} tasks (a task of each model counts): its mean r is at least {min(means['measured'].values()):.3f}, its worst prompt has "
+        f"{worst['measured'][low]:.3f} ({NAMES[low[0]]}, {low[1]}). On the {len({task for _, task in later})} tasks that were "
+        f"chosen after the method was fixed ({', '.join(dict.fromkeys(task for _, task in later))}) the worst prompt has "
+        f"{min(worst['measured'][column] for column in later):.3f}."
+    )
+    holds = [
+        torch.cat([line.numbers for line in lines_of(found, "nodes", f"stated {what} holds")])
+        for what in ("error", "bound")
+    ]
+    yield (
+        f"`measured` states how far the scores are off that it did not measure. What it states at 90 % held on {holds[0].mean():.0%} of {len(holds[0])} "
+        f"prompts, its bound on a single score on {holds[1].mean():.0%}."
+    )
+    low_of = {name: f"{min(worst[name].values()):.2f}" for name in NODES}
+    yield (
+        f"What costs one pass or five gradients is a step behind: the worst prompt of `difference` has r {low_of['difference']}, of EAP-IG "
+        f"(`integrated`) {low_of['integrated']}. A gradient at the clean prompt alone fails on some prompts: `gradient` "
+        f"{low_of['gradient']}, `atp*` {low_of['atp*']}, `frozen` {low_of['frozen']}."
+    )
+    runner = result.table().index[1]
+    yield (
+        f"Over all {len(result.units)} prompts `{best}` is first in r ({level_with(others)}). So many prompts show a difference of "
+        f"{visible(result, best, runner):.3f} between it and `{runner}` in four of five cases; the difference is "
+        f"{result.mean('pearson', best) - result.mean('pearson', runner):.3f}."
+    )
+
+
+def of_edges(found: list[Line]) -> Iterator[str]:
+    """What follows about edges and circuits."""
+    for test, metric, what in (
+        ("edges", "pearson", "r with patching over edges"),
+        ("circuits", "cpr", "the area under circuits' curves (CPR)"),
+        ("circuits", "cmd", "the area between them and the model (CMD)"),
+    ):
+        chosen = lines_of(found, test, metric)
+        if not chosen:
+            continue
+        result = pooled(chosen)
+        if len(result.units) < FEWEST:
+            tasks = ", ".join(dict.fromkeys(line.task for line in chosen))
+            yield f"{what[0].upper()}{what[1:]} ({tasks}): {len(result.units)} prompts tell no methods apart, so there is no verdict; the table has them."
+            continue
+        best, others = leading(result)
+        models = " and ".join(dict.fromkeys(NAMES[line.model] for line in chosen))
+        tasks = ", ".join(dict.fromkeys(line.task for line in chosen))
+        yield (
+            f"In {what} ({models}: {tasks}; {len(result.units)} prompts) the first is `{best}` with {result.mean(metric, best):.3f}; "
+            f"{level_with(others)}."
+        )
+
+
+def of_sources(found: list[Line]) -> Iterator[str]:
+    """What follows about the token that an answer was read from."""
+    for metric, asked in (("mrr", "the answer's logit"), ("mrr of a difference", "its logit less the other answer's")):
+        chosen = lines_of(found, "sources", metric)
+        if not chosen:
+            continue
+        result = pooled(chosen)
+        best, others = leading(result)
+        names = [name for name in ("tensorlens target", "leave-one-out", "random") if name in result.methods]
+        ranks = ", ".join(f"`{name}` {result.mean(metric, name):.2f}" for name in names)
+        models = " and ".join(dict.fromkeys(NAMES[line.model] for line in chosen))
+        tasks = ", ".join(dict.fromkeys(line.task for line in chosen))
+        yield (
+            f"From which token was the answer read ({models}: {tasks}; {len(result.units)} prompts)? Asked of {asked}, the mean reciprocal "
+            f"rank of the true source is {ranks}; first is `{best}` with {result.mean(metric, best):.2f} ({level_with(others)})."
+        )
+
+
+def of_costs(found: list[Line]) -> Iterator[str]:
+    """What follows about time; memory that was held before is used again, so that peaks say too little for a verdict."""
+    chosen = lines_of(found, "cost", "forwards")
+    for column in columns_of(chosen):
+        of_methods = ", ".join(f"`{line.method}` {float(line.mean):.0f}" for line in chosen if line[0:3:2] == column)
+        yield f"Cost of the nodes of a pair ({NAMES[column[0]]}, {column[1]}), in forwards of the model: {of_methods}."
+
+
+def verdicts(found: list[Line]) -> list[str]:
+    """What the page concludes, with its numbers: those that are not measured yet are left out."""
+    return [sentence for part in (of_nodes, of_edges, of_sources, of_costs) for sentence in part(found)]
+
+
 def drawn(found: list[Line]) -> str:
-    """The verdicts, and the tables: of each test and metric what every method has in every task."""
-    parts = ["\n".join(verdicts(found))]
-    for title, test, metric, shown in TABLES:
-        chosen = [line for line in found if line.test == test and line.metric == metric]
-        if chosen:
-            parts.append(f"{title}\n\n{table(chosen, shown)}")
-    failed = [f"* {line.model}, {line.test}: {line.metric}" for line in found if line.method == "not solved"]
-    return "\n\n".join([*parts, *(["\n".join(failed)] if failed else [])])
+    """What was measured, the chart, the verdicts, and where the tables are."""
+    nodes_of = lines_of(found, "nodes", "pearson")
+    counts = " and ".join(
+        f"{NAMES[model]} ({sum({line.task: int(line.prompts) for line in nodes_of if line.model == model}.values())} pairs of "
+        f"{len({line.task for line in nodes_of if line.model == model})} tasks)"
+        for model in MODELS
+        if any(line.model == model for line in nodes_of)
+    )
+    links = [f"[{title}](_static/{name})" for name, title, _, _ in TABLES if (DOCS / "_static" / name).exists()]
+    failed = [
+        f"* Not measured: {NAMES[line.model]}, {line.test} of {line.task}: {line.metric}"
+        for line in found
+        if line.method == NONE
+    ]
+    measured_already = {line[:3] for line in found}
+    lacking = list[str]()
+    for model, test in product(MODELS, (*TESTS, "cost")):
+        every = TASKS_OF.get(test, LANGUAGE_TASKS)
+        left = [of for of in every if (model, test, of) not in measured_already]
+        if left:
+            lacking.append(f"{NAMES[model]} {test} ({'all' if len(left) == len(every) else ', '.join(left)})")
+    parts = [
+        f"Measured on {counts}: pairs of prompts that the model answers both (`evaluate.language_task`; float32, weights that were "
+        "quantised to four bits). Scores of every head and MLP are compared with patching each of them in the live model:",
+        "![r with patching by method and task, with intervals](_static/evaluation_real.svg)",
+        "\n".join(f"* {sentence}" for sentence in verdicts(found)),
+        f"Tables: {', '.join(links)}; {{download}}`the number of every prompt <_static/evaluation_real.csv>`.",
+    ]
+    if failed:
+        parts.append("\n".join(failed))
+    if lacking:
+        parts.append(f"Not measured yet (`make evaluation-real` measures what is lacking): {'; '.join(lacking)}.")
+    return "\n\n".join(parts)
 
 
-def table(chosen: list[Line], shown: str) -> str:
-    """A row for each method, the best mean first; a column for each model and task."""
-    columns = list(dict.fromkeys((line.model, line.task) for line in chosen))
-    cells = {
-        (line.method, (line.model, line.task)): shown.format(float(line.mean), float(line.worst)) for line in chosen
-    }
-    means = {
-        method: sum(float(line.mean) for line in chosen if line.method == method) for method, _ in dict.fromkeys(cells)
-    }
-    rows = [["method", *(f"{NAMES[model]}, {task}" for model, task in columns)], ["---"] * (1 + len(columns))]
-    for method in sorted(means, key=lambda method: -means[method]):
-        rows.append([f"`{method}`", *(cells.get((method, column), "–") for column in columns)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+TABLES = (
+    ("evaluation_real-nodes.csv", "nodes, r", "nodes", "pearson"),
+    ("evaluation_real-ranks.csv", "by rank", "nodes", "spearman"),
+    ("evaluation_real-errors.csv", "sizes of errors", "nodes", "error"),
+    ("evaluation_real-largest.csv", "the 20 largest that are found", "nodes", "largest"),
+    ("evaluation_real-edges.csv", "edges, r", "edges", "pearson"),
+    ("evaluation_real-cpr.csv", "CPR", "circuits", "cpr"),
+    ("evaluation_real-cmd.csv", "CMD", "circuits", "cmd"),
+    ("evaluation_real-sources.csv", "sources of a logit", "sources", "mrr"),
+    ("evaluation_real-contrasts.csv", "sources of a difference of logits", "sources", "mrr of a difference"),
+    ("evaluation_real-cost.csv", "cost", "cost", "forwards"),
+)
+"""File, title, test and metric of each table."""
+
+
+def table(chosen: list[Line]) -> list[list[str]]:
+    """A row for each method, the best mean first; a column for each model and task: the mean, and the worst prompt."""
+    columns = columns_of(chosen)
+    cells = {(line.method, line[0:3:2]): line for line in chosen}
+    methods = dict.fromkeys(line.method for line in chosen)
+    sign = 1 if chosen[0].metric in LOWER else -1
+    means = {name: [float(line.mean) for line in chosen if line.method == name] for name in methods}
+    rows = [["method", *(f"{NAMES[model]}, {task}" for model, task in columns)]]
+    for name in sorted(methods, key=lambda name: sign * sum(means[name]) / len(means[name])):
+        of_method = [cells.get((name, column)) for column in columns]
+        rows.append([name, *("" if line is None else shown(line) for line in of_method)])
+    return rows
+
+
+def shown(line: Line) -> str:
+    """A mean, and the worst prompt of several."""
+    mean = f"{float(line.mean):.3g}"
+    return mean if int(line.prompts) == 1 else f"{mean}; {float(line.worst):.3g}"
+
+
+def chart(found: list[Line]) -> str:
+    """Mean r with patching by method and task, with 95 % intervals, one panel for each model, as SVG."""
+    chosen = lines_of(found, "nodes", "pearson")
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {TOP + 36 * len(LANGUAGE_TASKS) + 24}" font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+    ]
+    for number, (name, colour) in enumerate(COLOURS.items()):
+        x = 120 + 150 * number
+        parts.append(f'<circle cx="{x}" cy="14" r="4" fill="{colour}"/><text x="{x + 8}" y="18">{name}</text>')
+    for row, task in enumerate(LANGUAGE_TASKS):
+        parts.append(f'<text x="112" y="{TOP + 36 * row + 22}" text-anchor="end">{task}</text>')
+    for panel, model in enumerate(MODELS):
+        left, bottom = 120 + 325 * panel, TOP + 36 * len(LANGUAGE_TASKS)
+        parts.append(
+            f'<text x="{left + 150}" y="{TOP - 6}" text-anchor="middle" font-weight="bold">{NAMES[model]}</text>'
+        )
+        for tick in (0, 0.25, 0.5, 0.75, 1):
+            x = left + 300 * tick
+            parts.append(
+                f'<path d="M{x:g} {TOP}V{bottom}" stroke="#ddd"/><text x="{x:g}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>'
+            )
+        for row, task in enumerate(LANGUAGE_TASKS):
+            lines_here = [line for line in chosen if line[0:3:2] == (model, task) and line.method in COLOURS]
+            if not lines_here:
+                parts.append(f'<text x="{left + 8}" y="{TOP + 36 * row + 22}" fill="#777">not measured yet</text>')
+                continue
+            of_methods = pooled(lines_here).table()
+            for number, (name, colour) in enumerate(COLOURS.items()):
+                mean, low, high = (left + 300 * max(float(end), 0) for end in of_methods.loc[name])
+                y = TOP + 36 * row + 7 + 7 * number
+                parts.append(
+                    f'<path d="M{low:.1f} {y}H{high:.1f}" stroke="{colour}" stroke-width="2"/>'
+                    f'<circle cx="{mean:.1f}" cy="{y}" r="3.5" fill="{colour}"><title>{name}: {of_methods.loc[name].iloc[0]:.3f}</title></circle>'
+                )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+COLOURS = {"measured": "#0a7d4f", "difference": "#1f5fbf", "integrated": "#d98200", "gradient": "#8a8a8a"}
+"""The methods of the chart."""
+TOP = 46
+"""Where its first row begins."""
+LATER = ("greater than", "copying", "arguments", "pronouns")
+"""Tasks of which no number was known when the methods and their options were chosen."""
 
 
 def page() -> str:
-    """The page with these tables written again."""
+    """The page with this section written again."""
     text = PAGE.read_text(encoding="utf-8")
     before, after = text[: text.index(START)], text[text.index(END) :]
     return f"{before}{START}\n\n{drawn(lines())}\n\n{after}"
+
+
+def files() -> dict[Path, str]:
+    """The chart, and the tables of what is measured."""
+    found = [line for line in lines() if line.method != NONE]
+    texts = {CHART: chart(found)}
+    for name, _, test, metric in TABLES:
+        chosen = lines_of(found, test, metric)
+        if chosen:
+            text = io.StringIO()
+            csv.writer(text, lineterminator="\n").writerows(table(chosen))
+            texts[DOCS / "_static" / name] = text.getvalue()
+    return texts
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1:] != ["tables"]:
         measure(set(sys.argv[1:]))
+    for path, text in files().items():
+        path.write_text(text, encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")

@@ -1,6 +1,7 @@
 """The command line, as a user types it."""
 
 import importlib
+import inspect
 import io
 import re
 import shlex
@@ -9,10 +10,11 @@ import sys
 
 import pandas
 import pytest
+import torch
 
 import tensorlens_tl as tlens
 from tensorlens_tl import commands
-from tensorlens_tl.commands import command_first, evaluate, main, with_options
+from tensorlens_tl.commands import command_first, evaluate, main, shared, with_options
 from tensorlens_tl.commands.shared import read_prompts
 
 
@@ -195,6 +197,14 @@ def test_methods_of_ones_own(tmp_path, capsys, clean_registry):
         (["attribute", "the", "-o", "no/such/folder/a.html"], "there is no folder"),
         (["evaluate", "stability", "-n", "3", "--prompts", "some.txt"], "it counts prompts that we make"),
         (["evaluate", "stability", "--model", "demo:recall"], "has no text of its own"),
+        (["evaluate", "patching", "--pairs", "nowhere.csv"], "--pairs nowhere.csv: no such file"),
+        (["evaluate", "circuits", "--pairs", "pyproject.toml", "-n", "3"], "-n: it is about pairs that we make"),
+        (["evaluate", "patching", "--pairs", "pyproject.toml", "--task", "facts"], "--task: it is about pairs"),
+        (
+            ["evaluate", "patching", "--task", "facts", "--change", "source"],
+            "--change: the corrupted prompts of 'facts'",
+        ),
+        (["evaluate", "patching", "--task", "facts"], "facts: of 200 pairs of prompts"),
         (["attribute", "the", "-o", "."], "that is a folder"),
         (["attribute", "the", "--method", "unasked", "--query", "1"], "--query: 'unasked' has no such option"),
         (["attribute", "the", "--kind", "hooked", "--model", "tests"], "a folder is loaded as a TransformerBridge"),
@@ -205,6 +215,28 @@ def test_options_that_do_not_fit_are_told(capsys, arguments, message, clean_regi
     tlens.register_method("unasked")(lambda frozen: tlens.attribute(frozen, method="alti"))
     assert main(arguments) == 1
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("what", ["patching", "circuits"])
+def test_pairs_are_read_from_a_file(what, tmp_path, capsys):
+    path, output = tmp_path / "mine.csv", tmp_path / "result.safetensors"
+    end = " is raised. If the file is not found, a File"
+    texts = [f"If the {name.lower()} is not found, a {name}NotFoundError{end}" for name in ("File", "Module")]
+    asked = ["evaluate", what, "--pairs", str(path), "--methods", "frozen", "-o", str(output)]
+    pandas.DataFrame([[*texts, "Error", "N"]], columns=["clean", "corrupted", "target", "minus"]).to_csv(path)
+    assert main(asked) == 1
+    assert "mine: the model answers both prompts of none of these 1 pairs" in capsys.readouterr().err
+    pandas.DataFrame([texts], columns=["clean", "corrupted"]).to_csv(path)
+    assert main(asked) == 0
+    model = tlens.load_demo_model()
+    of = tlens.evaluate.patching_agreement if what == "patching" else tlens.evaluate.circuit_faithfulness
+    expected = of(model, tlens.evaluate.text_pairs(model, [texts[0]], [texts[1]]), ["frozen"])
+    assert torch.equal(tlens.load(output).values, expected.values)
+
+
+def test_tasks_of_language_are_those_of_the_evaluation():
+    assert tuple(tlens.evaluate.LANGUAGE_TASKS) == shared.LANGUAGE_TASKS
+    assert inspect.signature(tlens.evaluate.language_task).parameters["prompts"].default == shared.LANGUAGE_PROMPTS
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,20 @@ def _add_program_arguments(sub: argparse.ArgumentParser, name: str) -> None:
 
 
 def _add_pair_arguments(sub: argparse.ArgumentParser, name: str) -> None:
-    sub.add_argument("--task", choices=("recall", "induction"), help="(default: the model's)")
-    sub.add_argument("--change", choices=("source", "question"), default="source", help="what the corrupted prompt has")
+    sub.add_argument(
+        "--pairs",
+        type=Path,
+        metavar="FILE",
+        help="your own: a CSV file with columns 'clean' and 'corrupted', and where known 'target' and 'minus'",
+    )
+    sub.add_argument(
+        "--task",
+        choices=("recall", "induction", *shared.LANGUAGE_TASKS),
+        metavar="TASK",
+        help="recall or induction, of the bundled models (default: the model's); of a trained language model "
+        f"{', '.join(shared.LANGUAGE_TASKS[:-1])} or {shared.LANGUAGE_TASKS[-1]}",
+    )
+    sub.add_argument("--change", choices=("source", "question"), help="what the corrupted prompt has (default: source)")
     sub.add_argument("-n", type=shared.count, help=f"how many pairs of prompts (default: {shared.PROMPTS})")
     sub.add_argument(
         "--methods", nargs="+", metavar="METHOD", help="such as 'frozen+qk' or 'integrated' (default: all)"
@@ -144,6 +156,7 @@ def run(args: argparse.Namespace) -> None:
     shared.check_prompts(args)
     if args.what == "relations":  # files are read before a model is
         args.relations = [evaluate.Relation.load(path) for path in args.relations or ()] or None
+    _check_pairs(args)
     model = shared.loaded_model(args)
     result = _result(args, model)
     if args.what == "agreement":  # a square table of methods
@@ -193,16 +206,37 @@ def _result(args: argparse.Namespace, model: Any) -> Any:
     return getattr(evaluate, args.what)(model, shared.prompts_of(args, model), methods, seed=args.seed)
 
 
+def _check_pairs(args: argparse.Namespace) -> None:
+    """Raise `InvalidInputError` for pairs of which flags say two things, or that are nowhere."""
+    change = getattr(args, "change", None)
+    path = getattr(args, "pairs", None)
+    if getattr(args, "task", None) in shared.LANGUAGE_TASKS and change is not None:
+        raise InvalidInputError(f"--change: the corrupted prompts of {args.task!r} are always the same; leave it out.")
+    if path is None:
+        return
+    if not path.is_file():
+        raise InvalidInputError(f"--pairs {path}: no such file.")
+    for flag, value in (("--task", args.task), ("--change", change), ("-n", args.n)):
+        if value is not None:
+            raise InvalidInputError(
+                f"{flag}: it is about pairs that we make; with --pairs every row of the file is one."
+            )
+
+
 def _pairs(args: argparse.Namespace, model: Any) -> Any:
-    """Clean and corrupted prompts: those of a program, or of a task and what changes in it."""
+    """Clean and corrupted prompts: of a file, of a program, or of a task and what changes in it."""
     from tensorlens_tl import evaluate
 
+    if args.pairs is not None:
+        return evaluate.text_pairs(model, args.pairs, name=args.pairs.stem)
+    if args.task in shared.LANGUAGE_TASKS:
+        return evaluate.language_task(model, args.task, args.n or shared.LANGUAGE_PROMPTS, seed=args.seed).pairs
     if args.task is None and args.model.startswith("program:"):
         change = "choice" if args.change == "question" else "source"
         return (
             shared.named_program(args.model).components(args.n or shared.PROMPTS, seed=args.seed, change=change).pairs
         )
-    return evaluate.prompt_pairs(shared.task_of(args, model), args.change, seed=args.seed)
+    return evaluate.prompt_pairs(shared.task_of(args, model), args.change or "source", seed=args.seed)
 
 
 def _with_columns(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:

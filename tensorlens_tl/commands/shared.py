@@ -21,6 +21,15 @@ DTYPES = ("float32", "float64", "bfloat16")
 PROMPTS = 32
 TASKS = ("recall", "brackets", "induction")
 
+LANGUAGE_TASKS = (
+    "indirect objects", "agreement", "retrieval", "facts", "greater than", "sequences", "opposites", "copying",
+    "arguments", "pronouns",
+)  # fmt: skip
+"""Those of `evaluate.language_task`."""
+
+LANGUAGE_PROMPTS = 8
+"""How many pairs of them are used where `-n` does not say."""
+
 ENDINGS = "its ending says how: .html, .csv, .parquet, .json, .pdf, .svg, .png, or .safetensors to load it again"
 """What `-o` of a result takes, for its help."""
 
