@@ -85,7 +85,7 @@ def pages(tmp_path_factory):
     corrupted = tlens.freeze(model, f"Return {NASTY} the name of the")
     circuit = circuits.edge_scores(frozen, corrupted, " first", method="difference").circuit(40)
     paths["circuit"] = circuit.export(folder / "circuit.html")
-    drawn = small._and_others()  # what is left out is one more node of the picture
+    drawn = small.with_others(small.edges["weight"].abs().min())  # what is left out are nodes of the picture
     return {name: path.as_uri() for name, path in paths.items()}, results, drawn, circuit
 
 
@@ -325,7 +325,7 @@ def test_a_generated_token_is_asked_by_pointer_click_and_keyboard(opened, pages,
 def test_nodes_of_the_circuit_can_be_read(opened, browser):
     opened("report")
     marks = browser.find_elements("css selector", "svg .t")
-    point_at(browser, marks[0].find_element("css selector", "circle"))
+    point_at(browser, marks[0].find_element("css selector", "rect"))
     assert find(browser, ".graph .out").text == marks[0].get_attribute("aria-label")
     browser.execute_script("arguments[0].focus()", marks[0])
     press(browser, "ARROW_RIGHT")
@@ -410,7 +410,7 @@ def edges_of(browser, which=0):
 
 def lines_of(browser, title):
     """Name and number of each line of a list beside the graph."""
-    tables = """return [...document.querySelectorAll('.side table')].map(table =>
+    tables = """return [...document.querySelector('.side').querySelectorAll('table')].map(table =>
         [...table.rows].map(row => [...row.cells].map(cell => cell.textContent)))"""
     (found,) = [rows[1:] for rows in browser.execute_script(tables) if rows[0][0].startswith(title)]
     return {name.split(" “")[0].replace(" at ", " "): float(value) for name, value in found}
@@ -441,7 +441,7 @@ def test_a_node_of_a_graph_shows_its_inputs_and_outputs(opened, browser, pages):
     small = pages[2]
     target = len(small.nodes) - 1
     end = small.nodes.iloc[target]
-    click(browser, mark_of(browser, "target", end["pos"]).find_element("css selector", "circle"))
+    click(browser, mark_of(browser, "target", end["pos"]).find_element("css selector", "rect"))
     mark = mark_of(browser, "target", end["pos"])
     assert mark.get_attribute("aria-pressed") == "true"
     assert mark.get_attribute("role") == "button"
@@ -520,7 +520,7 @@ def test_a_graph_is_searched_and_walked_by_keyboard(opened, browser, pages):
     find(browser, ".find").send_keys("mlp")
     found = [mark.get_attribute("data-name") for mark in browser.find_elements("css selector", ".found")]
     assert found
-    assert all(name.startswith("MLP") for name in found)
+    assert all("MLP" in name for name in found)
     assert find(browser, ".hits").text == f"{len(found)} found"
     find(browser, ".find").send_keys(webdriver.Keys.ENTER)
     assert find(browser, ".side .title").text.startswith(found[0])
@@ -544,7 +544,7 @@ def test_a_graph_of_500_nodes_answers(opened, width):
     assert len(browser.find_elements("css selector", ".circuit .t")) >= 500
     assert browser.title.startswith("How the logit")
     mark = browser.find_elements("css selector", ".circuit .t")[-1]
-    click(browser, mark.find_element("css selector", "circle"))
+    click(browser, mark.find_element("css selector", "rect"))
     assert lines_of(browser, "Inputs")["sum"] == pytest.approx(float(mark.get_attribute("data-weight")), rel=1e-3)
     side, graph = (find(browser, css).rect for css in (".side", ".circuit .scroll"))
     assert side["x"] + side["width"] <= width
@@ -557,7 +557,7 @@ def test_a_graph_needs_no_script_to_be_read(opened, browser):
         opened("graphs")
         assert not find(browser, ".tools").is_displayed()
         assert not find(browser, ".side").is_displayed()
-        assert find(browser, ".circuit svg circle").is_displayed()
+        assert find(browser, ".circuit svg .t rect").is_displayed()
         assert find(browser, ".circuit .t title").get_attribute("textContent")
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
@@ -567,8 +567,8 @@ def test_a_graph_needs_no_script_to_be_read(opened, browser):
 
 DRAWN = """const svg = document.querySelector('.circuit svg'), box = e => e.getBBox();
     return [...svg.querySelectorAll('.t:not([hidden])')].map(mark => {
-        const [circle, text] = [mark.querySelector('circle, rect'), mark.querySelector('text')].map(box);
-        return [`${mark.dataset.name} ${mark.dataset.at}`, circle.x + circle.width / 2, circle.y + circle.height / 2,
+        const [node, text] = [mark.querySelector('rect'), mark.querySelector('text')].map(box);
+        return [`${mark.dataset.name} ${mark.dataset.at}`, node.x + node.width / 2, node.y + node.height / 2,
             [text.x, text.y, text.x + text.width, text.y + text.height]] })"""
 
 
@@ -633,16 +633,17 @@ def test_layers_become_one_node_each(opened, browser, pages, by):
         box.dispatchEvent(new Event('input', {bubbles: true}))"""
     browser.execute_script(choose, by)
     used = small.nodes.loc[sorted(set(small.edges["source"]) | set(small.edges["target"]))]
-    inner = used[used["kind"] != "target"]
+    inner = used[~used["kind"].isin(["target", "others"])]
+    others = (used["kind"] == "others").sum()
     keys = inner["layer"].where((inner["layer"] >= 0) | (inner["kind"] != "bias"), 99).astype(str)
     if by == "place":
         keys = keys + " " + inner["pos"].astype(str)
     shown = browser.execute_script(DRAWN)
-    assert len(shown) == 1 + keys.nunique()
-    click(browser, mark_of(browser, "target", small.nodes.iloc[-1]["pos"]).find_element("css selector", "circle"))
+    assert len(shown) == 1 + others + keys.nunique()
+    click(browser, mark_of(browser, "target", small.nodes.iloc[-1]["pos"]).find_element("css selector", "rect"))
     group_of = dict(zip(inner.index, keys, strict=True))
     into = small.edges[small.edges["target"] == len(small.nodes) - 1]
-    sums = into.groupby(into["source"].map(group_of))["weight"].sum()
+    sums = into.groupby(into["source"].map(lambda row: group_of.get(row, row)))["weight"].sum()
     inputs = """return [...document.querySelector('.side table').rows].filter(row => row.querySelector('button'))
         .map(row => Number(row.cells[1].textContent))"""
     lines = browser.execute_script(inputs)
@@ -667,8 +668,12 @@ def test_what_is_shown_is_saved_as_svg_and_png(opened, tmp_path, scheme):
         time.sleep(0.1)
     svg = ElementTree.parse(files[".svg"]).getroot()
     space = "{http://www.w3.org/2000/svg}"
-    assert names <= {text.text for text in svg.iter(f"{space}text")}
-    assert len(list(svg.iter(f"{space}circle"))) == len(browser.execute_script(DRAWN))
+    called = {"embed": "token", "target": "answer"}
+    texts = " ".join(text.text for text in svg.iter(f"{space}text"))
+    assert all(called.get(name, name) in texts for name in names)
+    assert len([g for g in svg.iter(f"{space}g") if g.find(f"{space}rect") is not None]) == len(
+        browser.execute_script(DRAWN)
+    )
     assert len(list(svg.iter(f"{space}path"))) == len(edges_of(browser))
     assert not [name for element in svg.iter() for name in element.attrib if name.startswith(("data-", "aria-"))]
     assert "var(" not in files[".svg"].read_text(encoding="utf-8")
@@ -696,7 +701,7 @@ def test_a_circuit_is_a_page_whose_edges_are_readings(opened, pages, width, sche
     assert len({way for *_, way in drawn}) == len(drawn)  # none lies over another
     assert browser.execute_script("return document.querySelector('.circuit .key').textContent") == "valuesquerieskeys"
     head = next(edge.split(" → ")[1].split(".")[0] for edge in circuit.edges if edge.endswith(".k"))
-    click(browser, find(browser, f'.circuit .t[data-name="{head}"]').find_element("css selector", "circle"))
+    click(browser, find(browser, f'.circuit .t[data-name="{head}"]').find_element("css selector", "rect"))
     table = """return [...document.querySelector('.side table').rows].slice(1).map(row =>
         [...row.cells].map(cell => cell.textContent))"""
     frame = circuit.to_dataframe()

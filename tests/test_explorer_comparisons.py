@@ -263,7 +263,7 @@ def test_no_name_is_cut_where_two_lines_hold_it(browser, opened):
 
 def test_the_answers_parts_stand_beside_the_graph_until_a_node_is_pressed(browser, opened):
     load(browser, opened, text=PROMPT)
-    assert one(browser, ".panel h3").text.startswith("answer at")
+    assert one(browser, ".side .title").text.startswith("answer at")
     graph = Session(tlens.load_demo_model()).view("graph", {"text": PROMPT})
-    shown = float(one(browser, ".panel .sum b").get_attribute("title"))
+    shown = float(one(browser, ".side .sum td").get_attribute("title"))
     assert shown == pytest.approx(graph["total"], abs=1e-5)

@@ -439,7 +439,7 @@ def test_the_page_shows_images(browser, opened_digits, digits, digit_images, tmp
     assert shown_scores(browser, ".patches span") == pytest.approx(scores[1:], abs=1e-5)
     assert "Press a token" not in one(browser, ".tokens").text
     assert not several(browser, ".tokens button.chip")
-    columns = {text.text.splitlines()[0] for text in several(browser, ".graph svg g > text.axis")}
+    columns = {text.text.splitlines()[0] for text in several(browser, ".graph svg text.column")}
     assert "CLS" in columns
     assert columns & {f"{row},{column}" for row in range(4) for column in range(4)}
     one(browser, '.components [data-cell="1,0"]').click()
@@ -464,9 +464,9 @@ def test_a_narrow_screen_begins_at_the_answer(browser, opened_digits):
     )
     try:
         load(browser, opened_digits, image=1)
-        wait(browser, lambda: several(browser, ".graph .node"))
+        wait(browser, lambda: several(browser, ".graph .t"))
         inside = (
-            "const [mark, shell] = ['[data-node=\"target@0\"]', '.graph-scroll']"
+            "const [mark, shell] = ['[data-node=\"target@0\"]', '.graph .scroll']"
             ".map((of) => document.querySelector(of).getBoundingClientRect());"
             "return mark.left >= shell.left && mark.right <= shell.right"
         )

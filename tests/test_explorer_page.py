@@ -37,7 +37,7 @@ def focused(browser, says):
 CHOICES = {
     "#method": ("rollout", "method=rollout", "active.id === 'method'"),
     ".next select": ("none", "minus=none", "active.ariaLabel === 'Compared with'"),
-    ".graph select": ("20", "nodes=20", "active.ariaLabel === 'Nodes'"),
+    ".graph-card [aria-label=Nodes]": ("20", "nodes=20", "active.ariaLabel === 'Nodes'"),
 }
 
 
@@ -74,10 +74,10 @@ def test_a_pressed_button_keeps_the_keyboard(browser, opened):
     press(browser, one(browser, '.graph [data-node="MLP2@34"]'))
     wait(browser, lambda: several(browser, '.graph [data-node="MLP2@34"][aria-pressed=true]'))
     settled(browser)
-    press(browser, one(browser, ".panel button.name"))
+    press(browser, one(browser, ".side button.go"))
     wait(browser, lambda: "pick=MLP2" not in browser.current_url)
     settled(browser)
-    assert focused(browser, "active.closest('.graph') !== null")
+    assert focused(browser, "active.closest('.graph-card') !== null")
 
 
 def test_the_number_of_tokens_to_write_keeps_the_keyboard(browser, opened):
@@ -168,15 +168,15 @@ def test_tables_are_read_again(browser, opened):
 
 def test_every_node_of_the_graphs_picture_has_a_box(browser, opened):
     load(browser, opened, text=PROMPT)
-    wait(browser, lambda: several(browser, ".graph .node"))
+    wait(browser, lambda: several(browser, ".graph .t"))
     browser.execute_script(
         "URL.createObjectURL = (blob) => { blob.text().then((text) => { window.picture = text; }); return 'data:,'; };"
-        "document.querySelector('.graph [data-save=svg]').click()"
+        "document.querySelector('.graph-card [data-save=svg]').click()"
     )
     wait(browser, lambda: browser.execute_script("return window.picture"))
     picture = ElementTree.fromstring(browser.execute_script("return window.picture"))
-    rects = [rect for rect in picture.iter("{http://www.w3.org/2000/svg}rect") if rect.get("class") == "ground"]
-    assert len(rects) == len(several(browser, ".graph .node"))
+    rects = [rect for rect in picture.iter("{http://www.w3.org/2000/svg}rect") if rect.get("fill") == "white"]
+    assert len(rects) == len(several(browser, ".graph .t"))
     assert all(rect.get("stroke") for rect in rects)
 
 

@@ -37,10 +37,12 @@ values changed, and because its queries and keys changed where it attends. So an
 says that the first tells the second where to look.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
@@ -113,6 +115,7 @@ class Edges:
         most: how many there may be.
         selection: nodes between which edges are kept, by their numbers, the target last; None for all. Of other
             heads' edges nothing is computed.
+        rest: what enters the selected nodes, in their order, from all others, by row; None without a selection.
         entering: Σ abs of all edges into nodes, `[row, pos]`, by the first of the rows.
         tables: sources, targets and weights of the edges so far.
         largest: the size of the largest edge so far.
@@ -123,6 +126,7 @@ class Edges:
     threshold: float
     most: int
     selection: Bool[Tensor, "node"] | None = None
+    rest: Float[Tensor, "row selected"] | None = None
     carries: bool = True
     entering: dict[int, Tensor] = field(default_factory=dict)
     tables: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
@@ -257,7 +261,12 @@ class Edges:
         if not weights.numel():
             return
         sizes = weights.abs()
-        if self.selection is not None:
+        if self.selection is not None and self.rest is not None:
+            pos = (len(self.selection) - 1) // len(self.rest)
+            entering = (self.selection[target] & ~self.selection[source] & (sizes > 0)).nonzero(as_tuple=True)
+            rows = source.expand_as(weights)[entering] // pos
+            numbers = self.selection.cumsum(0)[target.expand_as(weights)[entering]] - 1
+            self.rest.index_put_((rows, numbers), weights[entering].to(self.rest), accumulate=True)
             sizes = sizes * (self.selection[source] & self.selection[target])
         self.largest = max(self.largest, float(sizes.max()))
         least = self.threshold * self.largest
@@ -441,6 +450,7 @@ class GraphBuilder:
                 "entering": [*entering.flatten().tolist(), float(final.abs().sum())],
             }
         )
+        nodes = nodes.assign(**self._attended(nodes, pos))
         exists = torch.cat([*(row.exists.cpu() for row in self.rows), torch.tensor([True])])
         if self.edges.selection is not None:
             exists &= self.edges.selection.cpu()
@@ -458,8 +468,42 @@ class GraphBuilder:
             nodes.loc[exists.numpy()].reset_index(drop=True), edges, self.readout.label, float(total), float(constant),
             gap, self.readout.soft_cap, **prediction,
             labels={name: labels[name] for name in dict.fromkeys(names) if name in labels},
+            rest=self._rest(),
         )  # fmt: skip
         return self.readout.stream.frozen.checked(graph, float(self.readout.noise) / size)
+
+    def _attended(self, nodes: Any, pos: int) -> dict[str, np.ndarray]:
+        """The position that each head attends to most, and how much; of a difference in the first run."""
+        frozen = self.readout.stream.frozen
+        run = frozen.a if isinstance(frozen, Difference) else frozen
+        attends = np.full(len(nodes), -1)
+        attention = np.zeros(len(nodes))
+        most: dict[int, tuple[Tensor, Tensor]] = {}
+        for number, row in enumerate(self.rows):
+            match = re.match(r"L(\d+)H(\d+)(?!\d)", row.name)
+            if row.kind != "head" or match is None:
+                continue
+            layer, head = map(int, match.groups())
+            if layer not in most:
+                values, positions = run.pattern(layer)[0].max(-1)
+                most[layer] = (values.float().cpu(), positions.cpu())
+            values, positions = most[layer]
+            if values.shape[-1] == pos:
+                at = slice(number * pos, (number + 1) * pos)
+                attends[at] = positions[head]
+                attention[at] = values[head]
+        return {"attends": attends, "attention": attention}
+
+    def _rest(self) -> list[tuple[str, int, int, float]]:
+        """What enters the kept nodes from all others: the others' kind and layer, the kept node, and how much."""
+        if self.edges.rest is None:
+            return []
+        sums: dict[tuple[str, int, int], float] = {}
+        for number, node in self.edges.rest.nonzero().tolist():
+            row = self.rows[number]
+            key = (row.kind, row.layer, node)
+            sums[key] = sums.get(key, 0.0) + float(self.edges.rest[number, node])
+        return [(*key, amount) for key, amount in sums.items()]
 
     def _carried(self, outputs: Float[Tensor, "source pos d_model"]) -> Carried:
         return Carried(outputs, torch.tensor(self.carried, device=outputs.device))
@@ -646,6 +690,7 @@ def contribution_graph(
         none = NoEdges(0.0, MOST_EDGES, carries=nodes < 1)
         weighed = GraphBuilder(readout, pulled, none, choices, splits)
         edges.selection = weighed.largest(nodes)
+        edges.rest = torch.zeros(len(weighed.rows), int(edges.selection.sum())).to(readout.seed)
         builder.prepared = weighed.prepared
     return builder.graph(_prediction(readout, target, minus))
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tensorlens_tl.drawing.charts import LINES
-from tensorlens_tl.drawing.graphs import READS, WHOLE, GraphPicture, curve, layout
+from tensorlens_tl.drawing.graphs import READS, WHOLE, GraphPicture, Layout, curve, layout
 from tensorlens_tl.drawing.marks import NEGATIVE, POSITIVE, STRONGEST, largest_of, share, short, sign_colour, visible
 from tensorlens_tl.drawing.matrix import head_cells
 from tensorlens_tl.errors import warn_caller
@@ -434,9 +434,10 @@ def graph(picture: GraphPicture, title: str, ax: Axes | None = None) -> Axes:
     Args:
         picture: nodes and edges.
     """
-    x, y, width, height = layout(picture)
+    places = layout(picture)
+    x, y, width, height = places.x, places.y, places.width, places.height
     ax = axes(ax, (max(3.0, width / ACROSS), max(2.0, height / DOWN)))
-    _draw_edges(picture, x, y, ax)
+    _draw_edges(picture, places, ax)
     sizes = [15 + 85 * abs(part) for part in picture.sizes]
     colours = [of_sign(part) for part in picture.sizes]
     ax.scatter(x, y, s=sizes, c=colours, zorder=2, edgecolors="white", linewidths=0.5)
@@ -453,7 +454,7 @@ def graph(picture: GraphPicture, title: str, ax: Axes | None = None) -> Axes:
         )
     if picture.placed:
         for position, token in dict(zip(picture.positions, picture.tokens, strict=True)).items():
-            column = x[np.array(picture.positions) == position].mean()
+            column = places.columns[position]
             name = plain(short(visible(token), 10))
             ax.text(column, height, name, ha="center", va="bottom", fontsize=LABEL, color="0.35")
     ax.set_xlim(0, width)
@@ -463,7 +464,7 @@ def graph(picture: GraphPicture, title: str, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _draw_edges(picture: GraphPicture, x: np.ndarray, y: np.ndarray, ax: Axes) -> None:
+def _draw_edges(picture: GraphPicture, places: Layout, ax: Axes) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
@@ -472,7 +473,7 @@ def _draw_edges(picture: GraphPicture, x: np.ndarray, y: np.ndarray, ax: Axes) -
     for edge in np.abs(picture.strengths).argsort().tolist():
         strength = picture.strengths[edge]
         line = READS.get(picture.reads[edge], WHOLE)
-        path = Path(curve(picture, edge, x, y), [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4])
+        path = Path(curve(picture, edge, places), [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4])
         part = share(strength, strongest)
         width = 0.4 + 3 * abs(part)
         style = {"edgecolor": of_sign(part), "facecolor": "none", "alpha": 0.7, "linewidth": width}

@@ -3,15 +3,27 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from math import ceil
 
 import numpy as np
 
 from tensorlens_tl.drawing.marks import largest_of, number, rgb, share, short, tab_stop, visible
 
-SPACING = 52
-ROW_HEIGHT = 58
-MARGIN = 40
-"""Pixels between neighbours at least, between rows, and around a graph."""
+HIGH = 22
+APART = 4
+BETWEEN = 8
+"""Pixels of a node's height, between nodes, and between rows."""
+SIDE = 76
+MARGIN = 8
+"""Pixels that the names of rows take, and around a graph."""
+LETTER = 6.6
+LABEL = 26
+"""Pixels of a letter, and letters of a node's label at most."""
+WIDE = 900
+CELLS = (260, 190, 130, 90, 60)
+"""Pixels that a graph takes at most, where one of these widths of a cell lets it."""
+BENT = 60
+"""Pixels of height from which an edge between neighbours bows, so that edges do not lie on each other."""
 
 KEY_WIDTH = 92
 KEY_HEIGHT = 18
@@ -19,10 +31,8 @@ KEY_HEIGHT = 18
 
 ABOVE = {"others": -2, "whitening": -1, "mlp": 1, "neuron": 1, "feature": 2, "error": 2, "bias": 2}
 """How far each kind stands above heads in the rows of a layer."""
-
-LABEL = 12
-LETTER = 6.5
-"""Letters of a node's label at most, and pixels of one."""
+ROWS = {"mlp": "MLP", "neuron": "MLP", "feature": "features", "error": "features", "bias": "bias"}
+"""What a row is called by the kind of its nodes; others are heads."""
 
 
 def bars(rows: Sequence[tuple[str, float]], sums: Sequence[tuple[str, float]]) -> str:
@@ -55,6 +65,7 @@ class GraphPicture:
         sources, targets, strengths: of the edges.
         reads: what a head reads an edge by: values, queries, keys or gate; empty texts elsewhere.
         placed: whether nodes stand at positions of a prompt; else all have one, which is not shown.
+        attended: what heads read most, ``" ← John 73 %"``; empty texts, or no list, elsewhere.
     """
 
     names: list[str]
@@ -69,6 +80,18 @@ class GraphPicture:
     strengths: list[float]
     reads: list[str]
     placed: bool = True
+    attended: Sequence[str] = ()
+
+    @property
+    def labels(self) -> list[str]:
+        """What stands in the nodes."""
+        attended = self.attended or [""] * len(self.names)
+        return [short(SHORT.get(name, name) + what, LABEL) for name, what in zip(self.names, attended, strict=True)]
+
+    @property
+    def columns(self) -> list[int]:
+        """Where nodes stand from left to right: at their position, and what is not drawn before all positions."""
+        return [-1 if kind == "others" else pos for kind, pos in zip(self.kinds, self.positions, strict=True)]
 
     @property
     def sizes(self) -> list[float]:
@@ -85,7 +108,7 @@ class GraphPicture:
 
     def called(self, node: int) -> str:
         """A node by its name, and where it stands."""
-        if not self.placed:
+        if not self.placed or self.kinds[node] == "others":
             return self.names[node]
         return f"{self.names[node]} at {self.positions[node]}"
 
@@ -106,6 +129,8 @@ class Line:
 READS = {"values": Line("", 0), "queries": Line("2 4", -7), "keys": Line("9 4", 7), "gate": Line("9 3 2 3", 14)}
 """Lines of edges by what a head reads them by."""
 WHOLE = READS["values"]
+SHORT = {"embed": "token", "pos_embed": "place", "target": "answer"}
+"""Nodes that pages call by another name."""
 
 TOOLS = (
     '<div class="tools" role="group" aria-label="what the graph shows">'
@@ -119,17 +144,25 @@ TOOLS = (
     '<label>Group the pinned as <input class="name" size="10"></label>'
     '<button class="join" type="button" disabled>Group</button>'
     '<button class="part" type="button" hidden>Ungroup</button>'
+    '<span class="zoom" role="group" aria-label="zoom"><button class="out-of" type="button" title="Smaller">−</button> '
+    '<button class="fit" type="button" title="As wide as the page">Fit</button> '
+    '<button class="into" type="button" title="Larger">+</button></span>'
     '<span>Save as <button class="svg" type="button">SVG</button> <button class="png" type="button">PNG</button></span>'
     "</div>"
 )
 
 
-def graph(picture: GraphPicture) -> str:
+def graph(picture: GraphPicture, *, shown: int | None = None) -> str:
     """Positions side by side, layers upwards, the target on top.
 
-    Blue adds to the target, orange takes away; a mark's size and an edge's width are its weight, and an edge's line
+    Blue adds to the target, orange takes away; a node's colour and an edge's width are its weight, and an edge's line
     says what a head reads it by. The picture can be read without a script; with it one hides small edges, looks at a
-    node's inputs and outputs, pins, groups, searches, and saves what is shown.
+    node's inputs and outputs, zooms, pins, groups, searches, and saves what is shown.
+
+    Args:
+        picture: nodes and edges.
+        shown: how many edges are drawn at first, and all nodes however few edges are; None draws all edges, and leaves
+            out nodes that have none.
     """
     if not picture.strengths:
         return '<div class="graph circuit"><p>No edge leads to the target.</p></div>'
@@ -138,90 +171,115 @@ def graph(picture: GraphPicture) -> str:
         meaning = "what feeds it"
     by_place = '<option value="place">layers at each token</option>' if picture.placed else ""
     tools = TOOLS.format(by_place=by_place)
+    first = "" if shown is None else f' data-shown="{shown}"'
     return (
-        f'<div class="graph circuit">{tools}<div class="both"><div class="scroll rove">{_svg(picture)}</div>'
+        f'<div class="graph circuit"{first}>{tools}'
+        f'<div class="both"><div class="scroll rove">{_svg(picture, shown)}</div>'
         '<div class="side" role="region" aria-label="the chosen node"></div></div>'
         f'<output class="out" aria-live="polite">Point at a node to read {meaning}; click it for more.</output></div>'
     )
 
 
-def _svg(picture: GraphPicture) -> str:
-    x, y, width, height = layout(picture)
+def _svg(picture: GraphPicture, shown: int | None) -> str:
+    places = layout(picture)
     order = np.abs(picture.strengths).argsort().tolist()
     fed: dict[int, list[int]] = {}
     for edge in order:
         fed.setdefault(picture.targets[edge], []).append(edge)
     strongest = largest_of(np.array(picture.strengths))
-    lines = [_edge(picture, edge, x, y, strongest) for edge in order]
-    marks = [_mark(picture, node, x[node], y[node], fed.get(node, [])) for node in range(len(picture.names))]
+    first = len(order) - (len(order) if shown is None else shown)
+    lines = [_edge(picture, edge, places, strongest, number < first) for number, edge in enumerate(order)]
+    marks = [_mark(picture, node, places, fed.get(node, [])) for node in range(len(picture.names))]
+    rows = [
+        f'<text class="row" data-level="{level}" x="4" y="{y + 4:.0f}">{name}</text>' for level, name, y in places.rows
+    ]
     heads = list[str]()
     if picture.placed:
-        positions = np.array(picture.positions)
+        names = [visible(token.strip(" ").removeprefix("patch ")) for token in picture.tokens]
+        tokens = dict(zip(picture.columns, names, strict=True)) | {-1: "not drawn"}
         heads = [
-            f'<text class="column" data-at="{pos}" x="{np.mean(x[positions == pos]):.0f}" y="{height - 8:.0f}" '
-            f'text-anchor="middle">{escape(short(visible(token), 9))}<title>{pos}: {escape(visible(token))}</title>'
-            "</text>"
-            for pos, token in dict(zip(picture.positions, picture.tokens, strict=True)).items()
+            f'<text class="column" data-column="{pos}" x="{x:.0f}" y="{places.height - 8:.0f}" text-anchor="middle">'
+            f"{escape(short(tokens[pos], 12))}<title>{pos}: {escape(tokens[pos])}</title></text>"
+            for pos, x in places.columns.items()
         ]
+    size = f"{places.width:.0f} {places.height:.0f}"
     return (
-        f'<svg width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" role="group" '
-        f'aria-label="graph, {len(picture.names)} nodes">{_key(picture)}{"".join(lines + marks + heads)}</svg>'
+        f'<svg width="{places.width:.0f}" height="{places.height:.0f}" viewBox="0 0 {size}" role="group" '
+        f'aria-label="graph, {len(picture.names)} nodes">{_key(picture)}'
+        f'{"".join(rows + lines + marks)}<g class="columns">{"".join(heads)}</g></svg>'
     )
 
 
-def _edge(picture: GraphPicture, edge: int, x: np.ndarray, y: np.ndarray, strongest: float) -> str:
+def _edge(picture: GraphPicture, edge: int, places: "Layout", strongest: float, hidden: bool) -> str:
     source = picture.sources[edge]
     target = picture.targets[edge]
     strength = picture.strengths[edge]
     size = share(strength, strongest)
     line = READS.get(picture.reads[edge], WHOLE)
-    start, *corners = (f"{across:.0f} {down:.0f}" for across, down in curve(picture, edge, x, y))
+    start, *corners = (f"{across:.0f} {down:.0f}" for across, down in curve(picture, edge, places))
     dash = f' stroke-dasharray="{line.dash}"' if line.dash else ""
+    dash += ' hidden=""' * hidden
     return (
         f'<path data-e="{source} {target} {strength:.9g}" data-reads="{picture.reads[edge]}" '
         f'd="M{start}C{" ".join(corners)}" fill="none" stroke="rgb({rgb(size)})" stroke-opacity=".55" '
-        f'stroke-width="{0.7 + 6 * abs(size):.1f}"{dash}/>'
+        f'stroke-width="{0.7 + 5 * abs(size):.1f}"{dash}/>'
     )
 
 
-def curve(picture: GraphPicture, edge: int, x: np.ndarray, y: np.ndarray) -> list[tuple[float, float]]:
-    """The four points of an edge as a cubic curve; one that would run straight through other nodes bows past them."""
+def curve(picture: GraphPicture, edge: int, places: "Layout") -> list[tuple[float, float]]:
+    """The four points of an edge as a cubic curve, from the top of a node to the bottom of another.
+
+    One between neighbours bows, to the right where it adds and to the left where it takes away: edges of one column do
+    not lie on each other.
+    """
     source = picture.sources[edge]
     target = picture.targets[edge]
-    end = float(x[target])
+    start = float(places.x[source])
+    end = float(places.x[target])
     if not picture.placed:
         end += READS.get(picture.reads[edge], WHOLE).beside
-    start = float(x[source])
-    rise = float(y[source] - y[target])
+    bottom = float(places.y[source]) - HIGH / 2
+    top = float(places.y[target]) + HIGH / 2
+    bend = max(12.0, (bottom - top) / 2)
     bow = 0.0
-    if abs(x[source] - x[target]) < 1 and rise > 1.5 * ROW_HEIGHT:
-        bow = min(60.0, 0.2 * rise)
-    middle = float(y[source] + y[target]) / 2
-    return [(start, float(y[source])), (start + bow, middle), (end + bow, middle), (end, float(y[target]))]
+    if abs(places.x[source] - places.x[target]) < HIGH and bottom - top > BENT:
+        bow = min(90.0, 10 + 0.12 * (bottom - top)) * (1 if picture.strengths[edge] >= 0 else -1)
+    return [(start, bottom), (start + bow, bottom - bend), (end + bow, top + bend), (end, top)]
 
 
-def _mark(picture: GraphPicture, node: int, x: float, y: float, fed: Sequence[int]) -> str:
-    """A node's circle with its name; what is read aloud names the largest edges into it, the last ones of `fed`."""
+def _mark(picture: GraphPicture, node: int, places: "Layout", fed: Sequence[int]) -> str:
+    """A node's box with its name; what is read aloud names the largest edges into it, the last ones of `fed`."""
     name = picture.names[node]
     token = visible(picture.tokens[node])
     label = picture.called(node)
     facts = f'data-name="{escape(name)}" data-layer="{picture.layers[node]}" data-kind="{picture.kinds[node]}" '
-    facts += f'data-level="{_level(picture, node)}" '
+    facts += (
+        f'data-level="{_level(picture, node)}" data-row="{_row(picture, node)}" data-column="{picture.columns[node]}" '
+    )
     if picture.placed:
-        label += f" ({token})"
-        facts += f'data-at="{picture.positions[node]}" data-token="{escape(token)}" '
+        if picture.kinds[node] != "others":
+            label += f" ({token})"
+        facts += f'data-node="{escape(name)}@{picture.positions[node]}" data-at="{picture.positions[node]}" '
+        facts += f'data-token="{escape(token)}" '
+    if picture.attended:
+        label += picture.attended[node]
     if picture.weights:
         label += f": {number(picture.weights[node])}"
         facts += f'data-weight="{picture.weights[node]:.9g}" data-bias="{picture.biases[node]:.9g}" '
     inputs = ", ".join(_input(picture, edge) for edge in reversed(fed[-4:]))
     if inputs:
         label += f"; from {inputs}"
-    part = picture.sizes[node]
+    part = picture.sizes[node] if picture.kinds[node] != "target" else 0.0
+    wide = places.wide[node]
+    x = places.x[node]
+    y = places.y[node]
     return (
         f'<g class="t" role="img" {tab_stop(node == 0)} aria-label="{escape(label)}" {facts}>'
         f"<title>{escape(label)}</title>"
-        f'<circle cx="{x:.0f}" cy="{y:.0f}" r="{4 + 7 * abs(part) ** 0.5:.1f}" fill="rgb({rgb(part)})"/>'
-        f'<text x="{x:.0f}" y="{y - 13:.0f}" text-anchor="middle">{escape(short(name, LABEL))}</text></g>'
+        f'<rect x="{x - wide / 2:.1f}" y="{y - HIGH / 2:.1f}" width="{wide}" height="{HIGH}" rx="4" class="ground"/>'
+        f'<rect x="{x - wide / 2:.1f}" y="{y - HIGH / 2:.1f}" width="{wide}" height="{HIGH}" rx="4" '
+        f'fill="rgb({rgb(part)})" fill-opacity="{0.06 + 0.6 * abs(part):.2f}" stroke="rgb({rgb(part)})"/>'
+        f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle">{escape(picture.labels[node])}</text></g>'
     )
 
 
@@ -236,7 +294,7 @@ def _key(picture: GraphPicture) -> str:
     """What the lines of edges mean, above the picture, where they differ."""
     parts = list[str]()
     for number_of, kind in enumerate(picture.readings):
-        x = MARGIN / 2 + KEY_WIDTH * number_of
+        x = MARGIN + KEY_WIDTH * number_of
         parts.append(
             f'<path d="M{x:.0f} 10H{x + 28:.0f}" stroke="currentColor" stroke-width="2" fill="none" '
             f'stroke-dasharray="{READS[kind].dash}"/><text x="{x + 34:.0f}" y="14">{kind}</text>'
@@ -257,32 +315,86 @@ def _level(picture: GraphPicture, node: int) -> int:
     return 4 * (picture.layers[node] + 1) + ABOVE.get(kind, 0)
 
 
-def layout(picture: GraphPicture) -> tuple[np.ndarray, np.ndarray, float, float]:
-    """Where each node stands, and the picture's width and height in pixels: a column per position, a row per layer and
-    kind; neighbours in a row keep apart. The script does the same with the nodes that it shows."""
+def _row(picture: GraphPicture, node: int) -> str:
+    """What the row of a node is called."""
+    kind = picture.kinds[node]
+    layer = picture.layers[node]
+    if node == len(picture.names) - 1:
+        return "answer"
+    if layer < 0:
+        return {"bias": "final norm", "others": ""}.get(kind, "embedding")
+    return "" if kind == "others" else f"L{layer} {ROWS.get(kind, 'heads')}"
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where everything stands, in pixels.
+
+    Attributes:
+        x, y, wide: the middle of every node, and its width.
+        width, height: of the picture.
+        columns: the middle of each column.
+        rows: level, name and middle of each row.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    wide: np.ndarray
+    width: float
+    height: float
+    columns: dict[int, float]
+    rows: list[tuple[int, str, float]]
+
+
+def layout(picture: GraphPicture) -> Layout:
+    """A column per position, a row per layer and kind; a cell has its nodes in lines.
+
+    Cells become narrower, and higher, until the picture is no wider than `WIDE`. The script does the same with the
+    nodes that it shows.
+    """
+    for cell in CELLS:
+        places = _laid_out(picture, cell)
+        if places.width <= WIDE:
+            return places
+    return _laid_out(picture, CELLS[2])
+
+
+def _laid_out(picture: GraphPicture, cell: int) -> Layout:
+    """With nodes of a cell in lines no wider than so much, unless a single node is."""
     levels = [_level(picture, node) for node in range(len(picture.names))]
-    used = {level: row for row, level in enumerate(sorted(set(levels)))}
-    cells: dict[tuple[int, int], list[int]] = {}
-    for node, (level, pos) in enumerate(zip(levels, picture.positions, strict=True)):
-        cells.setdefault((level, pos), []).append(node)
-    spacing = max(SPACING, LETTER * min(LABEL, max(map(len, picture.names))))
-    columns = {}
-    start = float(MARGIN)
-    for pos in sorted(set(picture.positions)):
-        count = max(len(nodes) for (_, at), nodes in cells.items() if at == pos)
-        width = max(66.0, spacing * (count + 1))
-        columns[pos] = (start, width)
-        start += width
-    height = float(ROW_HEIGHT * len(used) + MARGIN)
-    x = np.zeros(len(levels))
-    y = np.zeros(len(levels))
-    for (level, pos), nodes in cells.items():
-        left, width = columns[pos]
-        for number_in_cell, node in enumerate(nodes, start=1):
-            x[node] = left + width * number_in_cell / (len(nodes) + 1)
-            y[node] = height - MARGIN - ROW_HEIGHT * used[level]
-    kinds = len(picture.readings)
-    if kinds:  # room for what their lines mean
-        y += KEY_HEIGHT
-        height += KEY_HEIGHT
-    return x, y, max(start + MARGIN, kinds * KEY_WIDTH), height
+    names = {level: _row(picture, node) for node, level in enumerate(levels)}
+    wide = np.array([ceil(LETTER * len(label) + 14) for label in picture.labels])
+    lines: dict[tuple[int, int], list[list[int]]] = {}
+    for node, place in enumerate(zip(levels, picture.columns, strict=True)):
+        of_cell = lines.setdefault(place, [])
+        if of_cell and _width(wide, [*of_cell[-1], node]) <= cell:
+            of_cell[-1].append(node)
+        else:
+            of_cell.append([node])
+    x, y = np.zeros((2, len(levels)))
+    left = float(SIDE)
+    columns = dict[int, float]()
+    for pos in sorted({pos for _, pos in lines}):
+        most = max(_width(wide, line) for (_, at), of_cell in lines.items() if at == pos for line in of_cell)
+        columns[pos] = left + (MARGIN + most) / 2
+        left += MARGIN + most
+    height = float(MARGIN + (KEY_HEIGHT if picture.readings else 0))
+    rows = list[tuple[int, str, float]]()
+    for level in sorted(names, reverse=True):
+        cells = {pos: of_cell for (at, pos), of_cell in lines.items() if at == level}
+        high = max(map(len, cells.values())) * (HIGH + APART)
+        rows.append((level, names[level], height + high / 2))
+        for pos, of_cell in cells.items():
+            down = height + (high - len(of_cell) * (HIGH + APART)) / 2
+            for line_number, line in enumerate(of_cell):
+                start = columns[pos] - _width(wide, line) / 2
+                for node in line:
+                    x[node] = start + wide[node] / 2
+                    y[node] = down + (line_number + 0.5) * (HIGH + APART)
+                    start += wide[node] + APART
+        height += high + BETWEEN
+    return Layout(x, y, wide, max(left + MARGIN, len(picture.readings) * KEY_WIDTH), height + BETWEEN, columns, rows)
+
+
+def _width(wide: np.ndarray, line: Sequence[int]) -> float:
+    return float(wide[list(line)].sum()) + APART * (len(line) - 1)

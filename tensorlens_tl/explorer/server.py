@@ -162,8 +162,11 @@ class Jobs:
 
 
 STATIC = Path(__file__).parent / "static"
-SHARED = ("base.css", "page.css")
-"""Style sheets that reports have too."""
+SHARED = {
+    **dict.fromkeys(("base.css", "page.css", "graph.css"), "text/css"),
+    **dict.fromkeys(("script.js", "graph.js"), "text/javascript"),
+}
+"""What the pages of results have too."""
 LARGEST_BODY = 256 * 1024
 """Bytes of a question."""
 PATIENCE = 0.05
@@ -365,7 +368,7 @@ async def _body(request: Request, most: int = LARGEST_BODY) -> bytes | None:
 
 
 async def _shared(name: str, request: Request) -> Response:
-    return Response(asset(name), media_type="text/css")
+    return Response(asset(name), media_type=SHARED[name])
 
 
 def _error(status: int, message: str) -> JSONResponse:

@@ -20,7 +20,7 @@ from tensorlens_tl.models import RUNNER_UP, ModelView
 from tensorlens_tl.passes import Difference, FrozenPass
 from tensorlens_tl.passes.target import chosen_head, token_label
 from tensorlens_tl.registry import get_method, list_methods
-from tensorlens_tl.results import COVERED, ScoreAttribution, ScoreChange, Terms
+from tensorlens_tl.results import COVERED, SHOWN_EDGES, ScoreAttribution, ScoreChange, Terms
 
 View = dict[str, Any]
 
@@ -254,20 +254,30 @@ def ablate_view(inquiry: Inquiry) -> View:
 
 
 def graph_view(inquiry: Inquiry) -> View:
-    """The nodes through which most of the target came about, and the edges between them.
+    """The nodes through which most of the target came about, and the edges between them, as a picture and as tables.
 
-    What enters a node besides the edges and its bias comes from nodes that are not in the graph: its ``others``.
+    All else is nodes of kind ``"others"``, by layers: what enters any node is its edges and its bias.
     """
     count = inquiry.question.nodes
     share = COVERED if count is None else min(count, MOST_NODES)
-    graph = inquiry.result(inquiry.run, "circuits.contribution_graph", **inquiry.aim, nodes=share, threshold=0)
+    kept = inquiry.result(inquiry.run, "circuits.contribution_graph", **inquiry.aim, nodes=share, threshold=0)
+    graph = kept.with_others()
     columns = ["name", "kind", "layer", "pos", "token", "weight", "bias"]
-    rows = zip(*(graph.nodes[column].tolist() for column in columns), graph.others.tolist(), strict=True)
-    nodes: list[View] = [dict(zip([*columns, "others"], row, strict=True)) for row in rows]
+    rows = zip(*(graph.nodes[column].tolist() for column in columns), strict=True)
     edges = list(zip(*(graph.edges[column].tolist() for column in ("source", "target", "weight")), strict=True))
     edges.sort(key=lambda edge: -abs(edge[2]))
-    view = {"nodes": nodes, "edges": edges, "label": graph.target, "total": graph.total, "gap": graph.gap}
-    return view | {"coverage": graph.coverage, "covered": graph.coverage >= COVERED}
+    return {
+        "nodes": [dict(zip(columns, row, strict=True)) for row in rows],
+        "edges": edges,
+        "picture": graph.drawn(SHOWN_EDGES),
+        "count": len(kept.nodes) - 1,
+        "others": float(kept.others[-1]),
+        "label": graph.target,
+        "total": graph.total,
+        "gap": graph.gap,
+        "coverage": kept.coverage,
+        "covered": kept.coverage >= COVERED,
+    }
 
 
 def neurons_view(inquiry: Inquiry) -> View:

@@ -16,7 +16,7 @@ from tensorlens_tl.results.entry import (
 )
 from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
 from tensorlens_tl.results.feature_examples import FeatureExamples
-from tensorlens_tl.results.graph import COVERED as COVERED, ContributionGraph
+from tensorlens_tl.results.graph import COVERED as COVERED, SHOWN_EDGES as SHOWN_EDGES, ContributionGraph
 from tensorlens_tl.results.heads import HeadScores, ScoreAttribution, ScoreChange
 from tensorlens_tl.results.joining import joined as joined
 from tensorlens_tl.results.measured import MeasuredEdges, MeasuredTerms, rest_interval as rest_interval

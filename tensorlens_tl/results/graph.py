@@ -5,6 +5,7 @@ from ast import literal_eval
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -34,8 +35,19 @@ COVERED = 0.8
 MOST_SHOWN = 600
 """Nodes of a graph that a page can bear."""
 
-NUMBERS = {"nodes": ("layer", "pos", "part", "weight", "bias", "entering"), "edges": ("source", "target", "weight")}
+NUMBERS = {
+    "nodes": ("layer", "pos", "part", "weight", "bias", "entering", "attends", "attention"),
+    "edges": ("source", "target", "weight"),
+}
 WORDS = ("name", "kind", "token")
+BANDS = {
+    "head": "heads",
+    "mlp": "MLPs",
+    "neuron": "MLPs",
+    "mixer": "mixers",
+    "feature": "features",
+    "error": "features",
+}
 KINDS = ("embedding", "whitening", "head", "mixer", "mlp", "neuron", "feature", "error", "bias")
 
 
@@ -48,8 +60,9 @@ class ContributionGraph(SharedGraph):
     Attributes:
         nodes: one row per node, the target last: `name`, `kind` (embedding, whitening, head, mixer, mlp, neuron,
             feature, error, bias, target), `layer` (-1 for none), `pos`, `token`, `part` (number of a neuron or feature,
-            or the position that a part of a head reads; -1 for none), `weight`, `bias` (its own bias in that weight)
-            and `entering` (Σ abs of all its incoming edges, kept or not).
+            or the position that a part of a head reads; -1 for none), `weight`, `bias` (its own bias in that weight),
+            `entering` (Σ abs of all its incoming edges, kept or not), and of heads `attends`, the position that gets
+            most attention (-1 for none), and `attention`, how much; in a difference in the first run.
         edges: `source`, `target` (row numbers of `nodes`) and `weight`.
         target: what is explained.
         total: the model's own logit, before any final soft cap.
@@ -61,6 +74,7 @@ class ContributionGraph(SharedGraph):
         token_id, probability: of the target, where it is a token's logit; else None.
         provenance: model name, class, TransformerLens version, weight processing, dtype.
         labels: other names of some nodes, such as a dictionary's for features.
+        rest: what enters nodes from all that is left out: its kind and layer, the node's row in `nodes`, and how much.
     """
 
     TENSORS: ClassVar = tuple(f"{table}.{column}" for table, columns in NUMBERS.items() for column in columns)
@@ -84,6 +98,7 @@ class ContributionGraph(SharedGraph):
     probability: float | None = None
     provenance: Mapping[str, str] = field(default_factory=dict[str, str])
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    rest: Sequence[Sequence[Any]] = ()
 
     def __repr__(self) -> str:
         return (
@@ -119,11 +134,11 @@ class ContributionGraph(SharedGraph):
     @property
     def others(self) -> np.ndarray:
         """What enters each node from nodes or by edges that are not kept: with it, the kept edges and its bias are its
-        weight. 0 of embeddings and biases, which nothing enters."""
+        weight. 0 of embeddings, biases and others, which nothing enters."""
         weights, biases = (self.nodes[column].to_numpy(float) for column in ("weight", "bias"))
         ends = self.edges["target"].to_numpy(int)
         entered = np.bincount(ends, weights=self.edges["weight"].to_numpy(float), minlength=len(weights))
-        sources = np.isin(self.nodes["kind"].tolist(), ["embedding", "bias"])
+        sources = np.isin(self.nodes["kind"].tolist(), ["embedding", "bias", "others"])
         return np.where(sources, 0.0, weights - biases - entered)
 
     @property
@@ -162,8 +177,17 @@ class ContributionGraph(SharedGraph):
         """Some of the nodes, and of the edges between them."""
         new_number = nodes.cumsum() - 1
         chosen = self.edges.loc[edges].reset_index(drop=True)
+        source, target = (self.edges[end].to_numpy(int) for end in ("source", "target"))
+        left = ~nodes[source] & nodes[target]
+        sums: dict[tuple[str, int, int], float] = {(kind, layer, node): of for kind, layer, node, of in self.rest}
+        dropped = self.nodes.iloc[source[left]]
+        weights = self.edges["weight"].tolist()
+        parts = (dropped["kind"].tolist(), dropped["layer"].tolist(), target[left].tolist())
+        for part, edge in zip(zip(*parts, strict=True), np.flatnonzero(left).tolist(), strict=True):
+            sums[part] = sums.get(part, 0.0) + weights[edge]
+        rows = [(kind, layer, int(new_number[node]), of) for (kind, layer, node), of in sums.items() if nodes[node]]
         ends = {end: new_number[chosen[end].to_numpy(int)] for end in ("source", "target")}
-        return replace(self, nodes=self.nodes[nodes].reset_index(drop=True), edges=chosen.assign(**ends))
+        return replace(self, nodes=self.nodes[nodes].reset_index(drop=True), edges=chosen.assign(**ends), rest=rows)
 
     def _parts(self, *, kind: str | None = None) -> Parts:
         """Return the nodes but for the target, all or of one `kind`."""
@@ -342,35 +366,81 @@ class ContributionGraph(SharedGraph):
         """Draw positions in columns and layers upwards, pruned to k edges and `MOST_SHOWN` nodes; says what is left
         out.
 
-        Scripts let readers hide small edges, see a node's inputs and outputs, and pin, group and search nodes.
+        Scripts let readers hide small edges, see a node's inputs and outputs, zoom, and pin, group and search nodes.
         """
         small = self._small(k)._connected()
+        least = np.abs(small.edges["weight"].to_numpy(float)).min(initial=np.inf)
         caption = f"{len(small.edges)} of {len(self.edges)} edges between {len(small.nodes)} of {len(self.nodes)} nodes"
-        caption += f", which carry {small.coverage:.0%} of what enters the answer; all others are one node"
+        caption += f", which carry {small.coverage:.0%} of what enters the answer; all others are summed by layers"
         if small.coverage < COVERED:
             caption = f"partial: {caption}"
         sums = f"the graph with every edge sums to the logit to {self.gap:.1e}"
-        return self._panel(graphs.graph(small._and_others()._picture()), title=title, notes=[caption, sums])
+        return self._panel(graphs.graph(small.with_others(least)._picture()), title=title, notes=[caption, sums])
 
-    def _and_others(self) -> "ContributionGraph":
-        """The same, with all that is left out as one node before the target, and its edges where they are as large as
-        the smallest of this graph. Its weight is what enters the target from it."""
-        others = self.others
-        strengths = np.abs(self.edges["weight"].to_numpy(float))
-        ends = np.flatnonzero(np.abs(others) >= strengths.min(initial=np.inf))
-        if not len(ends):
-            return self
+    def with_others(self, least: float = 0.0) -> "ContributionGraph":
+        """Return the same graph with all that it leaves out as nodes of kind ``"others"``, before the target.
+
+        Heads and MLPs are three nodes each, by thirds of the layers; "smaller edges" are those between kept nodes. What
+        enters any node is then its edges and its bias. A node's weight is what enters the target from it.
+
+        Args:
+            least: their edges that are smaller are left out, but for those into the target.
+
+        >>> graph = tlens.circuits.contribution_graph(frozen, " value", nodes=5).with_others()
+        >>> bool(abs(graph.others).max() < 1e-4)
+        True
+        """
         import pandas as pd
 
         last = len(self.nodes) - 1
+        sums: dict[tuple[str, int, int], dict[int, float]] = {}
+        left = self.others
+        for kind, layer, node, weight in self.rest:
+            into = sums.setdefault(_band(kind, layer, self.n_layers), {})
+            into[node] = into.get(node, 0.0) + weight
+            left[node] -= weight
+        scale = 1e-6 * np.abs(self.nodes["weight"].to_numpy(float)).max(initial=0.0)
+        ends = np.flatnonzero(np.abs(left) > scale)
+        if len(ends):
+            sums["smaller edges", -1, -1] = dict(zip(ends.tolist(), left[ends].tolist(), strict=True))
+        shown = {
+            band: {node: of for node, of in into.items() if abs(of) >= least or node == last}
+            for band, into in sums.items()
+        }
+        sums = {band: sums[band] for band, into in shown.items() if into}
+        if not sums:
+            return self
         target = self.nodes.iloc[last:]
-        node = target.assign(name="all other nodes", kind="others", weight=others[last], bias=0.0, entering=0.0)
-        edges = self.edges.replace({end: {last: last + 1} for end in ("source", "target")})
-        entering = pd.DataFrame(
-            {"source": last, "target": np.where(ends == last, last + 1, ends), "weight": others[ends]}
+        count = len(sums)
+        bands = pd.DataFrame(
+            {
+                "name": [_band_name(*band) for band in sums],
+                "kind": "others",
+                "layer": [start for _, start, _ in sums],
+                "weight": [into.get(last, 0.0) for into in sums.values()],
+            }
         )
-        nodes = pd.concat([self.nodes.iloc[:last], node, target], ignore_index=True)
-        return replace(self, nodes=nodes, edges=pd.concat([edges, entering], ignore_index=True))
+        fixed = target.drop(columns=bands.columns).assign(bias=0.0, entering=0.0)
+        bands = bands.join(pd.concat([fixed] * count, ignore_index=True))[list(self.nodes.columns)]
+        rows = [(last + row, node, weight) for row, band in enumerate(sums) for node, weight in shown[band].items()]
+        entering = pd.DataFrame(rows, columns=["source", "target", "weight"])
+        edges = pd.concat([self.edges, entering.assign(source=-1 - entering["source"])], ignore_index=True)
+        for end in ("source", "target"):  # the target has moved behind them
+            numbers = edges[end].to_numpy(int)
+            edges[end] = np.where(numbers == last, last + count, np.where(numbers < 0, -1 - numbers, numbers))
+        nodes = pd.concat([self.nodes.iloc[:last], bands, target], ignore_index=True)
+        return replace(self, nodes=nodes, edges=edges, rest=())
+
+    def drawn(self, shown: int | None = None) -> str:
+        """Return the picture of a page, as HTML without style and script.
+
+        Args:
+            shown: how many edges are drawn at first, the others by the page's slider; None draws all.
+
+        >>> tlens.circuits.contribution_graph(frozen, " value", nodes=5).drawn().startswith("<div")
+        True
+        """
+        return graphs.graph(self._picture(), shown=shown)
 
     def _figure(self, k: int, *, ax: Any) -> Any:
         return figure.graph(self._small(k)._connected()._picture(), self.heading, ax)
@@ -402,7 +472,17 @@ class ContributionGraph(SharedGraph):
             targets=edges["target"].to_numpy(int).tolist(),
             strengths=edges["weight"].tolist(),
             reads=self.reads,
+            attended=self._attended(),
         )
+
+    def _attended(self) -> list[str]:
+        """What each head attends to most, in words: ``" ← John 73 %"``."""
+        tokens = dict(zip(self.nodes["pos"].tolist(), self.nodes["token"].tolist(), strict=True))
+        tokens |= dict(enumerate(self.tokens))
+        columns = zip(self.nodes["attends"].tolist(), self.nodes["attention"].tolist(), strict=True)
+        return [
+            f" ← {visible(tokens.get(at, '')).strip()} {100 * share:.0f} %" if at >= 0 else "" for at, share in columns
+        ]
 
     def _small(self, most: int) -> "ContributionGraph":
         """The largest share of the edges, to a four-thousandth, that a picture can bear."""
@@ -442,13 +522,32 @@ class ContributionGraph(SharedGraph):
 
         nodes = {column: facts["words"][column] for column in WORDS}
         count = len(nodes["name"])
-        tensors = {"nodes.part": torch.full((count,), -1)} | tensors  # files of earlier versions have none
+        none = torch.full((count,), -1)
+        later = {"nodes.part": none, "nodes.attends": none, "nodes.attention": torch.zeros(count)}
+        tensors = later | tensors  # files of earlier versions have none
         nodes |= {column: tensors[f"nodes.{column}"].numpy() for column in NUMBERS["nodes"]}
         edges = {column: tensors[f"edges.{column}"].numpy() for column in NUMBERS["edges"]}
-        order = ["name", "kind", "layer", "pos", "token", "part", "weight", "bias", "entering"]
+        order = ["name", "kind", "layer", "pos", "token", "part", "weight", "bias", "entering", "attends", "attention"]
         values = {name: facts[name] for name in cls.FACTS}
         values |= {name: facts[name] for name in cls.LATER_FACTS if name in facts}
         return cls(pd.DataFrame(nodes, columns=order), pd.DataFrame(edges), **values)
+
+
+def _band(kind: str, layer: int, n_layers: int) -> tuple[str, int, int]:
+    """What all nodes that are left out are summed by: what they are, and the first and last layer of a third."""
+    what = BANDS.get(kind, kind)
+    if layer < 0 or kind in ("embedding", "bias"):
+        return "embeddings and biases", -1, -1
+    third = ceil(max(n_layers, layer + 1) / 3)
+    start = layer - layer % third
+    return what, start, min(start + third, max(n_layers, layer + 1)) - 1
+
+
+def _band_name(what: str, start: int, stop: int) -> str:
+    if start < 0:
+        return f"other {what}" if what != "smaller edges" else what
+    layers = f"L{start}" if start == stop else f"L{start}–{stop}"
+    return f"other {what} {layers}"
 
 
 def _read_by(head: str) -> str:

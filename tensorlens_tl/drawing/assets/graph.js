@@ -3,11 +3,11 @@
 // page; each graph's state hangs on its element.
 (() => {
   if (window.tensorlensGraphs) return;
-  window.tensorlensGraphs = true;
+  window.tensorlensGraphs = {}; // what a page calls: `select` a node by name and position, `svg` for what is drawn
   document.documentElement.classList.add("tensorlens-live");
   const SHOWN = 40; // lines of a list; the others are one more
   // pixels, as in drawing/graphs.py
-  const SPACING = 52, ROW = 58, MARGIN = 40, LETTERS = 12, LETTER = 6.5, COLUMN = 66, KEY_WIDTH = 92, KEY_HEIGHT = 18;
+  const HIGH = 22, APART = 4, BETWEEN = 8, SIDE = 76, MARGIN = 8, LETTER = 6.6, WIDE = 900, CELLS = [260, 190, 130, 90, 60], BENT = 60, KEY_WIDTH = 92, KEY_HEIGHT = 18;
   const BESIDE = { queries: -7, keys: 7, gate: 14 };
   const states = new WeakMap();
   const digits = (value) => (value >= 0 ? "+" : "") + Number(value.toPrecision(4));
@@ -30,9 +30,9 @@
   const read = (graph) => {
     const svg = graph.querySelector("svg");
     const nodes = [...svg.querySelectorAll(".t")].map((mark) => {
-      const { name, at, token, weight, bias, level, layer, kind } = mark.dataset;
+      const { name, at, column, row, token, weight, bias, level, layer, kind } = mark.dataset;
       return {
-        mark, name, at: at === undefined ? "" : `${at} “${token}”`, column: Number(at ?? 0), parent: null, kind,
+        mark, name, at: at === undefined || kind === "others" ? "" : `${at} “${token}”`, column: Number(column), row, parent: null, kind,
         weight: weight === undefined ? null : Number(weight), bias: Number(bias ?? 0), level: Number(level), layer: Number(layer),
       };
     });
@@ -40,14 +40,23 @@
       const [from, to, weight] = path.dataset.e.split(" ").map(Number);
       return { path, from: nodes[from], to: nodes[to], weight, reads: path.dataset.reads };
     });
-    const state = { graph, svg, nodes, edges, sums: [], pinned: new Set(), chosen: null, sought: "", layers: [] };
+    const state = { graph, svg, nodes, edges, sums: [], pinned: new Set(), chosen: null, sought: "", layers: [], zoom: 1 };
+    state.shell = svg.parentElement;
     state.columns = [...svg.querySelectorAll(".column")];
+    state.target = nodes.find((node) => node.kind === "target") ?? nodes.at(-1);
+    state.whole = "shown" in graph.dataset;
     state.keys = svg.querySelectorAll(".key text").length;
     state.dashes = new Map(edges.map((edge) => [edge.reads, edge.path.getAttribute("stroke-dasharray") ?? ""]));
     state.weighted = nodes.some((node) => node.weight !== null);
     state.largest = Math.max(...edges.map((edge) => Math.abs(edge.weight)));
     nodes.forEach((node) => dress(node.mark));
+    state.shell.addEventListener("scroll", () => keepTokens(state));
+    if (state.whole) { // so many edges at first
+      const sizes = edges.map((edge) => Math.abs(edge.weight)).sort((a, b) => b - a), least = sizes[Math.min(Number(graph.dataset.shown), sizes.length) - 1];
+      graph.querySelector(".least").value = Math.floor(100 * Math.sqrt(least / state.largest));
+    }
     show(state);
+    requestAnimationFrame(() => { state.shell.scrollLeft = state.target.x * state.zoom - state.shell.clientWidth / 2; }); // a narrow screen begins at the answer
     return state;
   };
   const called = (node) => (node.at ? `${node.name} at ${node.at}` : node.name);
@@ -65,7 +74,7 @@
 
   const show = (state) => {
     const limit = least(state), all = kept(state), shown = new Set(all.filter((edge) => isShown(state, edge, limit)));
-    const reached = new Set([state.chosen, ...state.pinned, state.nodes.find((node) => node.kind === "target")]);
+    const reached = new Set([state.chosen, ...state.pinned, state.target, ...(state.whole ? state.nodes : [])]);
     for (const edge of [...state.edges, ...state.sums]) {
       edge.path.toggleAttribute("hidden", !shown.has(edge));
       edge.path.classList.toggle("on", edge.from === state.chosen || edge.to === state.chosen);
@@ -100,70 +109,102 @@
 
   // where each node that is shown stands: a column per position, a row per layer and kind, as drawing/graphs.py does it
   const place = (state, nodes, edges) => {
-    const rows = [...new Set(nodes.map((node) => node.level))].sort((a, b) => a - b);
-    const cells = new Map();
-    for (const node of nodes) {
-      const column = cells.get(node.column) ?? cells.set(node.column, new Map()).get(node.column);
-      (column.get(node.level) ?? column.set(node.level, []).get(node.level)).push(node);
-    }
-    const room = state.keys ? KEY_HEIGHT : 0, height = ROW * rows.length + MARGIN + room;
-    const longest = Math.max(...nodes.map((node) => [...node.name].length));
-    const spacing = Math.max(SPACING, LETTER * Math.min(LETTERS, longest));
-    let start = MARGIN;
-    const middles = new Map();
-    for (const column of [...cells.keys()].sort((a, b) => a - b)) {
-      const levels = [...cells.get(column).values()];
-      const width = Math.max(COLUMN, spacing * (Math.max(...levels.map((cell) => cell.length)) + 1));
-      for (const cell of levels) cell.forEach((node, number) => {
-        node.x = start + (width * (number + 1)) / (cell.length + 1);
-        node.y = height - MARGIN - ROW * rows.indexOf(node.level);
-      });
-      middles.set(column, start + width / 2);
-      start += width;
+    let places;
+    for (const cell of [...CELLS, CELLS[2]]) {
+      places = laidOut(state, nodes, cell);
+      if (places.width <= WIDE) break;
     }
     nodes.forEach(move);
     edges.forEach((edge) => edge.path.setAttribute("d", way(edge)));
     for (const label of state.columns) {
-      const middle = middles.get(Number(label.dataset.at));
-      const grouped = Boolean(state.overTokens) && state.layers.some((group) => group.column === Number(label.dataset.at));
-      label.toggleAttribute("hidden", middle === undefined || grouped); // undefined would turn it over
-      if (middle !== undefined) set(label, { x: middle, y: height - 8 });
+      const x = places.columns.get(Number(label.dataset.column));
+      const grouped = Boolean(state.overTokens) && state.layers.some((group) => group.column === Number(label.dataset.column));
+      label.toggleAttribute("hidden", x === undefined || grouped); // undefined would turn it over
+      if (x !== undefined) set(label, { x, y: places.height - 8 });
     }
-    const width = Math.max(start + MARGIN, state.keys * KEY_WIDTH);
-    set(state.svg, { width, height, viewBox: `0 0 ${width} ${height}` });
+    state.svg.querySelectorAll("text.row").forEach((label) => label.remove());
+    const first = state.svg.querySelector("path[data-e]");
+    for (const [name, y] of places.rows) state.svg.insertBefore(make(state.svg, "text", name, { class: "row", x: 4, y: y + 4 }), first);
+    state.size = [Math.max(places.width, state.keys * KEY_WIDTH), places.height];
+    scale(state, state.zoom);
+  };
+  const wide = (line) => line.reduce((sum, node) => sum + node.wide + APART, -APART);
+  const laidOut = (state, nodes, cell) => {
+    const lines = new Map(), columns = new Map(), rows = [], inner = (map, key, empty) => map.get(key) ?? map.set(key, empty()).get(key);
+    for (const node of nodes) {
+      node.wide = Math.ceil(LETTER * [...node.mark.querySelector("text").textContent].length + 14);
+      const ofCell = inner(inner(lines, node.level, () => new Map()), node.column, () => []), last = ofCell.at(-1);
+      if (last && wide([...last, node]) <= cell) last.push(node); else ofCell.push([node]);
+    }
+    let x = SIDE, y = MARGIN + (state.keys ? KEY_HEIGHT : 0);
+    for (const column of [...new Set(nodes.map((node) => node.column))].sort((a, b) => a - b)) {
+      const most = Math.max(...[...lines.values()].flatMap((cells) => (cells.get(column) ?? []).map(wide)));
+      columns.set(column, x + (MARGIN + most) / 2);
+      x += MARGIN + most;
+    }
+    for (const level of [...lines.keys()].sort((a, b) => b - a)) {
+      const cells = lines.get(level), high = Math.max(...[...cells.values()].map((of) => of.length)) * (HIGH + APART);
+      rows.push([[...cells.values()].at(-1)[0].at(-1).row ?? "", y + high / 2]);
+      for (const [column, ofCell] of cells) {
+        ofCell.forEach((line, number) => {
+          let left = columns.get(column) - wide(line) / 2;
+          for (const node of line) {
+            node.x = left + node.wide / 2;
+            node.y = y + (high - ofCell.length * (HIGH + APART)) / 2 + (number + 0.5) * (HIGH + APART);
+            left += node.wide + APART;
+          }
+        });
+      }
+      y += high + BETWEEN;
+    }
+    return { columns, rows, width: x + MARGIN, height: y + BETWEEN };
   };
   const set = (element, attributes) => Object.entries(attributes).forEach(([key, value]) => element.setAttribute(key, value));
-  const move = ({ mark, x, y }) => {
-    const [circle, box] = [mark.querySelector("circle"), mark.querySelector("rect")];
-    if (circle) set(circle, { cx: x, cy: y });
-    if (box) set(box, { x: x - 12, y: y - 8 });
-    set(mark.querySelector("text"), { x, y: y - 13 });
+  const move = ({ mark, x, y, wide: width }) => {
+    mark.querySelectorAll("rect").forEach((box) => set(box, { x: x - width / 2, y: y - HIGH / 2, width, height: HIGH }));
+    set(mark.querySelector("text"), { x, y: y + 4 });
   };
-  const way = ({ from, to, reads }) => {
-    const middle = (from.y + to.y) / 2, end = to.x + (to.at ? 0 : (BESIDE[reads] ?? 0)), rise = from.y - to.y;
-    const bow = Math.abs(from.x - to.x) < 1 && rise > 1.5 * ROW ? Math.min(60, 0.2 * rise) : 0; // past what is between
-    return `M${from.x} ${from.y}C${from.x + bow} ${middle} ${end + bow} ${middle} ${end} ${to.y}`;
+  const way = ({ from, to, reads, weight }) => {
+    const end = to.x + (to.at || from.at ? 0 : (BESIDE[reads] ?? 0)), y0 = from.y - HIGH / 2, y1 = to.y + HIGH / 2, bend = Math.max(12, (y0 - y1) / 2);
+    // edges of one column bow: to the right what adds, to the left what takes away
+    const bow = Math.abs(from.x - to.x) < HIGH && y0 - y1 > BENT ? Math.min(90, 10 + 0.12 * (y0 - y1)) * (weight >= 0 ? 1 : -1) : 0;
+    return `M${from.x} ${y0}C${from.x + bow} ${y0 - bend} ${end + bow} ${y1 + bend} ${end} ${y1}`;
   };
 
+  // ------------------------------------------------------------------ zoom and pan
+
+  const scale = (state, zoom) => {
+    const [width, height] = state.size;
+    state.zoom = Math.min(4, Math.max(0.1, zoom));
+    set(state.svg, { width: width * state.zoom, height: height * state.zoom, viewBox: `0 0 ${width} ${height}` });
+    keepTokens(state);
+  };
+  const keepTokens = (state) => { // the prompt stays in view
+    const hidden = state.size[1] - (state.shell.scrollTop + state.shell.clientHeight) / state.zoom;
+    state.svg.querySelector(".columns")?.setAttribute("transform", `translate(0 ${-Math.max(0, hidden)})`);
+  };
+  const fit = (state) => scale(state, Math.min(1, state.shell.clientWidth / state.size[0]));
+
   const list = (state, all, limit) => {
-    const side = state.graph.querySelector(".side"), node = state.chosen;
+    const side = state.graph.querySelector(".side"), node = state.chosen ?? (state.weighted ? state.target : null);
     side.replaceChildren();
-    if (node === null) make(side, "p", "Click a node, or press Enter on it, for its inputs and outputs. Arrow keys move; P pins, Escape lets go.", { class: "n" });
-    else {
-      make(side, "div", called(node), { class: "title" });
+    if (node) {
+      make(side, "div", called(node).replace(/^target\b/, "answer"), { class: "title" });
       if (!node.members && state.weighted) make(side, "div", `${digits(node.weight)} to the target`, { class: "n" });
       if (node.members) make(side, "div", node.members.map(called).join(", "), { class: "n" });
-      flows(side, "Inputs", all.filter((edge) => edge.to === node), "from", limit, state);
-      flows(side, "Outputs", all.filter((edge) => edge.from === node), "to", limit, state);
+      flows(side, "Inputs", all.filter((edge) => edge.to === node), "from", limit, state, node);
+      flows(side, "Outputs", all.filter((edge) => edge.from === node), "to", limit, state, node);
     }
+    if (state.chosen === null) make(side, "p", "Click a node, or press Enter on it, for its inputs and outputs. Arrow keys move; P pins, Escape lets go. Drag to move the picture. Blue adds, orange takes away.", { class: "n" });
     if (!state.pinned.size) return;
     const pinned = make(side, "div", "Pinned: ", { class: "n" });
     state.pinned.forEach((other) => make(pinned, "button", called(other), { type: "button", class: "go" }).tensorlensNode = other);
   };
 
-  const flows = (side, title, edges, end, limit, state) => {
+  const flows = (side, title, edges, end, limit, state, node) => {
+    if (!edges.length) return;
     const shown = edges.filter((edge) => isShown(state, edge, limit)).sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight));
-    const lines = shown.slice(0, SHOWN), left = edges.length - lines.length, node = state.chosen;
+    const lines = shown.slice(0, SHOWN), left = edges.length - lines.length;
     const body = make(make(side, "table", "", { class: "r flows" }), "tbody");
     const apart = state.keys > 0;
     const line = (first, weight, kind = "", reads = "") => {
@@ -171,16 +212,16 @@
       const cell = make(row, kind ? "th" : "td", typeof first === "string" ? first : "");
       if (typeof first !== "string") make(cell, "button", called(first), { type: "button", class: "go" }).tensorlensNode = first;
       if (reads) make(cell, "span", ` ${reads}`, { class: "n" });
-      make(row, "td", weight);
+      make(row, "td", typeof weight === "number" ? digits(weight) : weight, { title: weight });
     };
-    line(`${title}: ${edges.length}`, "", "head");
-    lines.forEach((edge) => line(edge[end], digits(edge.weight), "", apart ? edge.reads : ""));
-    if (left) line(`${left} smaller`, digits(total(edges) - total(lines)));
+    line(`${title}: ${edges.length}`, "", "heading");
+    lines.forEach((edge) => line(edge[end], edge.weight, "", apart ? edge.reads : ""));
+    if (left) line(`${left} smaller`, total(edges) - total(lines));
     if (!edges.length || !state.weighted) return; // scores of edges between parts without a weight do not add up to one
     const rest = end === "to" || node.members ? 0 : node.weight - node.bias - total(edges);
-    if (end === "from" && node.bias) line("own bias", digits(node.bias)); // with all inputs it is the node's weight
-    if (Math.abs(rest) > 1e-6 * state.largest) line("not in this picture", digits(rest));
-    line("sum", digits(end === "to" || node.members ? total(edges) : node.weight), "sum");
+    if (end === "from" && node.bias) line("own bias", node.bias); // with all inputs it is the node's weight
+    if (Math.abs(rest) > 1e-6 * state.largest) line("not in this picture", rest);
+    line("sum", end === "to" || node.members ? total(edges) : node.weight, "sum");
   };
 
   // ------------------------------------------------------------------ what is done
@@ -189,6 +230,14 @@
     state.chosen = node;
     show(state);
   };
+  const announce = (state) => state.graph.dispatchEvent(new CustomEvent("chosen", { bubbles: true, detail: state.chosen?.mark.dataset ?? null }));
+
+  window.tensorlensGraphs.select = (graph, key) => {
+    const state = stateOf(graph), node = state?.nodes.find((of) => of.mark.dataset.node === key) ?? null;
+    if (state && state.chosen !== node) choose(state, node);
+    return node !== null;
+  };
+  window.tensorlensGraphs.svg = (graph) => drawn(stateOf(graph));
 
   const go = (state, node) => {
     node = holder(node);
@@ -218,9 +267,9 @@
     const most = (key) => Math.max(...members.map((node) => node[key]));
     const mark = make(state.svg, "g", "", { class: "t", tabindex: -1, "aria-label": `${name}: ${members.map(called).join(", ")}` });
     dress(mark);
-    make(mark, "rect", "", { width: 24, height: 16, rx: 5 });
+    make(mark, "rect", "", { rx: 4, class: "ground" });
     make(mark, "text", name, { "text-anchor": "middle" });
-    const group = { mark, name, at: `${members.length} places`, weight: null, bias: 0, parent: null, members, kind: "group" };
+    const group = { mark, name, at: `${members.length} places`, row: members.at(-1).row, weight: null, bias: 0, parent: null, members, kind: "group" };
     Object.assign(group, { column: most("column"), level: most("level"), layer: most("layer") });
     members.forEach((node) => { node.parent = group; });
     state.nodes.push(group);
@@ -246,7 +295,7 @@
     state.layers.forEach((group) => scatter(state, group));
     const layers = new Map();
     for (const node of state.nodes) {
-      if (by === "" || node.parent || node.kind === "target" || state.pinned.has(node)) continue;
+      if (by === "" || node.parent || ["target", "others"].includes(node.kind) || state.pinned.has(node)) continue;
       const last = node.kind === "bias" && node.layer < 0;
       const name = last ? "final norm" : node.layer < 0 ? "embeddings" : `layer ${node.layer}`;
       const key = by === "layer" ? name : `${name} ${node.column}`;
@@ -279,7 +328,7 @@
     for (const edge of state.sums) {
       const size = Math.min(1, Math.abs(edge.weight) / state.largest);
       edge.path = make(state.svg, "path", "", {
-        fill: "none", "stroke-opacity": 0.55, class: edge.weight >= 0 ? "adds" : "takes", "stroke-width": (0.7 + 6 * size).toFixed(1),
+        fill: "none", "stroke-opacity": 0.55, class: edge.weight >= 0 ? "adds" : "takes", "stroke-width": (0.7 + 5 * size).toFixed(1),
         "stroke-dasharray": state.dashes.get(edge.reads) ?? "",
       });
       state.svg.insertBefore(edge.path, first);
@@ -290,16 +339,17 @@
 
   // what is seen, black on white and with its colours written out, as a file of its own
   const drawn = (state) => {
-    const copy = state.svg.cloneNode(true), { width, height } = state.svg.viewBox.baseVal;
+    const copy = state.svg.cloneNode(true), [width, height] = state.size;
     const [blue, orange] = ["--blue", "--orange"].map((name) => `rgb(${getComputedStyle(state.graph).getPropertyValue(name)})`);
     copy.querySelectorAll("[hidden]").forEach((element) => element.remove());
     copy.querySelectorAll(".adds").forEach((path) => path.setAttribute("stroke", blue));
     copy.querySelectorAll(".takes").forEach((path) => path.setAttribute("stroke", orange));
-    copy.querySelectorAll("rect").forEach((box) => set(box, { stroke: blue, fill: "white", "stroke-width": 2 }));
+    copy.querySelectorAll(".ground").forEach((box) => set(box, { stroke: blue, fill: "white" }));
+    copy.querySelectorAll(".columns").forEach((row) => row.removeAttribute("transform"));
     copy.querySelectorAll("*").forEach((element) => {
       for (const { name } of [...element.attributes]) if (/^(aria-|data-|role$|tabindex$|class$)/.test(name)) element.removeAttribute(name);
     });
-    set(copy, { viewBox: `0 0 ${width} ${height}` });
+    set(copy, { width, height, viewBox: `0 0 ${width} ${height}` });
     ["class", "aria-label", "role"].forEach((name) => copy.removeAttribute(name));
     const style = document.createElementNS(copy.namespaceURI, "style");
     style.textContent = "svg{color:black;background:white}text{font:11px sans-serif;fill:black;paint-order:stroke;stroke:white;stroke-width:3px;stroke-linejoin:round}";
@@ -317,7 +367,7 @@
   const saveSvg = (state) => saved(`data:image/svg+xml;charset=utf-8,${encodeURIComponent(drawn(state))}`, "svg");
 
   const savePng = (state) => {
-    const picture = new Image(), { width, height } = state.svg.viewBox.baseVal;
+    const picture = new Image(), [width, height] = state.size;
     picture.onload = () => {
       const canvas = document.createElement("canvas"), scale = Math.min(3, 12000 / width, 12000 / height);
       Object.assign(canvas, { width: Math.round(scale * width), height: Math.round(scale * height) });
@@ -342,14 +392,39 @@
     const state = stateOf(event.target);
     if (!state) return;
     const mark = event.target.closest(".t"), button = event.target.closest("button");
+    const before = state.chosen;
     if (mark) choose(state, state.chosen?.mark === mark ? null : nodeOf(state, mark));
     else if (button?.tensorlensNode) go(state, button.tensorlensNode);
+    else if (button?.matches(".into")) scale(state, 1.25 * state.zoom);
+    else if (button?.matches(".out-of")) scale(state, state.zoom / 1.25);
+    else if (button?.matches(".fit")) fit(state);
     else if (button?.matches(".pin")) pin(state);
     else if (button?.matches(".join")) join(state);
     else if (button?.matches(".part")) part(state);
     else if (button?.matches(".svg")) saveSvg(state);
     else if (button?.matches(".png")) savePng(state);
-    else if (event.target.closest("svg")) choose(state, null);
+    else if (event.target.closest("svg") && !state.moved) choose(state, null);
+    if (state.chosen !== before) announce(state);
+  });
+
+  document.addEventListener("wheel", (event) => {
+    const state = event.ctrlKey && event.target.closest?.(".circuit svg") ? stateOf(event.target) : null;
+    if (!state) return;
+    event.preventDefault();
+    scale(state, state.zoom * (event.deltaY < 0 ? 1.1 : 1 / 1.1));
+  }, { passive: false });
+
+  document.addEventListener("pointerdown", (event) => {
+    const state = event.button === 0 && event.pointerType === "mouse" && event.target.closest?.(".circuit svg") ? stateOf(event.target) : null;
+    if (!state) return;
+    const { shell } = state, from = [shell.scrollLeft + event.clientX, shell.scrollTop + event.clientY];
+    state.moved = false;
+    const drag = (to) => {
+      if (Math.hypot(to.clientX - event.clientX, to.clientY - event.clientY) > 4) state.moved = true;
+      [shell.scrollLeft, shell.scrollTop] = [from[0] - to.clientX, from[1] - to.clientY];
+    };
+    document.addEventListener("pointermove", drag);
+    document.addEventListener("pointerup", () => document.removeEventListener("pointermove", drag), { once: true });
   });
 
   document.addEventListener("input", (event) => {
@@ -374,7 +449,7 @@
       if (event.target.matches(".name") && event.key === "Enter") return state.pinned.size > 1 && join(state), true;
       if (!mark) return false;
       const node = nodeOf(state, mark);
-      if (event.key === "Enter" || event.key === " ") return choose(state, state.chosen === node ? null : node), true;
+      if (event.key === "Enter" || event.key === " ") return choose(state, state.chosen === node ? null : node), announce(state), true;
       if (event.key === "p" || event.key === "P") return choose(state, node), pin(state), true;
       const next = { ArrowUp: "to", ArrowDown: "from" }[event.key];
       const other = next && strongest(state, node, next);

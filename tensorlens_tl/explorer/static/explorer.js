@@ -1,7 +1,7 @@
 // The page: one state, in the address; every view follows it.
 import { copy, card, error, h, percent, plain, quoted } from "./draw.js";
 import { generatedView, showModes } from "./generated.js";
-import { graphView } from "./graph.js";
+import { graphView } from "./circuit.js";
 import { gallery, imageControls, imageView } from "./images.js";
 import { ablateView, featureView, headView, neuronsView, nothingView } from "./inspect.js";
 import { begin, end } from "./jobs.js";
@@ -46,7 +46,6 @@ async function against(text) {
 // Which places of the page are filled, by which questions and how; "" stands for no question.
 function places(state) {
   const two = isPair(state);
-  const width = find("views").clientWidth;
   const hasHead = state.layer !== undefined && state.head !== undefined;
   const isNode = state.node !== undefined;
   const isMlp = isNode && state.node.startsWith("MLP");
@@ -68,7 +67,7 @@ function places(state) {
   if (!hasHead && !isNode && state.feature === undefined) list.push(["empty", "", () => nothingView()]);
   if (about.dictionaries.length && !two) list.push(["features", "features", (answer) => featuresView(answer, state, go, about)]);
   if (two) list.push(["routes", "routes", (answer) => routesView(answer)]);
-  list.push(["graph", "graph", (answer) => graphView(answer, state, go, width)]);
+  list.push(["graph", "graph", (answer) => graphView(answer, state, go)]);
   return list;
 }
 

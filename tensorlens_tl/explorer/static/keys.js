@@ -34,6 +34,7 @@ function called(control) {
 export function redraw(place, drawn) {
   const active = document.activeElement;
   const name = place.contains(active) ? called(active) : undefined;
+  if (place.firstChild === drawn) return;
   place.replaceChildren(drawn);
   if (name === undefined) return;
   const controls = [...place.querySelectorAll("button, select, input, summary, [tabindex]")];

@@ -1,0 +1,50 @@
+// The contribution graph: the picture that pages of results have too (graph.js), and what else a chosen node selects.
+import { card, error, h, menu, percent, sum } from "./draw.js";
+import { NOTHING, isPair } from "./state.js";
+
+const STEPS = [20, 40, 80, 120];
+const HEAD = /^L(\d+)H(\d+)/;
+const MLP = /^(MLP\d+)/;
+let last = {}; // the card of an answer stands while only what is chosen changes: pins, groups and zoom stay
+
+// A chosen node is selected in every view: its head or MLP opens, and its token is marked.
+function selection({ name, node, at, kind }) {
+  if (["target", "others"].includes(kind)) return { ...NOTHING, pick: node };
+  const head = HEAD.exec(name);
+  return { ...NOTHING, pick: node, at: Number(at), layer: head ? Number(head[1]) : undefined, head: head ? Number(head[2]) : undefined, node: MLP.exec(name)?.[1] };
+}
+
+export function graphView(view, state, go) {
+  if (last.view !== view) last = { view, drawn: drawn(view, state, go) };
+  last.go = go;
+  const graph = last.drawn.querySelector(".circuit");
+  for (const mark of graph.querySelectorAll(".t")) {
+    const [, layer, head] = HEAD.exec(mark.dataset.name) ?? [];
+    mark.classList.toggle("linked", head === undefined ? state.node !== undefined && MLP.exec(mark.dataset.name)?.[1] === state.node : Number(layer) === state.layer && Number(head) === state.head);
+  }
+  requestAnimationFrame(() => { // once it is on the page
+    const isDrawn = window.tensorlensGraphs.select(graph, state.pick);
+    const hidden = state.pick?.includes("@") && !isDrawn;
+    last.drawn.querySelector(".hint").textContent = hidden ? `${state.pick.replace("@", " at ")} is not one of the strongest nodes of this question. Choose more nodes to see it.` : "";
+  });
+  return last.drawn;
+}
+
+function drawn(view, state, go) {
+  const { nodes, edges } = view;
+  const holder = h("div");
+  holder.innerHTML = view.picture; // the library's own, every text in it escaped
+  holder.addEventListener("chosen", ({ detail }) => last.go(detail ? selection(detail) : NOTHING));
+  const count = h("select", { "aria-label": "Nodes", onchange: (event) => last.go({ nodes: Number(event.target.value) || undefined }) },
+    h("option", { value: "", selected: state.nodes === undefined }, "80 % of the answer"), STEPS.map((step) => h("option", { value: step, selected: step === state.nodes }, step)));
+  const table = { columns: ["source", "source position", "reader", "reader position", "weight"], rows: edges.map(([a, b, weight]) => [nodes[a].name, nodes[a].pos, nodes[b].name, nodes[b].pos, weight]) };
+  const part = view.covered ? "" : ` (partial: ${percent(view.coverage)})`;
+  const { bias } = nodes.at(-1);
+  return card("graph-card", `${isPair(state) ? "How the change reached the answer" : "How the answer came about"}${part}`,
+    `${view.label}; the ${view.count} nodes drawn carry ${percent(view.coverage)} of what enters the answer, all others are summed by layers`,
+    h("div", { class: "row" }, h("label", { class: "inline" }, "Nodes ", count), menu("graph", "graph", table, view.code, () => window.tensorlensGraphs.svg(holder.firstChild))),
+    holder, h("p", { class: "soft hint" }),
+    sum([["nodes drawn", view.total - view.others - bias], ["+ all others", view.others], ["+ bias", bias || null], ["=", view.total], ["gap of all parts", error(view.gap), view.gap]]),
+    h("p", { class: "soft" }, "Node totals overlap, so they do not add up. The inputs of any one node do. A head is followed by the token that it attends to most.",
+      isPair(state) ? " A head is .v for its values, .q and .k for where its queries and keys made it attend." : ""));
+}
