@@ -260,8 +260,8 @@ def graph_view(inquiry: Inquiry) -> View:
     """
     count = inquiry.question.nodes
     share = COVERED if count is None else min(count, MOST_NODES)
-    kept = inquiry.result(inquiry.run, "circuits.contribution_graph", **inquiry.aim, nodes=share, threshold=0)
-    graph = kept.with_others()
+    chosen = inquiry.result(inquiry.run, "circuits.contribution_graph", **inquiry.aim, nodes=share, threshold=0)
+    graph = chosen.with_others()
     columns = ["name", "kind", "layer", "pos", "token", "weight", "bias"]
     rows = zip(*(graph.nodes[column].tolist() for column in columns), strict=True)
     edges = list(zip(*(graph.edges[column].tolist() for column in ("source", "target", "weight")), strict=True))
@@ -270,13 +270,13 @@ def graph_view(inquiry: Inquiry) -> View:
         "nodes": [dict(zip(columns, row, strict=True)) for row in rows],
         "edges": edges,
         "picture": graph.drawn(SHOWN_EDGES),
-        "count": len(kept.nodes) - 1,
-        "others": float(kept.others[-1]),
+        "count": len(chosen.nodes) - 1,
+        "others": float(chosen.others[-1]),
         "label": graph.target,
         "total": graph.total,
         "gap": graph.gap,
-        "coverage": kept.coverage,
-        "covered": kept.coverage >= COVERED,
+        "coverage": chosen.coverage,
+        "covered": chosen.coverage >= COVERED,
     }
 
 
