@@ -111,10 +111,12 @@ def counts(versions: dict[str, str], rows: Sequence[Row]) -> str:
     lines = [f"{of}: {len({row.name for row in rows})} names, {len(rows)} models.", ""]
     wrong = [f"**{row.title} is silently wrong: {_finding(row)}.**" for row in rows if row.verdict == WRONG]
     lines += [*wrong, ""] if wrong else []
-    lines += [_line("", *VERDICTS), "|" + " --- |" * (len(VERDICTS) + 1)]
+    lines += [_line("", *VERDICTS, "difference of two runs"), "|" + " --- |" * (len(VERDICTS) + 2)]
     for kind in KINDS:
-        of_kind = Counter(row.verdict for row in rows if row.kind == kind)
-        lines.append(_line(kind, *(of_kind[verdict] or "" for verdict in VERDICTS)))
+        of_kind = [row for row in rows if row.kind == kind]
+        verdicts = Counter(row.verdict for row in of_kind)
+        paired = sum("difference" in row.errors for row in of_kind)
+        lines.append(_line(kind, *(verdicts[verdict] or "" for verdict in VERDICTS), paired or ""))
     return "\n".join(lines)
 
 
@@ -127,11 +129,12 @@ def table(rows: Sequence[Row]) -> str:
     """Every model with its verdict, as a CSV file."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(("kind", "name", "verdict", "worst error, or what stands in the way"))
+    writer.writerow(("kind", "name", "verdict", "worst error, or what stands in the way", "difference"))
     for row in sorted(rows, key=lambda row: (KINDS.index(row.kind), row.title.lower())):
         name = f"`{row.name}`" + (f", {row.variant}" if row.variant else "")
         verdict = f"**{row.verdict}**" if row.verdict in (WRONG, CRASH) else row.verdict
-        writer.writerow((row.kind, name, verdict, _finding(row)))
+        change = f"{row.errors['difference']:.0e}" if "difference" in row.errors else ""
+        writer.writerow((row.kind, name, verdict, _finding(row), change))
     return out.getvalue()
 
 
@@ -142,7 +145,8 @@ def _line(*cells: object) -> str:
 def _finding(row: Row) -> str:
     """The worst error with what is refused beside it, or the first sentence of the reason."""
     if row.verdict in (EXACT, FLOAT32):
-        return "; ".join([f"{max(row.errors.values()):.0e}", *map(_short, row.notes)])
+        worst = max(error for claim, error in row.errors.items() if claim != "difference")
+        return "; ".join([f"{worst:.0e}", *map(_short, row.notes)])
     if row.verdict == WRONG:
         return "; ".join([*(f"{claim} {error:.0e}" for claim, error in row.errors.items()), *map(_short, row.notes)])
     return _short(row.reason) if row.verdict in (REFUSED, CRASH) else row.reason

@@ -1,4 +1,4 @@
-"""One row of the census: a name of TransformerLens as a tiny random model, frozen, and measured in five ways.
+"""One row of the census: a name of TransformerLens as a tiny random model, frozen, and measured in seven ways.
 
 What is claimed, all in float64 and relative to the largest value:
 
@@ -9,7 +9,8 @@ What is claimed, all in float64 and relative to the largest value:
 * ``independent``: so is autograd through the model under hooks that share no code with the library, where those make
   it affine (softmax attention, plain or gated MLPs and norms with hook points of their own, experts whose gates go
   through an activation module, and nothing else);
-* ``logits``: a target's scores and bias are its total, and the total is the model's own logit, at every position.
+* ``logits``: a target's scores and bias are its total, and the total is the model's own logit, at every position;
+* ``difference``: with the same input in reverse, the exact difference of two runs takes the second output to the first.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,9 @@ NOT_BUILDABLE, BRIDGE_FAILS = "not buildable offline", "TransformerLens fails"
 VERDICTS = (EXACT, FLOAT32, REFUSED, CRASH, WRONG, BRIDGE_FAILS, NOT_BUILDABLE)
 LIMIT, FLOAT32_LIMIT = 1e-9, 1e-6
 """The largest error of what is exact: in float64, and where the model itself narrows activations to float32."""
+
+DIFFERENCE_LIMIT = 1e-5
+"""The same of a difference, relative to the first run's largest output: two runs are rounded, as one is."""
 
 COTANGENTS = 3
 
@@ -69,7 +73,8 @@ def examine(name: str, variant: str = "") -> Row:
     try:
         with _float64_by_default():
             measure(build(name, variant), row)
-        worst = max(row.errors.values())
+        changed = row.errors.get("difference", 0.0)
+        worst = max(error for claim, error in row.errors.items() if claim != "difference")
     except NotBuildableError as error:
         row.verdict, row.reason = NOT_BUILDABLE, str(error)
     except BridgeError as error:
@@ -79,7 +84,7 @@ def examine(name: str, variant: str = "") -> Row:
     except Exception as error:
         row.verdict, row.reason = CRASH, described(error)
     else:
-        row.verdict = row.verdict if worst > LIMIT else EXACT
+        row.verdict = EXACT if worst <= LIMIT and changed <= DIFFERENCE_LIMIT else row.verdict
     return row
 
 
@@ -129,17 +134,18 @@ def measure(case: Case, row: Row) -> None:
         "gradients": lambda: _gradients(op, lambda x: held_output(frozen, x)),
         "independent": lambda: _independent(case, op),
         "logits": lambda: _logits(frozen, op, own),
+        "difference": lambda: _two_runs(case, frozen),
     }
     for claim, ask in claims.items():
         try:
             error = ask()
         except tlens.UnsupportedModelError as refusal:
-            what = "logits" if claim == "logits" else "hooks"
+            what = claim if claim in ("logits", "difference") else "hooks"
             row.notes += [] if any(note.startswith(what) for note in row.notes) else [f"{what} refused: {refusal}"]
         else:
             errors |= {} if error is None else {claim: error}
     row.errors = {claim: float(f"{error:.0e}") for claim, error in errors.items()}
-    within = max(errors.values()) <= FLOAT32_LIMIT
+    within = errors.pop("difference", 0.0) <= DIFFERENCE_LIMIT and max(errors.values()) <= FLOAT32_LIMIT
     row.verdict = FLOAT32 if within and narrowing.found else WRONG
 
 
@@ -179,6 +185,13 @@ def _logits(frozen: Any, op: Any, own: Tensor | None) -> float | None:
 
 
 # --------------------------------------------------------------------------- a witness without the library
+
+
+def _two_runs(case: Case, frozen: Any) -> float:
+    """How far the second run's output, with the map of what its input differs by, is from the first one's."""
+    other = tlens.freeze(case.bridge, case.input.flip(1), **case.options)
+    op = tlens.difference(frozen, other).operator()
+    return difference(op(op.x) + other.output, frozen.output)
 
 
 def _independent(case: Case, op: Any) -> float | None:

@@ -14,6 +14,7 @@ from tensorlens_tl.testing.models import _GROUPED, CONTEXT, HEADS, LAYERS, VOCAB
 pytestmark = [pytest.mark.numeric, pytest.mark.few(3)]
 
 SHAPES = {
+    "Bloom": {"hidden_size": WIDTH, "n_head": HEADS, "n_layer": LAYERS, "vocab_size": VOCABULARY},  # adds the stream
     "Cohere": _GROUPED,  # turns neighbouring channels, by tables that are laid out in another way
     "Mpt": {"d_model": WIDTH, "n_heads": HEADS, "n_layers": LAYERS, "max_seq_len": CONTEXT, "vocab_size": VOCABULARY},
     "NanoChat": _GROUPED,  # norms queries and keys after turning them
@@ -92,7 +93,7 @@ def changed(model):
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, weight in other.named_parameters():
-            if "attn" in name:
+            if "attn" in name or "attention" in name:
                 weight += 0.05 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
     return other
 

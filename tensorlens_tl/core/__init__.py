@@ -2,7 +2,7 @@
 
 from tensorlens_tl.core.linearise import Linearised, activation, refuse_other_functions, ruled
 from tensorlens_tl.core.pairing import Constant
-from tensorlens_tl.core.pairs import Paired, in_two_runs, paired
+from tensorlens_tl.core.pairs import Paired, in_two_runs, paired, readable
 from tensorlens_tl.core.recorded import Cuts, Recorded, Side, depends, gradients, recordable
 from tensorlens_tl.core.rules import (
     ATTNLRP,
@@ -47,6 +47,7 @@ __all__ = [
     "held",
     "in_two_runs",
     "paired",
+    "readable",
     "recordable",
     "refuse_other_functions",
     "rule_of",

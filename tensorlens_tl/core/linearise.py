@@ -604,7 +604,7 @@ def _of_factors(
 
     def of_factors(x: Tensor, y: Tensor) -> Tensor:
         put = {id(live[0]): x, id(live[1]): y}
-        return func(*(_put(arg, put) for arg in args), **kwargs)
+        return func(*(_put(arg, put) for arg in args), **{key: _put(arg, put) for key, arg in kwargs.items()})
 
     of_factors.__name__ = getattr(func, "__name__", "a product")
     return of_factors

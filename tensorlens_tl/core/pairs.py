@@ -188,7 +188,7 @@ def in_two_runs(
         UnsupportedModelError: as `paired`.
     """
     weights = {} if modules[0] is modules[1] else [dict(module.named_parameters()) for module in modules]
-    names = [{id(weight): _readable(f"{name}.{key}") for key, weight in of.items()} for of in weights] or [{}, {}]
+    names = [{id(weight): readable(f"{name}.{key}") for key, weight in of.items()} for of in weights] or [{}, {}]
 
     def label(module: str) -> str:
         return f"{name}.{module}.routing".strip(".")
@@ -202,6 +202,6 @@ def in_two_runs(
     return output, tuple(mine.constants)
 
 
-def _readable(name: str) -> str:
+def readable(name: str) -> str:
     """A weight's name without the wrappers of a Bridge."""
     return name.replace("._original_component", "").strip(".")

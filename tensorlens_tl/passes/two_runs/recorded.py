@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from tensorlens_tl.algebra import Chain, Diagonal, Sum
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.algebra.secants import MatrixChange, Offset
-from tensorlens_tl.core import Constant, Cuts, Paired, Recorded, depends, in_two_runs, refuse_other_functions
+from tensorlens_tl.core import Constant, Cuts, Paired, Recorded, depends, in_two_runs, readable, refuse_other_functions
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import Placing, drop_patterns, hook_points, refuse_attached, run_until
 from tensorlens_tl.models import BlockView
@@ -127,6 +127,12 @@ def recorded_attention(
     shape = entry.shape[0], entry.shape[1]
     ones = values[0].heads.new_ones(1, 1, values[0].heads.shape[-1])
     keep = () if heads is None else (Diagonal(of_heads(ones, a.capture.pattern(layer).shape[1], heads)),)
+    # what else the two runs give the module differs too: Bloom's adds the stream to what it writes, as its block does
+    weights = {readable(f"L{layer}.{name}") for name, _ in modules[0].named_parameters()}
+    others = [constant for constant in constants if constant.name not in weights]
+    constants = [constant for constant in constants if constant not in others]
+    if any(depends(y, constant.leaf) for constant in others for y in (z, *cuts.arrived.values())):
+        raise block.refuse("what its heads give depends on more than what it reads.")
     inside = [constant for constant in constants if depends(z, constant.leaf)]
 
     def changes(letter: str) -> MatrixChange:
