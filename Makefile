@@ -1,13 +1,13 @@
-# `make demo` and `make test` need nothing but Python: each sets up what it uses.
+# `make demo` and `make test` need nothing but Python: each sets up what it uses, and no more.
 PYTHON ?= python3
 # every process of every run would compile tests and package anew
 unexport PYTHONDONTWRITEBYTECODE
 # what is imported is compiled at its first import: to compile all that is installed takes two thirds of a minute
 PIP_FLAGS = --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-rounding test-pythons real fuzz lint types docs picture bench guard evaluation evaluation-real compression whitening census support changed gallery choose large methods package release clean
+.PHONY: demo test test-tl4 test-whole test-shapes test-cpus test-rounding test-pythons real fuzz lint types docs picture bench guard evaluation evaluation-real compression whitening census support changed gallery choose large methods package release rehearsal clean
 
-demo: .venv/.ready
+demo: .venv/.demo
 	.venv/bin/tensorlens-tl demo
 
 test: .venv/.ready
@@ -146,9 +146,19 @@ package: .venv/.ready
 release: package
 	.venv/bin/python -m scripts.release check .venv-package/bin/python
 
-.venv/.ready: pyproject.toml constraints.txt
-	@echo "Setting up $(@D): about 2 GB on the disk, some minutes without a word from pip."
+# the archives that `make package` built, as users install them: oldest and newest Python, both lines of TransformerLens
+rehearsal: package
+	.ci/installed
+
+# what users have, without the developers' tools
+.venv/.demo: pyproject.toml constraints.txt
+	@echo "Setting up $(@D): torch and TransformerLens, some minutes without a word from pip."
 	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install $(PIP_FLAGS) torch "transformer-lens==3.9.0" -e .
+	touch $@
+
+.venv/.ready: .venv/.demo
+	@echo "Adding the developers' tools to $(@D): about 2 GB on the disk in all."
 	.venv/bin/python -m pip install $(PIP_FLAGS) torch "transformer-lens==3.9.0" -e ".[dev]"
 	$(@D)/bin/python -m pip check
 	touch $@

@@ -1,17 +1,19 @@
-"""What is read off the tables of docs/evaluation_tables.md: one screen of them all, and one CSV file.
+"""What docs/evaluation.md shows of the tables of benchmarks/EVALUATION.md: CSV files, which the page filters.
 
-``python benchmarks/evaluation_pages.py`` writes both again, without measuring; `make evaluation` does so as well.
+One screen of every method in every test, all numbers, the verdict of each test, and the tables that have other rows than
+methods or other cells than numbers. ``python benchmarks/evaluation_pages.py`` writes them again, without measuring;
+`make evaluation` does so as well.
 """
 
 import csv
 import io
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-DOCS = Path(__file__).parent.parent / "docs"
-TABLES, PAGE, NUMBERS = DOCS / "evaluation_tables.md", DOCS / "evaluation.md", DOCS / "_static" / "evaluation.csv"
-START, END = "<!-- overview, written by benchmarks/evaluation_pages.py -->", "<!-- end of the overview -->"
+HERE, DOCS = Path(__file__).parent, Path(__file__).parent.parent / "docs"
+TABLES, PAGE, STATIC = HERE / "EVALUATION.md", DOCS / "evaluation.md", DOCS / "_static"
 SHOWN = {
     "Language model: positive perturbation": ("text +", "logit"),
     "Language model: negative perturbation": ("text −", "logit"),
@@ -46,17 +48,56 @@ def sections(text: str) -> dict[str, str]:
     return {part.split("\n", 1)[0]: part for part in re.split(r"^### ", text, flags=re.M)[1:]}
 
 
-def cells(text: str) -> list[Cell]:
-    """Every number with or without an interval, of all tables whose rows are methods."""
+class Table(NamedTuple):
+    """A table of the page, by its heading."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+def tables(text: str) -> list[Table]:
+    """Every table of the page, in its order."""
     found = []
     for title, section in sections(text).items():
         for table in re.findall(r"(?:^\|.*\n)+", section, flags=re.M):
             head, _, *rows = (
                 [cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.splitlines()
             )
-            if head[0] == "method":
-                found += [Cell(title, row[0], *number) for row in rows for number in numbers_of(head, row)]
+            found.append(Table(title, head, rows))
     return found
+
+
+def cells(text: str) -> list[Cell]:
+    """Every number with or without an interval, of all tables whose rows are methods."""
+    return [
+        Cell(table.title, row[0], *number)
+        for table in tables(text)
+        if table.head[0] == "method"
+        for row in table.rows
+        for number in numbers_of(table.head, row)
+    ]
+
+
+def other_cells(text: str) -> list[tuple[str, str, str, str]]:
+    """Every cell that `cells` leaves out, with its table, its row and its column."""
+    counted = {(cell.table, cell.method, cell.metric) for cell in cells(text)}
+    return [
+        (table.title, row[0], column, cell)
+        for table in tables(text)
+        for row in table.rows
+        for column, cell in zip(table.head[1:], row[1:], strict=True)
+        if (table.title, row[0], column) not in counted
+    ]
+
+
+def verdicts(text: str) -> list[tuple[str, str, str]]:
+    """What each table says of each metric: who is first, who does not differ from it, and how far ours is behind."""
+    return [
+        (title, metric, sentence.replace("**", ""))
+        for title, section in sections(text).items()
+        for metric, sentence in re.findall(r"^\* `(\w+)`: (.*)$", section, flags=re.M)
+    ]
 
 
 def numbers_of(head: list[str], row: list[str]) -> list[tuple[str, str, str, str]]:
@@ -84,7 +125,7 @@ def marked(number: str, is_first: bool, is_tied: bool) -> str:
     return number
 
 
-def overview(text: str) -> str:
+def overview(text: str) -> list[list[str]]:
     """Every method in every test, a column each: ● first, ○ not significantly different from the first."""
     parts, numbers = sections(text), {(c.table, c.method, c.metric): c.mean for c in cells(text)}
     methods = list(dict.fromkeys(c.method for c in cells(text) if c.table in SHOWN))
@@ -95,30 +136,28 @@ def overview(text: str) -> str:
             number = numbers.get((title, method, metric), "–")
             marks[method].append(marked(number, method == first, method in tied))
     order = sorted(methods, key=lambda method: (-sum(cell[0] in "●○" for cell in marks[method]), method))
-    head = ["method", *(name for name, _ in SHOWN.values())]
-    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join([method, *marks[method]])} |" for method in order)])
+    return [["method", *(name for name, _ in SHOWN.values())], *([method, *marks[method]] for method in order)]
 
 
-def numbers_file(text: str) -> str:
-    """All numbers as CSV."""
+def files(text: str) -> dict[str, str]:
+    """The files of the page by their names, as CSV."""
+    return {
+        "evaluation-overview.csv": as_csv(overview(text)),
+        "evaluation.csv": as_csv([Cell._fields, *cells(text)]),
+        "evaluation-verdicts.csv": as_csv([("table", "metric", "verdict"), *verdicts(text)]),
+        "evaluation-others.csv": as_csv([("table", "row", "column", "value"), *other_cells(text)]),
+    }
+
+
+def as_csv(rows: Iterable[Sequence[str]]) -> str:
     file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(Cell._fields)
-    writer.writerows(cells(text))
+    csv.writer(file, lineterminator="\n").writerows(rows)
     return file.getvalue()
 
 
-def page() -> str:
-    """The page of findings with its overview written again."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, after = text[: text.index(START)], text[text.index(END) :]
-    return f"{before}{START}\n\n{overview(TABLES.read_text(encoding='utf-8'))}\n\n{after}"
-
-
 def main() -> None:
-    PAGE.write_text(page(), encoding="utf-8")
-    NUMBERS.write_text(numbers_file(TABLES.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, content in files(TABLES.read_text(encoding="utf-8")).items():
+        (STATIC / name).write_text(content, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every method on models built from programs, whose truth is known: a section of docs/evaluation_tables.md.
+"""Every method on models built from programs, whose truth is known: a section of benchmarks/EVALUATION.md.
 
 ``make evaluation`` writes the section with the whole page; ``python benchmarks/programs.py`` writes this section alone,
 in about a minute. Methods that are registered but not among `evaluate.STANDARD` run with their defaults.
@@ -16,7 +16,7 @@ from tensorlens_tl import demo, evaluate
 from tensorlens_tl.evaluate.known import ranking
 from tensorlens_tl.evaluate.scorers import Scorer, scorers_of
 
-PAGE = Path(__file__).parent.parent / "docs" / "evaluation_tables.md"
+PAGE = Path(__file__).parent / "EVALUATION.md"
 HEADING = "## Models built from programs"
 PROMPTS, PAIRS = 12, 8
 IN_PLACE_OF = ("own position", "first token", "another token")

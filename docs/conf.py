@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import importlib.metadata
 import inspect
 import re
 from itertools import groupby
@@ -12,8 +11,10 @@ from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx import addnodes
 from sphinx.pycode import ModuleAnalyzer
 
+from tensorlens_tl import __version__
+
 project = "tensorlens_tl"
-release = importlib.metadata.version("tensorlens-tl")
+release = __version__
 copyright = "the tensorlens_tl authors, MIT licence"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
@@ -29,6 +30,7 @@ exclude_patterns = ["_build", "tutorial/third-party-method"]
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
+nb_execution_in_temp = True  # pages write files
 nb_merge_streams = True
 nb_output_stderr = "remove"  # progress bars, and what the machine at hand warns about
 suppress_warnings = ["mystnb.unknown_mime_type"]
@@ -134,6 +136,28 @@ def displayed_formula(self, node):
     raise SkipNode
 
 
+HEAD = """---
+file_format: mystnb
+kernelspec:
+  name: python3
+  display_name: python3
+---
+"""
+
+
+def run_how_to(app, page, source):
+    """Let the Python of a how-to page run as a notebook's, so that what it gives stands below it."""
+    if not page.startswith("howto/"):
+        return
+    source[0] = HEAD + re.sub(r"```python\n(.*?)```", cell, source[0], flags=re.S)
+
+
+def cell(block):
+    """A block as a cell that runs, unless it needs a model of the hub."""
+    needs_hub = re.findall(r"(?:boot_transformers|from_pretrained)\(", block[1])
+    return block[0] if needs_hub else f"```{{code-cell}} python\n{block[1]}```"
+
+
 titles: dict = {}
 """The table of contents of each page, without its sections and documented names."""
 
@@ -165,6 +189,7 @@ def tree_of_titles(app, page, template, context, doctree):
 def setup(app):
     """Sphinx calls this."""
     app.add_html_math_renderer("mathml", (inline_formula, None), (displayed_formula, None))
+    app.connect("source-read", run_how_to)
     app.connect("autodoc-process-docstring", as_written, priority=400)  # before napoleon reads sections
     app.connect("autodoc-process-signature", constructor)
     app.connect("autodoc-skip-member", skipped)

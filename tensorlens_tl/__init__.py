@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     name.name: node.module
