@@ -4,12 +4,18 @@ import ast
 import importlib
 import inspect
 import re
+import sys
 from itertools import groupby
+from pathlib import Path
 
 from docutils.nodes import SkipNode
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx import addnodes
 from sphinx.pycode import ModuleAnalyzer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import reference
 
 from tensorlens_tl import __version__
 
@@ -189,6 +195,8 @@ def tree_of_titles(app, page, template, context, doctree):
 def setup(app):
     """Sphinx calls this."""
     app.add_html_math_renderer("mathml", (inline_formula, None), (displayed_formula, None))
+    app.connect("builder-inited", reference.write)
+    app.connect("source-read", reference.read)
     app.connect("source-read", run_how_to)
     app.connect("autodoc-process-docstring", as_written, priority=400)  # before napoleon reads sections
     app.connect("autodoc-process-signature", constructor)

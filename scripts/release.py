@@ -19,7 +19,7 @@ MOST_BYTES = 8_100_000
 1.1: to be lowered as the code shrinks."""
 MOST_SECONDS = 2.0
 """Of a processor, that importing takes beyond TransformerLens, and `--help` at all: what else runs does not count."""
-MOST_WORDS, MOST_WORDS_WITH_CODE = 650, 900
+MOST_WORDS, MOST_WORDS_WITH_CODE = 600, 850
 """Of README.md."""
 RELATIVE = re.compile(r"(!?\[[^\]]*\])\((?!https?://|#|mailto:)([^)\s]+)\)")
 TIMES = """
