@@ -16,6 +16,7 @@ from sphinx.pycode import ModuleAnalyzer
 sys.path.insert(0, str(Path(__file__).parent))
 
 import reference
+import terms
 
 from tensorlens_tl import __version__
 
@@ -120,9 +121,37 @@ def attributes_of_base(cls):
     return []
 
 
-def constructor(app, what, name, obj, options, signature, returns):
-    """Classes that a function makes, and whose fields are in part private, show none."""
-    return ("", None) if what == "class" and re.search(r"\b_\w+:", signature or "") else None
+TYPES = {
+    "model": "HookedTransformer | TransformerBridge",
+    "base": "HookedTransformer | TransformerBridge",
+    "tuned": "HookedTransformer | TransformerBridge",
+    "frozen": "FrozenPass | Difference",
+    "clean": "FrozenPass",
+    "corrupted": "FrozenPass",
+    "input": "str | list[str] | list[dict] | Tensor",
+    "prompts": "str | list[str] | Tensor",
+    "target": "str | int | list | Tensor | None",
+    "minus": "str | int | list | Tensor | None",
+    "direction": "Tensor | None",
+    "query": "int | str | list | slice",
+    "layer": "int",
+    "head": "int",
+    "rule": "str | Rule",
+    "memory": "int | str | None",
+    "features": "Features",
+    "ax": "matplotlib.axes.Axes | None",
+}
+"""What arguments take that many functions share: the code checks these itself, with messages of its own."""
+
+
+def signatures(app, what, name, obj, options, signature, returns):
+    """Signatures with what shared arguments take; of classes whose fields are in part private, none."""
+    if what == "class" and re.search(r"\b_\w+:", signature or ""):
+        return "", None
+    untyped = re.compile(r"\b(\w+): (?:~?typing\.)?Any\b")
+    shown = untyped.sub(lambda match: f"{match[1]}: {TYPES.get(match[1], 'Any')}", signature or "")
+    is_figure = (returns or "").endswith("Any") and name.rpartition(".")[2].startswith("plot")
+    return shown or signature, "matplotlib.axes.Axes" if is_figure else returns
 
 
 def skipped(app, what, name, obj, skip, options):
@@ -198,8 +227,9 @@ def setup(app):
     app.connect("builder-inited", reference.write)
     app.connect("source-read", reference.read)
     app.connect("source-read", run_how_to)
+    app.connect("doctree-read", terms.link)
     app.connect("autodoc-process-docstring", as_written, priority=400)  # before napoleon reads sections
-    app.connect("autodoc-process-signature", constructor)
+    app.connect("autodoc-process-signature", signatures)
     app.connect("autodoc-skip-member", skipped)
     app.connect("env-updated", collect_titles)
     app.connect("html-page-context", tree_of_titles, priority=400)  # before the theme calls it
