@@ -136,9 +136,9 @@ TYPES = {
     "query": "int | str | list | slice",
     "layer": "int",
     "head": "int",
-    "rule": "str | Rule",
+    "rule": "str | Rule | None",
     "memory": "int | str | None",
-    "features": "Features",
+    "features": "Features | None",
     "ax": "matplotlib.axes.Axes | None",
 }
 """What arguments take that many functions share: the code checks these itself, with messages of its own."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
-MOST_BYTES = 8_100_000
+MOST_BYTES = 8_000_000
 """Of the wheel, of which the compressed weights of the bundled models are 6.7 million (`scripts/rounding.py`), and code
 1.1: to be lowered as the code shrinks."""
 MOST_SECONDS = 2.0

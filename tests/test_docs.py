@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import runpy
 from functools import cached_property, reduce
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -182,6 +183,20 @@ def test_every_top_level_name_is_on_its_page():
         assert error or f"[`tlens.{name}`](#" in text, name
     for name, target in re.findall(r"\[`tlens\.(\w+)`\]\(#([\w.]+)\)", text):
         assert resolve(target) is getattr(tlens, name)
+
+
+def test_a_page_is_written_for_each_name_of_the_reference(shown):
+    """`docs/reference.py` splits the pages that ask for it: nothing but constants and short pages stays whole."""
+    pages = runpy.run_path(str(DOCS / "reference.py"))
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in API}
+    split = {stem: text for stem, text in texts.items() if pages["SPLIT"] in text}
+    names = [name for text in split.values() for _, name, _ in pages["documented"](text)]
+    assert len(names) == len(set(names)) > 250
+    assert set(names) <= set(shown)
+    left = [name for kind, name, _ in DIRECTIVE.findall("".join(split.values())) if kind in ("function", "class")]
+    assert set(left) <= set(names)
+    assert set(texts) - set(split) == {"0_names", "6d_generation", "6e_datasets", "8_report", "8b_explorer"}
+    assert pages["summary"]("tensorlens_tl.passes.freeze").startswith("Run")
 
 
 def test_the_reference_shows_each_name_once(shown):
