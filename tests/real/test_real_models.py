@@ -367,9 +367,12 @@ def test_scores_that_are_measured_agree_with_patching(real, texts, monkeypatch):
 
 @pytest.mark.parametrize("name", evaluate.LANGUAGE_TASKS)
 def test_tasks_have_pairs_that_the_model_answers(real, name):
-    task = evaluate.language_task(real.bridge(), name)
-    pairs = task.pairs
-    assert len(pairs) == 8
+    if (real.name, name) == ("smollm2", "pronouns"):
+        with pytest.raises(tlens.InvalidInputError, match=r"the model answers \d+ of these, fewer than 4"):
+            evaluate.language_task(real.bridge(), name, prompts=4)
+        return
+    pairs = evaluate.language_task(real.bridge(), name, prompts=4).pairs
+    assert len(pairs) == 4
     for tokens, answers in ((pairs.clean, pairs.target), (pairs.corrupted, pairs.minus)):
         assert [int(real.logits(row).argmax()) for row in tokens.tolist()] == answers.tolist()
 
