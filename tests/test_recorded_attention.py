@@ -77,6 +77,16 @@ def test_heads_add_up(name):
     torch.testing.assert_close(sum(each), difference.maps.mixer(0)(x), rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "Bloom"])
+def test_heads_of_two_models_add_up(name):
+    """What a changed output matrix adds is each head's by what that head gives."""
+    model = bridge(name)
+    difference = tlens.difference(passes(model)[0], passes(changed(model))[1])
+    x = difference.resid_pre(0)
+    each = [difference.maps.mixer(0, heads=[head])(x) for head in range(HEADS)]
+    torch.testing.assert_close(sum(each), difference.maps.mixer(0)(x), rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_node_has_the_sum_of_its_edges(name):
     first, second = passes(bridge(name))

@@ -152,10 +152,27 @@ def recorded_attention(
             mixing = Paired(attended, tuple(_within(layer, letter, constant) for constant in reached))
         routes.append(Chain((read, *_offsets(read, constants, layer, letter, changes), mixing, *keep)))
     if inside or any(not any(depends(y, of.leaf) for y in (z, out, *cuts.arrived.values())) for of in constants):
-        raise block.refuse("weights of its that changed act beside queries, keys and values.")
+        raise block.refuse("some of its changed weights act neither on queries, keys and values nor on its output.")
     written = Recorded(leaf, out, shape, across=False)
     error = relative_error(z.detach().reshape(*shape, -1).to(values[0].heads), values[0].heads)
-    return Chain((Sum(tuple(routes)), Chain((written, *_offsets(written, constants, layer, "O", changes))))), error
+    added = _offsets(written, constants, layer, "O", changes)
+    if heads is not None:
+        added = [_of_some(offset, block, heads) for offset in added]
+    return Chain((Sum(tuple(routes)), Chain((written, *added)))), error
+
+
+def _of_some(offset: Offset, block: BlockView, heads: Collection[int]) -> Offset:
+    """What a changed W_O adds of some heads; a bias is no head's.
+
+    Raises:
+        UnsupportedModelError: of a matrix whose heads are not told apart.
+    """
+    if not offset.name.endswith(".W_O"):
+        return offset
+    if offset.change is None:
+        raise block.refuse("what its changed output matrix adds is not read by head.")
+    change = replace(offset.change, read=of_heads(offset.change.read, block.attention.heads, heads))
+    return replace(offset, vectors=change.vectors, change=change)
 
 
 def _matrix(block: BlockView, letter: str) -> Tensor:
