@@ -23,6 +23,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -229,7 +230,7 @@ def language_task(model: ModelLike, name: str, prompts: WholeNumber = 8, *, seed
     drawn = (TASKS[name](rng) for _ in range(4 * CANDIDATES))
     texts = list({text[:2]: text for text in drawn}.values())[:CANDIDATES]
     sides = [tokenized(view, list(side), None) for side in list(zip(*texts, strict=True))[:2]]
-    answers = [[_single_tokens(view, side) for side in text[2:]] for text in texts]
+    answers = [[_single_tokens(view.tokenizer, side) for side in text[2:]] for text in texts]
     rows = list(zip(*sides, answers, strict=True))
     usual, _ = Counter(len(clean) for clean, _, _ in rows).most_common(1)[0]
     aligned = [
@@ -263,7 +264,7 @@ def language_task(model: ModelLike, name: str, prompts: WholeNumber = 8, *, seed
     return LanguageTask(name, pairs, tried, sum(number < tried for number in aligned))
 
 
-def _single_tokens(view: ModelView, words: Sequence[str]) -> set[int]:
+def _single_tokens(tokenizer: Any, words: Sequence[str]) -> set[int]:
     """The tokens of those words that are one token."""
-    tokens = [view.tokenizer(word, add_special_tokens=False).input_ids for word in words]
+    tokens = [tokenizer(word, add_special_tokens=False).input_ids for word in words]
     return {ids[0] for ids in tokens if len(ids) == 1}
