@@ -393,7 +393,8 @@ def _laid_out(picture: GraphPicture, cell: int) -> Layout:
                     y[node] = down + (line_number + 0.5) * (HIGH + APART)
                     start += wide[node] + APART
         height += high + BETWEEN
-    return Layout(x, y, wide, max(left + MARGIN, len(picture.readings) * KEY_WIDTH), height + BETWEEN, columns, rows)
+    width = float(max(left + MARGIN, len(picture.readings) * KEY_WIDTH))
+    return Layout(x, y, wide, width, height + BETWEEN, columns, rows)
 
 
 def _width(wide: np.ndarray, line: Sequence[int]) -> float:
