@@ -347,12 +347,17 @@ def of_edges(found: list[Line]) -> Iterator[str]:
             yield f"{what[0].upper()}{what[1:]} ({tasks}): {len(result.units)} prompts tell no methods apart, so there is no verdict; the table has them."
             continue
         best, others = leading(result)
-        models = " and ".join(dict.fromkeys(NAMES[line.model] for line in chosen))
-        tasks = ", ".join(dict.fromkeys(line.task for line in chosen))
         yield (
-            f"In {what} ({models}: {tasks}; {len(result.units)} prompts) the first is `{best}` with {result.mean(metric, best):.3f}; "
+            f"In {what} ({prompts_of(chosen, result)}) the first is `{best}` with {result.mean(metric, best):.3f}; "
             f"{level_with(others)}."
         )
+
+
+def prompts_of(chosen: list[Line], result: evaluate.Evaluation) -> str:
+    """Models, tasks and the number of prompts, in words."""
+    models = " and ".join(dict.fromkeys(NAMES[line.model] for line in chosen))
+    tasks = ", ".join(dict.fromkeys(line.task for line in chosen))
+    return f"{models}: {tasks}; {len(result.units)} prompts"
 
 
 def of_sources(found: list[Line]) -> Iterator[str]:
@@ -365,10 +370,8 @@ def of_sources(found: list[Line]) -> Iterator[str]:
         best, others = leading(result)
         names = [name for name in ("tensorlens target", "leave-one-out", "random") if name in result.methods]
         ranks = ", ".join(f"`{name}` {result.mean(metric, name):.2f}" for name in names)
-        models = " and ".join(dict.fromkeys(NAMES[line.model] for line in chosen))
-        tasks = ", ".join(dict.fromkeys(line.task for line in chosen))
         yield (
-            f"From which token was the answer read ({models}: {tasks}; {len(result.units)} prompts)? Asked of {asked}, the mean reciprocal "
+            f"From which token was the answer read ({prompts_of(chosen, result)})? Asked of {asked}, the mean reciprocal "
             f"rank of the true source is {ranks}; first is `{best}` with {result.mean(metric, best):.2f} ({level_with(others)})."
         )
 

@@ -27,8 +27,9 @@ from tensorlens_tl.errors import InvalidInputError, TensorLensError, warn_caller
 from tensorlens_tl.generation import FrozenGeneration, check_hops, freeze_generation
 from tensorlens_tl.models import RUNNER_UP, ModelLike, Query, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, freeze, one_check
-from tensorlens_tl.passes.inputs import joined, one_query
+from tensorlens_tl.passes.inputs import one_query
 from tensorlens_tl.passes.target import logit_label, target_ids, token_label
+from tensorlens_tl.passes.texts import joined
 from tensorlens_tl.registry import Method, attribute, get_method, list_methods
 from tensorlens_tl.results import COVERED, Attribution, Terms, array
 

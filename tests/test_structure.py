@@ -23,7 +23,7 @@ OPEN = {
     "datasets": {"work"},
     "drawing": {"charts", "heat_maps", "marks", "page", "terminal"},
     "models": {"lifecycle", "mixers", "names", "offload", "parameters", "sublayers", "writing"},
-    "passes": {"attention_scores", "inputs", "live", "operator", "proof", "replacement", "target"},
+    "passes": {"attention_scores", "inputs", "live", "operator", "proof", "replacement", "target", "texts"},
     "results": {"exchange", "statistics", "storage"},
 }
 """Modules that other packages import by name, which says what they are about."""

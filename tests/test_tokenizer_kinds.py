@@ -14,8 +14,8 @@ from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_f
 import tensorlens_tl as tlens
 from tensorlens_tl import generation
 from tensorlens_tl.models import ModelView
-from tensorlens_tl.passes.inputs import find, joined, readable_tokens, text_ids, token_text
 from tensorlens_tl.passes.target import logit_label
+from tensorlens_tl.passes.texts import find, joined, readable_tokens, text_ids, token_text
 
 SCRIPTS = [
     "The capital of France is Paris. Mary is in Rome, Mary's file is read. Paris is. Paris . Rome . a man (12).",

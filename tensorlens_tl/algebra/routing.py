@@ -3,10 +3,6 @@
 A token goes through the experts that it was sent to, Σ_e weight_e · expert_e(x). With routing held, that is a sum of
 maps, each over a few tokens. Every branch works on its tokens packed side by side, so no product is made for a token
 that an expert does not see.
-
-Attention whose pattern is computed when it is needed, for a few queries at a time, and dropped.
-
-What one layer's pattern is recomputed from: queries, keys, and what each row sums to.
 """
 
 import math
@@ -231,6 +227,10 @@ CHUNK_BYTES = 32 * 2**20
 """How much of a pattern is computed at once; computing it allocates some four times as much."""
 
 
+# ------------------------------------------------------------------
+# Attention whose pattern is computed when it is needed, for a few queries at a time, and dropped.
+
+
 @runtime_checkable
 class PatternRows(Protocol):
     """What computes the rows of a pattern."""
@@ -418,6 +418,10 @@ def query_chunks(queries: int, bytes_per_query: int) -> Iterator[slice]:
     """Slices of queries whose rows fit `CHUNK_BYTES`."""
     step = max(1, CHUNK_BYTES // max(1, bytes_per_query))
     return (slice(start, min(start + step, queries)) for start in range(0, queries, step))
+
+
+# ------------------------------------------------------------------
+# What one layer's pattern is recomputed from: queries, keys, and what each row sums to.
 
 
 def grouped_products(

@@ -2,17 +2,6 @@
 
 An encoder–decoder is one stream: the encoder's positions, then the decoder's. An encoder block acts on the first, a
 decoder block on the others; what cross-attention writes, it writes to the decoder's positions only.
-
-A map that is computed on the device of its weights, between vectors that are on another one.
-
-A map that is opened when it is used and dropped after: a block of a model that is larger than memory.
-
-Maps that follow each other, of which some also read what entered an earlier one of them.
-
-A block that takes its values from an earlier block (shared keys and values) writes what is linear in two streams: its
-own and that one's. All blocks between the two are one map then, with the earlier stream set aside on the way.
-
-Several streams of one width beside each other in the channels of a vector, and what adds them to each other.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -266,6 +255,10 @@ class CrossAttention(AffineMap):
 Value = TypeVar("Value")
 
 
+# ------------------------------------------------------------------
+# A map that is computed on the device of its weights, between vectors that are on another one.
+
+
 def on_device(value: Value, device: torch.device) -> Value:
     """A copy of what holds tensors, with all of them on one device; itself where they are there already.
 
@@ -370,6 +363,10 @@ class Placed(MixingMap):
         if biases is not None:
             biases += on_device(terms or [], self.outside)
         return pulled.to(self.outside)
+
+
+# ------------------------------------------------------------------
+# A map that is opened when it is used and dropped after: a block of a model that is larger than memory.
 
 
 @final
@@ -495,6 +492,13 @@ class LazyMap(MixingMap):
         return cotangents
 
 
+# ------------------------------------------------------------------
+# Maps that follow each other, of which some also read what entered an earlier one of them.
+#
+# A block that takes its values from an earlier block (shared keys and values) writes what is linear in two streams: its
+# own and that one's. All blocks between the two are one map then, with the earlier stream set aside on the way.
+
+
 class EarlierRead(NamedTuple):
     """What is added to the vector that enters a stage: a map of what entered an earlier stage."""
 
@@ -587,6 +591,10 @@ class ChainWithReads(MixingMap):
                 pulled = read._backward(g, biases)
                 at_source[source] = at_source.get(source, torch.zeros_like(pulled)) + pulled
         return g
+
+
+# ------------------------------------------------------------------
+# Several streams of one width beside each other in the channels of a vector, and what adds them to each other.
 
 
 @final

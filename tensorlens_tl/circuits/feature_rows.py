@@ -28,7 +28,8 @@ from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import freeze
-from tensorlens_tl.passes.inputs import memory_batches, prepare, readable_tokens, token_rows
+from tensorlens_tl.passes.inputs import memory_batches, prepare, token_rows
+from tensorlens_tl.passes.texts import readable_tokens
 from tensorlens_tl.results import Entry, FeatureExamples
 
 # ------------------------------------------------------------------ the largest so far

@@ -58,7 +58,14 @@ from tensorlens_tl.passes import (
     difference as difference_of,
     freeze,
 )
-from tensorlens_tl.passes.inputs import InputLike, check_slice, one_per_prompt, prompt_batches, taken, tokenized
+from tensorlens_tl.passes.inputs import (
+    InputLike,
+    check_slice,
+    one_per_prompt,
+    prompt_batches,
+    taken,
+    tokenized,
+)
 from tensorlens_tl.passes.target import resolve_target, target_ids
 from tensorlens_tl.results import HEAD_ROUTES, ROUTES, ChangeRoutes, ModelChange, joined
 

@@ -72,8 +72,6 @@ from tensorlens_tl.passes.inputs import (
     Verify,
     chat_text,
     chats_in,
-    find,
-    joined,
     memory_batches,
     one_per_prompt,
     plain_input,
@@ -83,6 +81,7 @@ from tensorlens_tl.passes.inputs import (
 )
 from tensorlens_tl.passes.operator import Collapse
 from tensorlens_tl.passes.target import EACH_NEXT, RANKED, UNCAPPED, logit_word
+from tensorlens_tl.passes.texts import find, joined
 from tensorlens_tl.registry import attribute, get_method
 from tensorlens_tl.results import (
     EACH_GENERATED,
@@ -713,7 +712,7 @@ class FrozenGeneration:
             queries: the positions that predict the tokens; see `queries`.
             span: None where each token is explained by itself; else they are together.
             minus, hops: as for `attribute_generation`.
-            capped: see `tensorlens_tl.passes.operator.logit_word`.
+            capped: see `tensorlens_tl.passes.target.logit_word`.
         """
         unit, against = _unit(minus)
         unit = unit.replace("logit", logit_word(self.frozen.view, capped))

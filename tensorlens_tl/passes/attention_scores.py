@@ -1,18 +1,5 @@
 """Attention scores as the weights make them, and patterns that are recomputed from them.
 
-How attention scores tell positions apart: rotary tables, ALiBi, relative biases, as each model class stores them.
-
-The ways in which a layer may compute its attention scores, read from its weights.
-
-    score_ij = scale · (R_i q_i)·(R_j k_j)  then soft cap, ALiBi or a relative bias, mask and softmax
-
-with q and k linear in the normalised stream (their own norms' scales frozen) and R rotary. Neither the scale nor the
-way of rotating is stated the same way by any two model classes, so the known ways are candidates; a reading is right
-when the softmax of its scores is the model's own pattern. In cross-attention i is a position of the decoder, j one of
-the encoder's output, and nothing is added for their distance.
-
-Which reading of a layer's scores reproduces its pattern.
-
 Patterns that are not stored: recomputed from queries and keys when they are needed, and proved while the pass runs.
 
 The model computes a pattern for every layer anyway. A hook reads each of them and chooses the reading of the layer's
@@ -46,6 +33,9 @@ from tensorlens_tl.passes.block_maps import BlockMaps
 from tensorlens_tl.passes.capture import Capture
 from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.proof import check_pattern
+
+# ------------------------------------------------------------------
+# How attention scores tell positions apart: rotary tables, ALiBi, relative biases, as each model class stores them.
 
 
 def alibis(maps: BlockMaps, attn: nn.Module, heads: int, x: Tensor, pos: int) -> list[Tensor | None]:
@@ -156,6 +146,17 @@ def rotation_matrices(
 
 ALL = slice(None)
 """Every query."""
+
+
+# ------------------------------------------------------------------
+# The ways in which a layer may compute its attention scores, read from its weights.
+#
+#     score_ij = scale · (R_i q_i)·(R_j k_j)  then soft cap, ALiBi or a relative bias, mask and softmax
+#
+# with q and k linear in the normalised stream (their own norms' scales frozen) and R rotary. Neither the scale nor the
+# way of rotating is stated the same way by any two model classes, so the known ways are candidates; a reading is right
+# when the softmax of its scores is the model's own pattern. In cross-attention i is a position of the decoder, j one of
+# the encoder's output, and nothing is added for their distance.
 
 
 @dataclass(frozen=True, eq=False)
@@ -430,6 +431,10 @@ def added_positions(maps: BlockMaps) -> Tensor | None:
 
 SAMPLED_ROWS = 16
 """How many rows of a pattern decide between readings. The chosen reading is proved on all of them."""
+
+
+# ------------------------------------------------------------------
+# Which reading of a layer's scores reproduces its pattern.
 
 
 def sampled_rows(pattern: Float[Tensor, "batch head query key"]) -> Int[Tensor, "row"]:

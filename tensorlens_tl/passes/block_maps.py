@@ -2,12 +2,6 @@
 
 Nothing here runs the model or proves anything: `tensorlens_tl.passes.freezing` makes the capture, and
 `tensorlens_tl.passes.proof` determines how each block is put together, and whether its map is right.
-
-The blocks of a loop as one map, from the embedding to the output of the last call.
-
-Between blocks there are two streams beside each other: what the blocks of a call read and write, and the state of the
-stack that is not called. A call that ends gives its stack's new state; the next one reads the sum of both, and beside
-it stands the state of the stack that it is not of: of two calls of one stack the same as before, else the new one.
 """
 
 from abc import ABC, abstractmethod
@@ -73,6 +67,14 @@ IN_FIRST = ((1.0,), (0.0,))
 SECOND_STAYS = ((0.0, 0.0), (0.0, 1.0))
 SAME_STACK = ((1.0, 1.0), (0.0, 1.0))
 OTHER_STACK = ((1.0, 1.0), (1.0, 0.0))
+
+
+# ------------------------------------------------------------------
+# The blocks of a loop as one map, from the embedding to the output of the last call.
+#
+# Between blocks there are two streams beside each other: what the blocks of a call read and write, and the state of the
+# stack that is not called. A call that ends gives its stack's new state; the next one reads the sum of both, and beside
+# it stands the state of the stack that it is not of: of two calls of one stack the same as before, else the new one.
 
 
 def unrolled(loop: Loop, stages: Sequence[AffineMap], x: Float[Tensor, "batch pos d_model"]) -> list[AffineMap]:

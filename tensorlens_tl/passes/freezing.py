@@ -2,18 +2,6 @@
 
 Arguments are checked first, then the model's structure, then the pass is run (or taken from a cache), then its
 numbers; at the end come the proofs (`tensorlens_tl.passes.proof`).
-
-What hooks add to the residual stream during a pass, or put in the place of it: measured, and held where constant.
-
-What a hook adds is a constant of the pass if it does not depend on what the hook reads. It is tried: the model runs
-once more, and the hooks are given zeros, so that a constant comes out as it is, without the rounding of a sum. A patch
-puts values in the place of some entries, which do not depend on what was there either. That is tried by a third run, in
-which the hooks are given a stream of other signs and sizes: every entry must be what it was given, plus a constant, in
-all runs, or the same value in all of them. What changed there in the pass, the value less what it replaced, is then
-held as a constant; that it depends on what it replaced is for `tensorlens_tl.passes.two_runs` to know, and for a pass
-by itself a reason to refuse.
-
-Checks of one capture before anything is proved of it: each refuses, or warns of, what a proof would not see.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +55,6 @@ from tensorlens_tl.passes.inputs import (
     Verify,
     prepare,
     query_positions,
-    readable_tokens,
     token_inputs,
 )
 from tensorlens_tl.passes.linearisation import points_of, shared_view
@@ -79,9 +66,22 @@ from tensorlens_tl.passes.proof import (
     prove,
     sampled_positions,
 )
+from tensorlens_tl.passes.texts import readable_tokens
 
 ROUNDING = 4
 """Units of rounding by which a sum and its first summand, subtracted, may miss the second."""
+
+
+# ------------------------------------------------------------------
+# What hooks add to the residual stream during a pass, or put in the place of it: measured, and held where constant.
+#
+# What a hook adds is a constant of the pass if it does not depend on what the hook reads. It is tried: the model runs
+# once more, and the hooks are given zeros, so that a constant comes out as it is, without the rounding of a sum. A
+# patch puts values in the place of some entries, which do not depend on what was there either. That is tried by a third
+# run, in which the hooks are given a stream of other signs and sizes: every entry must be what it was given, plus a
+# constant, in all runs, or the same value in all of them. What changed there in the pass, the value less what it
+# replaced, is then held as a constant; that it depends on what it replaced is for `tensorlens_tl.passes.two_runs` to
+# know, and for a pass by itself a reason to refuse.
 
 
 def with_additions(capture: Capture, seen: Mapping[StreamPoint, Passed]) -> Capture:
@@ -148,6 +148,10 @@ def _summed(passed: Passed, vectors: Tensor) -> Bool[Tensor, "..."]:
     before, after, added = (upcast(tensor) for tensor in (passed.before, passed.after, vectors))
     rounding = ROUNDING * torch.finfo(passed.after.dtype).eps * (before.abs() + after.abs() + added.abs())
     return (after - before - added).abs() <= rounding
+
+
+# ------------------------------------------------------------------
+# Checks of one capture before anything is proved of it: each refuses, or warns of, what a proof would not see.
 
 
 def check_growth(capture: Capture, tolerance: float) -> None:

@@ -1,34 +1,4 @@
-"""The live model: held fixed by hooks, or run with something changed in copies of its prompts.
-
-Holding the live model fixed: which hooks, and whether the model obeys them.
-
-On some models a hook point only observes: what a hook returns there is ignored, and the model would run unfrozen
-without a word. Patterns have another way (`tensorlens_tl.hooks.freeze`); anything else that is ignored is refused. A
-trial decides both, once per model: the model runs, held, with another residual stream, and every block must do what its
-map says.
-
-Runs of the live model on behalf of a pass, with something changed in copies of its prompts.
-
-Every further run of the model for a pass goes through `LiveModel`, which refuses a model that is no longer that of the
-pass: other weights, another configuration, dropout, a frozen pass attached, or activations that differ.
-
-Several changes are run at once as copies of the prompts, one after the other in the rows of a batch. Code that
-somebody put on the model may act on one row only (``t[0, 3] += v``, the usual idiom with one prompt), and would not
-reach the copies in the other rows. So
-
-* where such code is seen (`tensorlens_tl.hooks.foreign_hooks`), each copy is run by itself, in a batch of the pass's
-  own shape;
-* where none is, the first and the last copy of every batch are left as they are, and both must give the pass's number.
-
-What a changed run need not compute again: the layers before its change, and what nobody reads in the last one.
-
-Copies of the prompts are rows of one run. Each enters it at the first block that its change reaches, with the stream
-that the pass holds there; the blocks compute the copies that have entered. The MLP of the last block that matters is
-called with the positions that are read, as nothing after it reads another one.
-
-Nothing is trusted: whoever skips work compares the number of unchanged copies, and runs the whole model where it
-differs (a layer may read what an earlier one computed beside the stream).
-"""
+"""The live model: held fixed by hooks, or run with something changed in copies of its prompts."""
 
 import dataclasses
 import threading
@@ -70,6 +40,15 @@ from tensorlens_tl.passes.capture import Capture
 
 _effective_patterns: OncePerWeights[frozenset[str]] = OncePerWeights()
 # of models that obey hooks: the hook points of patterns at which one takes effect (weight processing may rewire them)
+
+
+# ------------------------------------------------------------------
+# Holding the live model fixed: which hooks, and whether the model obeys them.
+#
+# On some models a hook point only observes: what a hook returns there is ignored, and the model would run unfrozen
+# without a word. Patterns have another way (`tensorlens_tl.hooks.freeze`); anything else that is ignored is refused. A
+# trial decides both, once per model: the model runs, held, with another residual stream, and every block must do what
+# its map says.
 
 
 def prove_obedience(maps: BlockMaps) -> frozenset[str]:
@@ -341,6 +320,22 @@ SAME_SHAPE = 1e-5
 """How far two runs of the same batch may be apart, relative to their vectors, in any precision: they do the same."""
 
 
+# ------------------------------------------------------------------
+# Runs of the live model on behalf of a pass, with something changed in copies of its prompts.
+#
+# Every further run of the model for a pass goes through `LiveModel`, which refuses a model that is no longer that of
+# the pass: other weights, another configuration, dropout, a frozen pass attached, or activations that differ.
+#
+# Several changes are run at once as copies of the prompts, one after the other in the rows of a batch. Code that
+# somebody put on the model may act on one row only (``t[0, 3] += v``, the usual idiom with one prompt), and would not
+# reach the copies in the other rows. So
+#
+# * where such code is seen (`tensorlens_tl.hooks.foreign_hooks`), each copy is run by itself, in a batch of the pass's
+#   own shape;
+# * where none is, the first and the last copy of every batch are left as they are, and both must give the pass's
+#   number.
+
+
 class LiveModel:
     """The model of a pass, to be run again.
 
@@ -453,6 +448,17 @@ def repeated(inputs: Mapping[str, Any], copies: int) -> dict[str, Any]:
     """A pass's inputs with every prompt as often as there are copies, copy after copy."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     return dict(inputs) | {name: torch.cat([value] * copies) for name, value in tensors.items()}
+
+
+# ------------------------------------------------------------------
+# What a changed run need not compute again: the layers before its change, and what nobody reads in the last one.
+#
+# Copies of the prompts are rows of one run. Each enters it at the first block that its change reaches, with the stream
+# that the pass holds there; the blocks compute the copies that have entered. The MLP of the last block that matters is
+# called with the positions that are read, as nothing after it reads another one.
+#
+# Nothing is trusted: whoever skips work compares the number of unchanged copies, and runs the whole model where it
+# differs (a layer may read what an earlier one computed beside the stream).
 
 
 class Form(NamedTuple):

@@ -1,30 +1,5 @@
 """Proofs: is what the weights say what the model does?
 
-Proofs at a few positions: which ones, and a block's attention there.
-
-A query's output needs what all its keys hold, and of everything else only what happens at the query itself. Values are
-linear, so each head of a sampled query mixes what attention reads before W_V is applied, Σ_j A_qj (x_j W_V) =
-(Σ_j A_qj x_j) W_V: no matrix is applied to every token. Half precision, and queries so many that this would take more
-products, compute the values of every token.
-
-What the sublayers of a block hold and write, compared with the model at the hook points that show it.
-
-A block's output is the residual stream plus what its sublayers write to it. Measured against the whole stream, a head
-or a few neurons can go unnoticed: in half precision, or beside one large channel. So the proof of a block also compares
-what each head gathers, what each neuron computes and what each sublayer writes, every one against its own size.
-
-Whole proofs without the products whose result the model shows: these are compared by random projections.
-
-Of a plain block, what attention and MLP write is shown at hook points, and so is what W_O and W_out multiply. Heads and
-neurons are computed at every token, each compared against its own size, and the shown writes have to make up the
-block's output. What remains is h·W + b = w at every token, with h, W and w known. For a Gaussian matrix R of k columns,
-‖(h·W + b − w)·R‖ / √k estimates the norm of the difference, and h·(W·R) costs k products where h·W costs d_model
-(Freivalds 1977 does so for whole numbers).
-
-This only ever accepts: a block passes here if every comparison is within the tolerance, and every estimate within a
-tenth of it. Any other block is composed and compared in full. A difference above the tolerance is taken for less than a
-tenth of it with the probability that χ² of k = 8 degrees of freedom is below 8/100, which is 1e-7.
-
 Proofs: do the weights, as they are read, reproduce what the model does?
 
 Every block is composed from its weights in each way that its norms allow; the one that reproduces the block's own
@@ -32,10 +7,6 @@ output on its own input is its layout. A block that no layout reproduces raises 
 differs. A proof may look at a few positions of each prompt instead of all, and also compares what heads, neurons and
 sublayers compute and write. Products whose result the model shows are compared without computing them. What follows
 the last block is proved the same way.
-
-What one attention pattern shows of padding and of the direction in which a layer looks.
-
-Whether the model's logits are ``cap(W_U·x + b_U)``: compared at every position that a result is about.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,6 +35,15 @@ from tensorlens_tl.passes.inputs import Prompt, query_positions
 
 POSITIONS = 8
 """Queries of each prompt at which a sampled proof looks."""
+
+
+# ------------------------------------------------------------------
+# Proofs at a few positions: which ones, and a block's attention there.
+#
+# A query's output needs what all its keys hold, and of everything else only what happens at the query itself. Values
+# are linear, so each head of a sampled query mixes what attention reads before W_V is applied, Σ_j A_qj (x_j W_V) =
+# (Σ_j A_qj x_j) W_V: no matrix is applied to every token. Half precision, and queries so many that this would take more
+# products, compute the values of every token.
 
 
 def sampled_positions(mask: Bool[Tensor, "batch pos"], count: int = POSITIONS) -> Int[Tensor, "batch query"]:
@@ -128,6 +108,15 @@ def _mixed(
         sums = rearrange(rows.sum(-1), "b (kv group) q -> kv b (group q) 1", kv=mixing.kv_heads)
         gathered = gathered + sums * rearrange(values.offset, "(kv e) -> kv 1 1 e", kv=mixing.kv_heads)
     return rearrange(gathered, "kv b (group q) e -> b q (kv group e)", q=rows.shape[2])
+
+
+# ------------------------------------------------------------------
+# What the sublayers of a block hold and write, compared with the model at the hook points that show it.
+#
+# A block's output is the residual stream plus what its sublayers write to it. Measured against the whole stream, a head
+# or a few neurons can go unnoticed: in half precision, or beside one large channel. So the proof of a block also
+# compares what each head gathers, what each neuron computes and what each sublayer writes, every one against its own
+# size.
 
 
 @dataclass
@@ -460,6 +449,20 @@ COLUMNS = 8
 
 SHARE = 0.1
 """The part of the tolerance that an estimate may reach."""
+
+
+# ------------------------------------------------------------------
+# Whole proofs without the products whose result the model shows: these are compared by random projections.
+#
+# Of a plain block, what attention and MLP write is shown at hook points, and so is what W_O and W_out multiply. Heads
+# and neurons are computed at every token, each compared against its own size, and the shown writes have to make up the
+# block's output. What remains is h·W + b = w at every token, with h, W and w known. For a Gaussian matrix R of k
+# columns, ‖(h·W + b − w)·R‖ / √k estimates the norm of the difference, and h·(W·R) costs k products where h·W costs
+# d_model (Freivalds 1977 does so for whole numbers).
+#
+# This only ever accepts: a block passes here if every comparison is within the tolerance, and every estimate within a
+# tenth of it. Any other block is composed and compared in full. A difference above the tolerance is taken for less than
+# a tenth of it with the probability that χ² of k = 8 degrees of freedom is below 8/100, which is 1e-7.
 
 
 class ShownProduct(NamedTuple):
@@ -950,6 +953,10 @@ def _named(write: WriteError) -> str:
     return f"{write.point} ({unit}{write.error:.1e})"
 
 
+# ------------------------------------------------------------------
+# What one attention pattern shows of padding and of the direction in which a layer looks.
+
+
 def looks_ahead(pattern: Float[Tensor, "batch head query key"], mask: Bool[Tensor, "batch query"]) -> bool:
     """True if a real query has weight on later tokens."""
     keys = torch.arange(pattern.shape[-1], device=pattern.device)
@@ -996,6 +1003,10 @@ def _some_queries(pattern: Tensor) -> Iterator[tuple[slice, Tensor]]:
     positions = torch.arange(pattern.shape[2], device=pattern.device)
     per_query = pattern[:, :, :1].numel() * pattern.element_size()
     return ((at, positions[at]) for at in query_chunks(pattern.shape[2], per_query))
+
+
+# ------------------------------------------------------------------
+# Whether the model's logits are ``cap(W_U·x + b_U)``: compared at every position that a result is about.
 
 
 class LogitsCheck:

@@ -1,7 +1,4 @@
-"""The targets of results: a token's logit, a difference of two, or any direction of the residual stream.
-
-Which layers, heads, MLPs and source tokens are meant. Arguments are checked, and an error says what is wrong.
-"""
+"""The targets of results: a token's logit, a difference of two, or any direction of the residual stream."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +11,9 @@ from torch import Tensor
 from tensorlens_tl._arguments import nearest, plain, whole_number, whole_slice
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.models import FIRST_CHOICE, NEXT, RUNNER_UP, LayerRange, ModelView, Query, TokenLike
-from tensorlens_tl.passes.inputs import Prompt, is_all, query_positions, span_positions, text_ids, token_text
+from tensorlens_tl.passes.inputs import Prompt, is_all, query_positions, span_positions
 from tensorlens_tl.passes.linearisation import Linearisation, check_linearisation
+from tensorlens_tl.passes.texts import text_ids, token_text
 
 EACH_NEXT = "each query's next token"
 """What is explained with `NEXT` as the target, in words."""
@@ -400,6 +398,10 @@ def unembedding_rows(
         return vectors, constant
     other_vectors, other_constant = frozen.logit_vectors(others, positions)
     return vectors - other_vectors, constant - other_constant
+
+
+# ------------------------------------------------------------------
+# Which layers, heads, MLPs and source tokens are meant. Arguments are checked, and an error says what is wrong.
 
 
 def chosen_layers(n_layers: int, layers: LayerRange) -> range:

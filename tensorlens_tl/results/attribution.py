@@ -16,15 +16,8 @@ from tensorlens_tl.drawing.marks import number, numbers
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import Query
 from tensorlens_tl.passes import Difference, FrozenPass
-from tensorlens_tl.passes.inputs import (
-    find_real,
-    joined,
-    query_positions,
-    special_positions,
-    without_mark,
-    word_ids,
-    word_starts,
-)
+from tensorlens_tl.passes.inputs import query_positions
+from tensorlens_tl.passes.texts import find_real, joined, special_positions, without_mark, word_ids, word_starts
 from tensorlens_tl.results.entry import (
     MINUS,
     OF_GENERATED,

@@ -11,8 +11,8 @@ from torch import Tensor
 from tensorlens_tl._arguments import plain, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import NEXT
-from tensorlens_tl.passes.inputs import joined
 from tensorlens_tl.passes.target import EACH_NEXT, RANKED
+from tensorlens_tl.passes.texts import joined
 
 _TOKEN = r"""(?:-?\d+|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
 _TOKENS = rf"\[{_TOKEN}(?:, {_TOKEN})*\]"

@@ -31,7 +31,7 @@ from tensorlens_tl._arguments import check_choice
 from tensorlens_tl.drawing.marks import visible
 from tensorlens_tl.drawing.page import page
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.passes.inputs import joined
+from tensorlens_tl.passes.texts import joined
 from tensorlens_tl.results.result import check_folder
 from tensorlens_tl.results.scores import Scored
 

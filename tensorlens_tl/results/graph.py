@@ -174,18 +174,21 @@ class ContributionGraph(SharedGraph):
         return self._with(reached, large & reached[target])
 
     def _with(self, nodes: np.ndarray, edges: np.ndarray) -> "ContributionGraph":
-        """Some of the nodes, and of the edges between them."""
+        """Some of the nodes, and of the edges between them; what the others give these is in `rest`."""
+        import pandas as pd
+
         new_number = nodes.cumsum() - 1
         chosen = self.edges.loc[edges].reset_index(drop=True)
         source, target = (self.edges[end].to_numpy(int) for end in ("source", "target"))
         left = ~nodes[source] & nodes[target]
-        sums: dict[tuple[str, int, int], float] = {(kind, layer, node): of for kind, layer, node, of in self.rest}
-        dropped = self.nodes.iloc[source[left]]
-        weights = self.edges["weight"].tolist()
-        parts = (dropped["kind"].tolist(), dropped["layer"].tolist(), target[left].tolist())
-        for part, edge in zip(zip(*parts, strict=True), np.flatnonzero(left).tolist(), strict=True):
-            sums[part] = sums.get(part, 0.0) + weights[edge]
-        rows = [(kind, layer, int(new_number[node]), of) for (kind, layer, node), of in sums.items() if nodes[node]]
+        sources = self.nodes.iloc[source[left]]
+        dropped = sources[["kind", "layer"]].assign(
+            node=target[left], weight=self.edges["weight"].to_numpy(float)[left]
+        )
+        keys = ["kind", "layer", "node"]
+        rest = pd.concat([pd.DataFrame(list(self.rest), columns=dropped.columns), dropped])
+        sums = rest[nodes[rest["node"].to_numpy(int)]].groupby(keys, sort=False)["weight"].sum()
+        rows = [(kind, int(layer), int(new_number[node]), of) for (kind, layer, node), of in sums.items()]
         ends = {end: new_number[chosen[end].to_numpy(int)] for end in ("source", "target")}
         return replace(self, nodes=self.nodes[nodes].reset_index(drop=True), edges=chosen.assign(**ends), rest=rows)
 

@@ -16,8 +16,8 @@ from tensorlens_tl.algebra.numerics import maybe
 from tensorlens_tl.drawing import figure, graphs, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.passes.inputs import find_real
 from tensorlens_tl.passes.target import RANKED
+from tensorlens_tl.passes.texts import find_real
 from tensorlens_tl.results.entry import Entry, check_batch, largest, prompts_in_words, shown_prompt
 from tensorlens_tl.results.result import Result
 from tensorlens_tl.results.statistics import bootstrap_interval
