@@ -85,7 +85,7 @@ def pages(tmp_path_factory):
     corrupted = tlens.freeze(model, f"Return {NASTY} the name of the")
     circuit = circuits.edge_scores(frozen, corrupted, " first", method="difference").circuit(40)
     paths["circuit"] = circuit.export(folder / "circuit.html")
-    drawn = small.with_others(small.edges["weight"].abs().min())  # what is left out are nodes of the picture
+    drawn = small.with_others(float(small.edges["weight"].abs().min()))  # what is left out are nodes of the picture
     return {name: path.as_uri() for name, path in paths.items()}, results, drawn, circuit
 
 

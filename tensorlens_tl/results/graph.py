@@ -372,7 +372,7 @@ class ContributionGraph(SharedGraph):
         Scripts let readers hide small edges, see a node's inputs and outputs, zoom, and pin, group and search nodes.
         """
         small = self._small(k)._connected()
-        least = np.abs(small.edges["weight"].to_numpy(float)).min(initial=np.inf)
+        least = float(np.abs(small.edges["weight"].to_numpy(float)).min(initial=np.inf))
         caption = f"{len(small.edges)} of {len(self.edges)} edges between {len(small.nodes)} of {len(self.nodes)} nodes"
         caption += f", which carry {small.coverage:.0%} of what enters the answer; all others are summed by layers"
         if small.coverage < COVERED:
