@@ -169,10 +169,11 @@ def test_the_strongest_nodes_have_the_edges_that_they_have_in_the_whole_graph(mo
     assert (part.total, part.gap) == (whole.total, whole.gap)
 
 
+@pytest.mark.parametrize("threshold", [0, 0.3])
 @pytest.mark.parametrize("share", [0.3, 0.8, 0.99])
-def test_nodes_cover_a_share_of_the_target_and_no_node_more(demo_model, share, monkeypatch):
+def test_nodes_cover_a_share_of_the_target_and_no_node_more(demo_model, share, threshold, monkeypatch):
     run = tlens.freeze(demo_model, "The value is not found, a value")
-    graph = circuits.contribution_graph(run, 5, 7, threshold=0, nodes=share)
+    graph = circuits.contribution_graph(run, 5, 7, threshold=threshold, nodes=share)
     assert share <= graph.coverage
     whole = circuits.contribution_graph(run, 5, 7, threshold=0)
     assert whole.coverage == pytest.approx(1)
@@ -186,7 +187,7 @@ def test_nodes_cover_a_share_of_the_target_and_no_node_more(demo_model, share, m
         sum(entry.score for entry in final) - sum(entry.score for entry in carried), abs=1e-4 * scale(whole)
     )
     monkeypatch.setattr(circuits.graph, "MOST_COVERING", len(graph.nodes) - 2)  # with one node fewer it is less
-    assert circuits.contribution_graph(run, 5, 7, threshold=0, nodes=share).coverage < share
+    assert circuits.contribution_graph(run, 5, 7, threshold=threshold, nodes=share).coverage < share
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, "all"])

@@ -121,6 +121,7 @@ class Edges:
         largest: the size of the largest edge so far.
         count: how many edges the tables hold.
         carries: whether what nodes write is carried on to the target.
+        covered: the target's number, where every edge into it is kept, however small; None where `threshold` decides.
     """
 
     threshold: float
@@ -128,6 +129,7 @@ class Edges:
     selection: Bool[Tensor, "node"] | None = None
     rest: Float[Tensor, "row selected"] | None = None
     carries: bool = True
+    covered: int | None = None
     entering: dict[int, Tensor] = field(default_factory=dict)
     tables: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     largest: float = 0.0
@@ -269,8 +271,7 @@ class Edges:
             self.rest.index_put_((rows, numbers), weights[entering].to(self.rest), accumulate=True)
             sizes = sizes * (self.selection[source] & self.selection[target])
         self.largest = max(self.largest, float(sizes.max()))
-        least = self.threshold * self.largest
-        large = (sizes >= least if least > 0 else sizes > 0).nonzero(as_tuple=True)
+        large = (self._are_large(sizes, target) & (sizes > 0)).nonzero(as_tuple=True)
         self.tables.append((source.expand_as(weights)[large], target.expand_as(weights)[large], weights[large]))
         self.count += len(self.tables[-1][2])
         if self.count > 4 * self.most:
@@ -296,9 +297,14 @@ class Edges:
                 "tensorlens_tl.circuits.graph.MOST_EDGES."
             )
 
+    def _are_large(self, sizes: Tensor, target: Tensor) -> Tensor:
+        """Which edges are kept, by their sizes and targets."""
+        large = sizes >= self.threshold * self.largest
+        return large if self.covered is None else large | (target == self.covered)
+
     def _leave_small(self) -> None:
         source, target, weights = (torch.cat(column) for column in zip(*self.tables, strict=True))
-        large = weights.abs() >= self.threshold * self.largest
+        large = self._are_large(weights.abs(), target)
         self.tables = [(source[large], target[large], weights[large])]
         self.count = len(self.tables[0][2])
 
@@ -631,8 +637,9 @@ def contribution_graph(
             keep their weights, and `ContributionGraph.completeness` says what the kept edges carry.
         nodes: only so many, those of the largest abs(weight), and the edges between them: a large model's graph in a
             fraction of the time. Or a number below 1: the nodes through which most passes, until this share of all that
-            enters the target does so from them (`ContributionGraph.coverage`), at most `MOST_COVERING`. What enters
-            from others is counted in ``entering`` and in `ContributionGraph.others`. None gives every node.
+            enters the target does so from them (`ContributionGraph.coverage`), at most `MOST_COVERING`; then every edge
+            into the target is kept. What enters from others is counted in ``entering`` and in
+            `ContributionGraph.others`. None gives every node.
         neurons: split MLPs into neurons: an integer, so many at each position of each MLP, the largest; or a number
             below 1, all whose abs(weight) is at least this share of the largest neuron's. None leaves MLPs whole.
         sources: split heads by the token they read, in the same way: so many for each head and query, or all that are
@@ -691,6 +698,7 @@ def contribution_graph(
         weighed = GraphBuilder(readout, pulled, none, choices, splits)
         edges.selection = weighed.largest(nodes)
         edges.rest = torch.zeros(len(weighed.rows), int(edges.selection.sum())).to(readout.seed)
+        edges.covered = len(edges.selection) - 1 if nodes < 1 else None
         builder.prepared = weighed.prepared
     return builder.graph(_prediction(readout, target, minus))
 
