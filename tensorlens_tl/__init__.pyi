@@ -70,8 +70,8 @@ from tensorlens_tl.methods import (
     contextualisation as contextualisation,
 )
 from tensorlens_tl.models import (
+    FROZEN_RULES as FROZEN_RULES,
     NEXT as NEXT,
-    RULES as RULES,
     HookedModel as HookedModel,
 )
 from tensorlens_tl.passes import (

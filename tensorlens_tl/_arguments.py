@@ -22,7 +22,7 @@ from typing import (
 
 from beartype.door import is_bearable
 
-from tensorlens_tl.errors import InvalidInputError, WrongCallError
+from tensorlens_tl.errors import InvalidInputError, WrongCallError, warn_caller
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -108,6 +108,64 @@ def _in_order(signature: inspect.Signature) -> str:
         optional = "" if parameter.default is parameter.empty else "="
         names.append(stars + parameter.name + optional)
     return ", ".join(names)
+
+
+Old = Mapping[str, tuple[str, Mapping[Any, Any]]]
+"""Names that arguments had: the one of today for each, and of values that have another name today, that."""
+
+
+def formerly(old: Old) -> Callable[[Callable[Parameters, Returned]], Callable[Parameters, Returned]]:
+    """A function that takes old names of its arguments and warns, as a decorator; see `current_names`.
+
+    >>> @formerly({"of": ("by", {})})
+    ... def rows(by):
+    ...     return by
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     rows(of="layer")
+    'layer'
+    >>> str(caught[0].message)
+    "rows: of='layer' is by='layer' now; the old name goes in version 0.3."
+    """
+
+    def decorate(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+        @wraps(function)
+        def current(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+            if old.keys() & kwargs.keys():
+                return function(*args, **current_names(function.__name__, kwargs, old))  # pyright: ignore[reportCallIssue]
+            return function(*args, **kwargs)
+
+        return current
+
+    return decorate
+
+
+def current_names(function: str, arguments: Mapping[str, Any], old: Old) -> dict[str, Any]:
+    """Arguments by their names of today; warns of each old one, with the new spelling.
+
+    Raises:
+        WrongCallError: an argument by its old name and its new one.
+    """
+    renamed = {name: value for name, value in arguments.items() if name not in old}
+    for name in [name for name in arguments if name in old]:
+        today, values = old[name]
+        value = arguments[name]
+        if isinstance(value, str):
+            value = values.get(value, value)
+        if today in renamed:
+            raise WrongCallError(f"{function}: {name}= is {today}= now, and both were passed; leave {name} out.")
+        renamed[today] = value
+        warn_caller(
+            f"{function}: {name}={_in_short(arguments[name])} is {today}={_in_short(value)} now; the old name goes in "
+            f"version {NEXT_VERSION}.",
+            DeprecationWarning,
+        )
+    return renamed
+
+
+NEXT_VERSION = "0.3"
+"""The version without the names that warn now."""
 
 
 def checked_arguments(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:

@@ -41,13 +41,13 @@ from typing import Annotated, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_arguments, checked_names, nearest, plain
+from tensorlens_tl._arguments import check_choice, checked_arguments, checked_names, current_names, nearest, plain
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.core import RULES, Rule, rule_of
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, RegistryError, UnsupportedModelError, warn_caller
 from tensorlens_tl.layerwise import Maps
-from tensorlens_tl.models import NEXT, ModelLike, Query, TokenLike
+from tensorlens_tl.models import FROZEN_RULES, NEXT, OLD_RULES, ONCE_ACTIVATION, FrozenRule, ModelLike, Query, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, check_pass, freeze, one_check, rule_scores, unchecked_view
 from tensorlens_tl.passes.inputs import check_slice, one_per_prompt, prompt_batches, query_positions, taken
 from tensorlens_tl.passes.target import RANKED, explained_tokens, logit_label, target_ids, token_label
@@ -639,7 +639,7 @@ DEFAULT = "tensorlens"
 DEFAULT_OF_DIFFERENCES = "difference"
 """What `attribute` answers with where no method is named."""
 
-_BUILT_IN = frozenset(RULES)
+_BUILT_IN = frozenset(RULES) | frozenset(FROZEN_RULES)
 
 
 def attribute(
@@ -666,14 +666,16 @@ def attribute(
             default the model's first choice against its runner-up, and of a `Difference` the tokens that its two runs
             predict against each other.
         method: one of `list_methods()`; None is ``"tensorlens"``, and of a `Difference` ``"difference"``.
-        rule: in place of a method, a rule of gradients: one of `list_rules()`, or a `Rule` of your own.
+        rule: what stands in place of what is not linear: one of `list_rules()`, or a `Rule` of your own. Those of the
+            frozen model are options of a method that reads weights, by default ``"tensorlens"``; any other is
+            followed by gradients, in place of a method.
         memory: what may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. It bounds
             the batches, and whatever the method itself bounds by it.
         options: the method's options (``help(tlens.get_method(name).function)`` describes them; the default method
-            takes `collapse`, `query`, `minus`, `direction`, `layers`, `heads`, `mlp`, `activation`,
-            `probes`); options of `freeze` (`attention_mask`, `prepend_bos`, `verify` …) are passed to
-            it. ``query="mean"`` explains the mean over every query (with `NEXT` as the target, every query that a
-            token follows), for the work of ``query="all"``; its total is the mean of the model's own numbers.
+            takes `collapse`, `query`, `minus`, `direction`, `layers`, `heads`, `mlp`, `rule`, `probes`); options of
+            `freeze` (`attention_mask`, `prepend_bos`, `verify` …) are passed to it. ``query="mean"`` explains the mean
+            over every query (with `NEXT` as the target, every query that a token follows), for the work of
+            ``query="all"``; its total is the mean of the model's own numbers.
 
     Returns:
         The scores, `[batch, query, key]` unless the method says otherwise, with tokens, positions and provenance.
@@ -692,7 +694,8 @@ def attribute(
     >>> torch.equal(attribution.scores, tlens.methods.alti(frozen, distance="l2").scores)
     True
     """
-    chosen = _chosen(model, method, rule)
+    chosen, of_rule = _chosen(model, method, rule)
+    options |= of_rule
     in_bytes(memory)
     if memory is not None and "memory" in chosen.options:
         options = {**options, "memory": memory}
@@ -741,6 +744,8 @@ def split_options(method: Method, options: Mapping[str, Any]) -> tuple[dict[str,
     """
     freezing = {k: v for k, v in inspect.signature(freeze).parameters.items() if v.kind is v.KEYWORD_ONLY}
     del freezing["query"]  # of a method; `attribute` tells `freeze` of it
+    if "rule" in method.options and "activation" not in method.options:
+        options = current_names(method.name, options, ONCE_ACTIVATION)
     for_freeze = {name: value for name, value in options.items() if name in freezing and name not in method.options}
     for_method = {name: value for name, value in options.items() if name not in for_freeze}
     unknown = [name for name in for_method if not method.takes(name)]
@@ -758,16 +763,21 @@ def split_options(method: Method, options: Mapping[str, Any]) -> tuple[dict[str,
     return for_freeze, for_method
 
 
-def _chosen(model: ModelLike | FrozenPass | Difference, name: str | None, rule: Rule | str | None) -> Method:
-    """The method of a name or a rule, or the default."""
+def _chosen(
+    model: ModelLike | FrozenPass | Difference, name: str | None, rule: Rule | str | None
+) -> tuple[Method, dict[str, Any]]:
+    """The method of a name or a rule, or the default; and the rule, where it is an option of the method."""
     if rule is not None:
-        if name is not None:
-            raise InvalidInputError(f"attribute: method={name!r} and rule={rule!r} are two answers; leave one out.")
         if isinstance(model, Difference):
             raise InvalidInputError("attribute: a rule explains one run; pass one of its passes, or leave rule out.")
-        return method_of_rule(rule)
+        if name is None and is_of_run(rule):
+            return method_of_rule(rule), {}
+        chosen = get_method(DEFAULT if name is None else name)
+        if "rule" not in chosen.options:
+            raise InvalidInputError(f"attribute: method={name!r} and rule={rule!r} are two answers; leave one out.")
+        return chosen, {"rule": rule}
     if not isinstance(model, Difference):
-        return get_method(DEFAULT if name is None else name)
+        return get_method(DEFAULT if name is None else name), {}
     chosen = get_method(DEFAULT_OF_DIFFERENCES if name is None else name)
     if not chosen.explains_differences:
         of_two = [repr(known) for known in list_methods() if get_method(known).explains_differences]
@@ -775,7 +785,7 @@ def _chosen(model: ModelLike | FrozenPass | Difference, name: str | None, rule: 
             f"method={name!r} explains one run, and this is the difference of two, which {', '.join(of_two)} explains. "
             "Leave `method` out, or pass one of the two runs."
         )
-    return chosen
+    return chosen, {}
 
 
 def _logit_positions(method: Method, options: Mapping[str, Any]) -> Query | None:
@@ -957,10 +967,32 @@ def register_rule(name: str, rule: Rule) -> Rule:
     return rule
 
 
+def is_of_run(rule: Any) -> bool:
+    """Whether a rule says what gradients of a run follow; those of the frozen model are read from weights.
+
+    Raises:
+        InvalidInputError: no such name.
+    """
+    if isinstance(rule, str) and rule != "secant":
+        check_choice("rule", rule, list_rules(), OLD_RULES)
+    return rule is not None and rule not in FROZEN_RULES
+
+
+def frozen_rule(rule: Any) -> FrozenRule:
+    """The rule of the frozen model that is asked about, or that another rule stands in place of.
+
+    Raises:
+        InvalidInputError: no such name.
+    """
+    if rule is None or is_of_run(rule):
+        return "frozen"
+    return next(known for known in FROZEN_RULES if known == rule)
+
+
 def list_rules() -> list[str]:
     """The names that ``rule=`` takes.
 
-    >>> tlens.list_rules()[:3]
-    ['attnlrp', 'frozen', 'gim']
+    >>> tlens.list_rules()
+    ['attnlrp', 'frozen', 'frozen-integrated-gradients', 'frozen-split', 'frozen-tangent', 'gim', 'relp', 'tangent']
     """
-    return sorted(RULES)
+    return sorted({*RULES, *FROZEN_RULES})

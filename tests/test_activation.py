@@ -32,7 +32,7 @@ def linear_form(held, z, u=None):
     return total if held.rest is None else total + held.rest
 
 
-@pytest.mark.parametrize("rule", tlens.RULES)
+@pytest.mark.parametrize("rule", tlens.FROZEN_RULES)
 @pytest.mark.parametrize("gated", [False, True])
 def test_exact_at_the_input(phi, rule, gated):
     z = torch.cat([EDGES, torch.randn(50, dtype=torch.float64) * 3])[None, None]
@@ -71,7 +71,7 @@ def test_integrated_gradients_of_a_plain_mlp_are_the_ratio(z, name):
     quadrature = derivative(phi, middle * z).mean()
     assert torch.allclose(ratio(phi, z), quadrature, atol=2e-4 if name == "relu" else 1e-6)
     plain = coefficients(phi, z[None, None])
-    for rule in ("ig", "split"):
+    for rule in ("frozen-integrated-gradients", "frozen-split"):
         assert torch.equal(coefficients(phi, z[None, None], None, rule).through, plain.through)
 
 
@@ -88,9 +88,9 @@ def test_path_mean_against_closed_form():
 def test_rules_differ_for_gated_mlps_only(model_named):
     gated, plain = (tlens.freeze(model_named(n), torch.arange(3, 8)[None]) for n in ("bridge/llama", "bridge/gpt2"))
     for frozen, same in ((gated, False), (plain, True)):
-        ratio_scores = frozen.operator(activation="ratio").in_out().scores
-        for rule in ("ig", "split"):
-            assert torch.allclose(frozen.operator(activation=rule).in_out().scores, ratio_scores) is same
+        ratio_scores = frozen.operator(rule="frozen").in_out().scores
+        for rule in ("frozen-integrated-gradients", "frozen-split"):
+            assert torch.allclose(frozen.operator(rule=rule).in_out().scores, ratio_scores) is same
 
 
 def test_softmax_activations_are_told_apart():

@@ -106,20 +106,18 @@ def test_what_the_weights_say_includes_the_adapters(llamas, question):
     assert close(made, expected)
 
 
-@pytest.mark.parametrize("activation", ["ratio", "ig", "split", "tangent"])
+@pytest.mark.parametrize("activation", tlens.FROZEN_RULES)
 def test_every_rule_goes_through_the_adapters(llamas, activation):
     """LoRA on the gate of a gated MLP: the default rule holds the gate, the others go through its weights."""
-    made, expected = (
-        tlens.freeze(model, some_tokens()).operator(activation=activation).target(5).scores for model in llamas
-    )
+    made, expected = (tlens.freeze(model, some_tokens()).operator(rule=activation).target(5).scores for model in llamas)
     assert close(made, expected, 1e-6)  # Llama's own norms compute in float32
 
 
-@pytest.mark.parametrize("activation", ["ratio", "ig", "split", "tangent"])
+@pytest.mark.parametrize("activation", tlens.FROZEN_RULES)
 def test_an_adapter_on_the_gate_alone(activation):
     """The proof holds under the default rule, which never reads the gate's weights; the other rules were wrong."""
     made, expected = (
-        tlens.freeze(model, some_tokens()).operator(activation=activation).target(5).scores
+        tlens.freeze(model, some_tokens()).operator(rule=activation).target(5).scores
         for model in beside_merged(adapted("llama", lora(["gate_proj"])))
     )
     assert close(made, expected, 1e-6)
@@ -411,15 +409,15 @@ def test_rules_that_go_through_the_gate_compare_it(name):
     """A hook on the gate passes under the default rule, which holds it; the others would go through other weights."""
     model, tokens = tiny_model(name), some_tokens()
     frozen = tlens.freeze(model, tokens)
-    for rule in ("ig", "split", "tangent"):
-        assert float(frozen.operator(activation=rule).target(5).gap.max()) < 1e-6
+    for rule in tlens.FROZEN_RULES[1:]:
+        assert float(frozen.operator(rule=rule).target(5).gap.max()) < 1e-6
     model.add_hook("blocks.0.mlp.hook_pre", lambda gate, hook: gate * 1.3)
     try:
         frozen = tlens.freeze(model, tokens)
         assert float(frozen.operator().target(5).gap.max()) < 1e-6
-        for rule in ("ig", "split", "tangent"):
+        for rule in tlens.FROZEN_RULES[1:]:
             with pytest.raises(UnsupportedModelError, match=r"blocks\.0\.mlp.*gate.*relative error \d\.\de-01"):
-                frozen.operator(activation=rule).target(5)
+                frozen.operator(rule=rule).target(5)
         for method in ("ff-ig", "relp"):
             with pytest.raises(UnsupportedModelError, match=r"gate|no softmax attention"):
                 tlens.attribute(frozen, method=method, **({"target": 5} if method == "relp" else {}))
@@ -541,10 +539,8 @@ def with_own_adapters(nested=False, **options):
 def test_an_adapter_of_an_unknown_class_is_read_by_what_it_does(nested):
     made, expected = with_own_adapters(nested)
     assert close(circuits.ov(made, 0, 1).AB, circuits.ov(expected, 0, 1).AB)
-    for activation in ("ratio", "ig", "split", "tangent"):
-        scores = [
-            tlens.freeze(m, some_tokens()).operator(activation=activation).target(5).scores for m in (made, expected)
-        ]
+    for activation in tlens.FROZEN_RULES:
+        scores = [tlens.freeze(m, some_tokens()).operator(rule=activation).target(5).scores for m in (made, expected)]
         assert close(*scores, atol=1e-6)  # Llama's own norms compute in float32
 
 

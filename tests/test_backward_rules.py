@@ -46,8 +46,8 @@ def test_the_peers_numbers(case, peers):
     assert float((mine - theirs).abs().max()) <= allowed * float(theirs.abs().max())
 
 
-HELD = {"ratio": FROZEN, "split": replace(RELP, softmax=held), "tangent": Rule(softmax=held)}
-"""Rules that hold patterns are the frozen operator, by the names of its `activation`."""
+HELD = {"frozen": FROZEN, "frozen-split": replace(RELP, softmax=held), "frozen-tangent": Rule(softmax=held)}
+"""Rules that hold patterns are the frozen operator, by the names of its `rule`."""
 LAYOUTS = (
     "hooked/ln", "hooked/sandwich", "hooked/sinks", "encoder/bert", "bridge/neox", "bridge/llama", "bridge/gemma2",
     "bridge/opt", "bridge/bert", "bridge/whitened", "bridge/bart",
@@ -69,10 +69,10 @@ def test_nothing_through_the_scores_is_the_frozen_operator(model_name, model_nam
     tokens, given = tiny_input(model)
     frozen = tlens.freeze(model, tokens, **given)
     for name_of_rule, rule in HELD.items():
-        if name_of_rule == "tangent" and "gpt-oss" in name:
+        if name_of_rule == "frozen-tangent" and "gpt-oss" in name:
             continue  # its φ is written as z·σ(z), of which a rule holds σ as it holds a gate
         mine = rule_scores(frozen, rule, 5, 9)
-        theirs = frozen.operator(activation=name_of_rule).target(5, 9)
+        theirs = frozen.operator(rule=name_of_rule).target(5, 9)
         assert float((mine.scores - theirs.scores).abs().max()) <= tolerance(name) * float(theirs.scores.abs().max())
         assert torch.equal(mine.total, theirs.total)
         assert (mine.bias is not None) is rule.affine
@@ -80,7 +80,7 @@ def test_nothing_through_the_scores_is_the_frozen_operator(model_name, model_nam
             assert close(mine.bias, theirs.bias, atol=tolerance(name))
             assert float(mine.gap.max()) <= 10 * tolerance(name)
     relp = tlens.attribute(frozen, method="relp", target=5, minus=9)
-    paper = tlens.attribute(frozen, method="tensorlens", collapse="target", activation="split", target=5, minus=9)
+    paper = tlens.attribute(frozen, method="tensorlens", collapse="target", rule="frozen-split", target=5, minus=9)
     assert float((relp.scores - paper.scores).abs().max()) <= 1e-9 * float(paper.scores.abs().max())
     assert relp.additive
     assert float(relp.gap.max()) < tolerance(name) * 10
@@ -134,7 +134,7 @@ def test_attnlrp_conserves(name, model_named):
     """Scores, additive biases and the constant terms of softmax sum to the logit, each measured by autograd."""
     model = model_named(name)
     frozen = tlens.freeze(model, some_tokens(1))
-    head = frozen.prediction_head("split")
+    head = frozen.prediction_head("frozen-split")
     seen, arrived = {}, {}
 
     def look(name, tensor):

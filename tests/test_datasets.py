@@ -1122,12 +1122,12 @@ def test_a_batch_attributor_in_ray_data(gpt2, tmp_path, cluster):
 def test_the_command(tmp_path, capsys):
     (tmp_path / "a.csv").write_text("name,prompt,answer\nx,Return the value of the, file\ny,,the\n")
     words = ["dataset", str(tmp_path / "a.csv"), "-o", str(tmp_path / "run"), "--text", "prompt", "--id", "name"]
-    words += ["--target-column", "answer", "--query", "-1", "--option", "activation=tangent", "--keep", "top:3"]
+    words += ["--target-column", "answer", "--query", "-1", "--option", "rule=frozen-tangent", "--keep", "top:3"]
     with pytest.warns(UserWarning, match="1 of 2 rows failed"):
         assert main(words) == 0
     assert "2 rows in" in capsys.readouterr().out
     made = tlens.load_results(tmp_path / "run")["x"]
-    assert made.options["activation"] == "tangent"
+    assert made.options["rule"] == "frozen-tangent"
     assert made.target == "logit of ' file'"
     summary = ["--summary", str(tmp_path / "heads.csv")]
     shared = ["dataset", str(tmp_path / "a.csv"), "-o", str(tmp_path / "heads"), "--text", "prompt", "--id", "name"]

@@ -249,7 +249,7 @@ def test_two_prompts_are_compared_alike(passes, question):
 
 EXPERTS = {
     "terms": lambda a, b: circuits.logit_attribution(a, 3, by="head").scores,
-    "tangent": lambda a, b: circuits.total_effects(a, 3, activation="tangent").scores,
+    "tangent": lambda a, b: circuits.total_effects(a, 3, rule="frozen-tangent").scores,
     "live": lambda a, b: circuits.total_effects(a, 3, live=True).scores,
     "routes": lambda a, b: circuits.routes(tlens.difference(a, b), 3).scores,
 }

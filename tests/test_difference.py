@@ -1039,7 +1039,7 @@ def test_a_wrong_difference_is_still_a_gap():
     wrong = replace(terms, total=terms.total * 1.01)
     size = terms.scores.abs().sum(-1)
     with pytest.warns(GapWarning, match="beyond rounding"):
-        change.checked(wrong, stream_target(change, 5, None, None, -1, "ratio", one=False).noise / size)
+        change.checked(wrong, stream_target(change, 5, None, None, -1, "frozen", one=False).noise / size)
 
 
 def test_special_tokens_stay_in_a_baseline_of_one_thing():

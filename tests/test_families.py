@@ -63,23 +63,23 @@ def test_contributions_sum_to_the_models_own_output(frozen, name):
     assert relative(op(op.x), frozen.output) < tolerance(name)
 
 
-@pytest.mark.parametrize("activation", tlens.RULES)
+@pytest.mark.parametrize("activation", tlens.FROZEN_RULES)
 def test_push_and_pull_are_adjoint(frozen, activation):
-    op = frozen.operator(activation=activation)
+    op = frozen.operator(rule=activation)
     x, g = torch.randn(3, *op.x.shape, dtype=op.x.dtype), torch.randn(3, *op.x.shape, dtype=op.x.dtype)
     forward, backward = (op.push(x) * g).sum((-3, -2, -1)), (x * op.pull(g)).sum((-3, -2, -1))
     assert torch.allclose(forward, backward, rtol=1e-9, atol=1e-9 * float(forward.abs().max()))
     assert torch.allclose(op.T.push(g), op.pull(g))
 
 
-@pytest.mark.parametrize("activation", tlens.RULES)
+@pytest.mark.parametrize("activation", tlens.FROZEN_RULES)
 @pytest.mark.few(44)
 def test_the_hook_frozen_model_is_the_same_affine_map(frozen, name, activation):
-    op = frozen.operator(activation=activation)
+    op = frozen.operator(rule=activation)
     for seed in range(2):
         x = perturbed(op.x, seed)
         with torch.no_grad():
-            live = frozen_model_output(frozen, x, activation=activation)
+            live = frozen_model_output(frozen, x, rule=activation)
         assert relative(op(x), live) < tolerance(name)
     assert hooks_left(frozen.model) == 0
 
@@ -122,7 +122,7 @@ def test_tangent_is_the_models_own_jacobian_of_the_mlp(frozen, name):
     """With activations left live, autograd differentiates them: that is the tangent rule."""
     if "bitnet" in name:
         pytest.skip("a norm inside the MLP would be left live as well")
-    op = frozen.operator(activation="tangent")
+    op = frozen.operator(rule="frozen-tangent")
     x = op.x.clone().requires_grad_(True)
     with routing_kept(frozen):
         output = frozen_model_output(frozen, x, activations=False)
@@ -131,10 +131,10 @@ def test_tangent_is_the_models_own_jacobian_of_the_mlp(frozen, name):
     assert relative(op.pull(g), pulled) < tolerance(name)
 
 
-@pytest.mark.parametrize("activation", tlens.RULES)
+@pytest.mark.parametrize("activation", tlens.FROZEN_RULES)
 @pytest.mark.few(44)
 def test_collapses_are_complete(frozen, name, activation):
-    op = frozen.operator(activation=activation)
+    op = frozen.operator(rule=activation)
     output = frozen.output
     in_out = op.in_out(query="all")
     assert float(in_out.gap.max()) < tolerance(name)

@@ -438,7 +438,7 @@ def test_a_wrong_draft_is_mended(monkeypatch, demo_model, written):
         ({"max_new_tokens": 3, "shares": "squared"}, "shares"),
         ({"max_new_tokens": 3, "minus": "two words"}, "a target is one token"),
         ({"max_new_tokens": 3, "bias": "nowhere"}, "bias"),
-        ({"max_new_tokens": 3, "activation": "relu"}, "ratio"),
+        ({"max_new_tokens": 3, "rule": "relu"}, "frozen"),
         ({"max_new_tokens": 3, "padding_side": "top"}, "padding_side"),
         ({"max_new_tokens": 3, "memory": "much"}, "memory"),
     ],

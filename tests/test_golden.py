@@ -170,7 +170,7 @@ VARIANTS = {
     "cls": {"bias": "cls"},
     "dot": {"bias": "dot"},
     "biastoken": {"bias": "token"},
-    "gelu_la": {"bias": "absdot", "activation": "tangent"},
+    "gelu_la": {"bias": "absdot", "rule": "frozen-tangent"},
 }
 
 

@@ -97,18 +97,18 @@ def test_the_frozen_model_is_a_literal_forward_pass_with_its_choices_held(name, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("activation", tlens.RULES)
+@pytest.mark.parametrize("activation", tlens.FROZEN_RULES)
 def test_a_single_prompts_hooks_serve_any_batch(name, activation, model_named):
     """Copies of a prompt lie packed in another order than the prompt by itself."""
     model, tokens = model_named(name), some_tokens(1)
     frozen = tlens.freeze(model, tokens)
-    operator = frozen.operator(activation=activation)
+    operator = frozen.operator(rule=activation)
     streams = operator.x + torch.randn(3, *operator.x.shape[1:], dtype=torch.float64)
     enters = (frozen.points.blocks[0].resid_pre, lambda x, hook: streams)
     seen = []
     ends = (frozen.points.output, lambda x, hook: seen.append(x))
     with torch.no_grad():
-        hooks = [enters, *frozen.fwd_hooks(activation=activation), ends]
+        hooks = [enters, *frozen.fwd_hooks(rule=activation), ends]
         model.run_with_hooks(tokens.expand(3, -1), fwd_hooks=hooks)
     expected = torch.cat([operator(stream[None]) for stream in streams])
     assert close(seen[0], expected)

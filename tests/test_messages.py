@@ -391,10 +391,10 @@ MISTAKES = {
     "no input": (lambda c: tlens.attribute(c.model), "missing", "`input`", "pass text"),
     "a collapse": (lambda c: tlens.attribute(c.frozen, collapse="in-out"), "'in-out'", "collapse=", "'in_out'"),
     "an activation rule": (
-        lambda c: tlens.attribute(c.frozen, " value", activation="relu"),
+        lambda c: tlens.attribute(c.frozen, " value", rule="relu"),
         "'relu'",
-        "activation=",
-        "'ratio'",
+        "rule=",
+        "'frozen-split'",
     ),
     "a layer map": (
         lambda c: tlens.attribute(c.frozen, method="mean", layer_map="value_zeroing"),

@@ -328,7 +328,7 @@ def test_integrated_gradients_converge(model_named):
         ("ff-ig", {"scope": "atb_ln_ff_everything"}, "-LN model; use one of"),
         ("alti", {"distance": "cosine"}, "'l1' or 'l2'"),
         ("decompx", {"bias": "even"}, "'abssim'"),
-        ("decompx", {"activation": "ig"}, "'ratio' or 'tangent'"),
+        ("decompx", {"rule": "frozen-split"}, "'frozen' or 'frozen-tangent'"),
         ("decompx", {"aggregate": "sum"}, "'vector'"),
         ("decompx", {"aggregate": "target"}, "needs one"),
         ("decompx", {"aggregate": "norm", "target": 3}, "needs one"),

@@ -210,9 +210,9 @@ def test_an_mlp_alone_follows_the_rule_of_activations(dense):
     pre = original(mlp).up_proj(x)
     step = torch.randn_like(x)
     written = (2 * pre.relu() * (step @ original(mlp).up_proj.weight.mT)) @ original(mlp).down_proj.weight.mT
-    assert close(frozen.maps.mlp(0, "tangent").push(step), written.detach())
+    assert close(frozen.maps.mlp(0, "frozen-tangent").push(step), written.detach())
     assert not frozen.maps.mixer(0).push(step).any()
-    assert tlens.attribute(frozen, 7, method="tensorlens", activation="tangent").gap.max() < 1e-9
+    assert tlens.attribute(frozen, 7, method="tensorlens", rule="frozen-tangent").gap.max() < 1e-9
 
 
 def test_terms_edges_and_paths_sum_to_the_logit(model, dense, frozen):

@@ -126,8 +126,8 @@ def test_exact_at_the_limits(kind, edge):
     report = check_model(model, some_tokens())
     assert max(report.errors.values()) <= report.tolerance <= 1e-4
     frozen = tlens.freeze(model, some_tokens())
-    for rule in tlens.RULES:
-        op = frozen.operator(activation=rule)
+    for rule in tlens.FROZEN_RULES:
+        op = frozen.operator(rule=rule)
         assert torch.isfinite(op.contributions()).all()
         assert torch.isfinite(op.norm("all").scores).all()
     assert hooks_left(model) == 0

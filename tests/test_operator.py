@@ -314,8 +314,8 @@ def test_numpy_numbers_are_tokens_too(model_named):
         (lambda op: op.frozen.pattern(-1), "pass 0 to 1"),
         (lambda op: op.frozen.block(2), "pass 0 to 1"),
         (lambda op: op.frozen.operator(mlp=[7]), "not among"),
-        (lambda op: op.frozen.operator(activation="relu"), "not a rule"),
-        (lambda op: op.frozen.fwd_hooks(activation="relu"), "not a rule"),
+        (lambda op: op.frozen.operator(rule="relu"), "a rule of the frozen model"),
+        (lambda op: op.frozen.fwd_hooks(rule="relu"), "a rule of the frozen model"),
         (lambda op: op.frozen.operator(layers=slice(0, 1)).target(3), "ends at blocks.1 input, before the unembedding"),
         (lambda op: op.push(torch.ones(2, 5, 16)), "push"),
         (lambda op: op.pull(torch.ones(16)), "pull"),
@@ -432,7 +432,7 @@ def test_biases_of_no_known_kind(model_named):
 def test_inference_mode_is_no_obstacle(model_named):
     with torch.inference_mode():
         frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
-        frozen.operator(activation="tangent").in_out()
+        frozen.operator(rule="frozen-tangent").in_out()
     op = frozen.operator()
     x = op.x.clone().requires_grad_(True)
     op(x).sum().backward()

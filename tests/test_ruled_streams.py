@@ -60,7 +60,9 @@ def weights(graph):
 def test_graphs_under_the_frozen_rule_are_the_frozen_models(name, model_named):
     """One by parts of the live run, the other by weights: every node and every edge."""
     frozen = one(model_named(name))
-    mine, theirs = (circuits.contribution_graph(frozen, **ASKED, threshold=0, rule=rule) for rule in ("frozen", None))
+    mine, theirs = (
+        circuits.contribution_graph(frozen, **ASKED, threshold=0, rule=rule) for rule in (RULES["frozen"], None)
+    )
     assert mine.gap < rerun_tolerance(name)
     ours, expected = weights(mine), weights(theirs)
     assert list(ours.index) == list(expected.index)
@@ -83,24 +85,24 @@ def test_every_answer_sums_to_the_logit_under_every_rule(name, rule, model_named
     if not answers(rule, name):
         pytest.skip("refused by name")
     frozen = one(model_named(name))
-    graph = circuits.contribution_graph(frozen, **ASKED, threshold=0, rule=rule)
+    graph = circuits.contribution_graph(frozen, **ASKED, threshold=0, rule=RULES[rule])
     nodes = graph.nodes
     entering = graph.edges.groupby("target")["weight"].sum().reindex(nodes.index, fill_value=0.0)
     inner = nodes["kind"].isin(["head", "mlp", "mixer", "target"])
     atol = rerun_tolerance(name) * max(float(nodes["weight"].abs().max()), 1.0)
     assert float((entering + nodes["bias"] - nodes["weight"])[inner].abs().max()) < atol
     assert graph.total == pytest.approx(float(circuits.logit_attribution(frozen, **ASKED).total), abs=atol)
-    routes = circuits.routes(frozen, **ASKED, rule=rule)
+    routes = circuits.routes(frozen, **ASKED, rule=RULES[rule])
     allowed = rerun_tolerance(name)
     if name == "bridge/t5gemma":  # its last norm rounds pulls to float32, and what is rounded nearly cancels
-        pulled = ruled_target(stream_target(frozen, 5, 7, None, -1, "ratio"), RULES[rule])[1]
+        pulled = ruled_target(stream_target(frozen, 5, 7, None, -1, "frozen"), RULES[rule])[1]
         terms = pulled.stream[-2] * frozen.resid_pre(frozen.n_layers)
         allowed = max(allowed, torch.finfo(torch.float32).eps * float(terms.abs().sum() / routes.total.abs()))
     assert float(routes.gap.max()) < allowed
     for terms in (
-        circuits.top_paths(frozen, **ASKED, k=5, rule=rule),
-        circuits.paths(frozen, **ASKED, max_order=1, rule=rule),
-        circuits.logit_attribution(frozen, **ASKED, by="head", rule=rule),
+        circuits.top_paths(frozen, **ASKED, k=5, rule=RULES[rule]),
+        circuits.paths(frozen, **ASKED, max_order=1, rule=RULES[rule]),
+        circuits.logit_attribution(frozen, **ASKED, by="head", rule=RULES[rule]),
     ):
         assert float(terms.gap.max()) < rerun_tolerance(name)
     assert not hooks_left(frozen.model)
@@ -116,7 +118,7 @@ def test_routes_of_a_pass_sum_at_every_layer_and_are_those_under_the_frozen_rule
     heads = held.heads.sum((3, 4)) - sum(held[route] for route in HEAD_ROUTES)
     assert float(heads.abs().max()) < 1e-9 * float(held.scores.abs().max())
     if name in LAYOUTS:
-        live = circuits.routes(frozen, **ASKED, query=[-1, -2], rule="frozen")
+        live = circuits.routes(frozen, **ASKED, query=[-1, -2], rule=RULES["frozen"])
         assert close(live["direct"], held["direct"], atol=rerun_tolerance(name))
         assert close(live["MLP"] + live["constants"], held["MLP"] + held["constants"], atol=rerun_tolerance(name))
 
@@ -163,7 +165,7 @@ def test_an_edge_into_a_key_is_what_autograd_says_of_a_patched_projection():
 @pytest.mark.parametrize("rule", ["frozen", "gim", "tangent"])
 def test_parts_of_a_run_are_maps(rule, model_named):
     """Push and pull are adjoint, each part gives its own value, and a node's pull is that of its part."""
-    readout = stream_target(one(model_named("bridge/gpt2")), 5, 7, None, -1, "ratio")
+    readout = stream_target(one(model_named("bridge/gpt2")), 5, 7, None, -1, "frozen")
     stream = ruled_target(readout, RULES[rule])[0].stream
     x = stream.x[0]
     for part, value in zip(stream.steps[0].sublayers, stream.hidden[0], strict=True):
@@ -189,7 +191,7 @@ def test_what_cannot_be_cut_is_refused_by_name(name, model_named):
     model = model_named(name)
     try:
         frozen, _ = two(model, 1)
-        readout = stream_target(frozen, 5, 7, None, -1, "ratio")
+        readout = stream_target(frozen, 5, 7, None, -1, "frozen")
     except tlens.TensorLensError:
         pytest.skip("has no stream at all")
     with pytest.raises(tlens.UnsupportedModelError, match="cannot be cut out of a run"):
@@ -208,9 +210,6 @@ def test_what_makes_no_sense_is_refused(model_named):
     ):
         with pytest.raises(tlens.InvalidInputError, match="a rule is of one run"):
             asked(change, **ASKED, rule="gim")
-        if asked is not circuits.routes:
-            with pytest.raises(tlens.InvalidInputError, match="leave activation out"):
-                asked(clean, **ASKED, rule="gim", activation="ig")
         with pytest.raises(tlens.InvalidInputError, match="use one of"):
             asked(clean, **ASKED, rule="guess")
     with pytest.raises(tlens.InvalidInputError, match="Leave sources and dictionaries out"):
@@ -242,7 +241,7 @@ def test_padded_prompts_are_as_alone(model_named):
 
 def test_a_part_that_is_missed_is_refused(model_named, monkeypatch):
     """The parts are compared with the whole: one whose gradients are a hundredth too large is none of it."""
-    readout = stream_target(one(model_named("bridge/gpt2")), 5, 7, None, -1, "ratio")
+    readout = stream_target(one(model_named("bridge/gpt2")), 5, 7, None, -1, "frozen")
     assert bool(ruled_target(readout, RULES["gim"])[1].stream[0].any())
     monkeypatch.setattr(recorded, "gradients", lambda *given, **options: 1.01 * gradients(*given, **options))
     with pytest.raises(tlens.NumericalError, match="parts of a run are not the whole"):

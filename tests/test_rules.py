@@ -28,7 +28,7 @@ def test_effects_under_the_frozen_rule_are_the_frozen_models(name, model_named):
     """One by gradients of the live model, the other by weights; of one query and of several."""
     clean, _ = two(model_named(name))
     for more in ({"by": "head"}, {"by": "component"}, {"query": [-1, -2]}):
-        mine = circuits.total_effects(clean, **ASKED, rule="frozen", **more)
+        mine = circuits.total_effects(clean, **ASKED, rule=FROZEN, **more)
         theirs = circuits.total_effects(clean, **ASKED, **more)
         assert close(in_order(mine, theirs.names), theirs.scores, atol=tolerance(name))
         assert torch.equal(mine.total, theirs.total)
@@ -38,7 +38,7 @@ def test_effects_under_the_frozen_rule_are_the_frozen_models(name, model_named):
 @pytest.mark.parametrize("name", [*NAMES, *BOTH])
 def test_patches_under_the_frozen_rule_are_the_frozen_models(name, model_named):
     clean, corrupted = two(model_named(name))
-    mine = circuits.patch_scores(clean, corrupted, **ASKED, rule="frozen", positions=True)
+    mine = circuits.patch_scores(clean, corrupted, **ASKED, rule=FROZEN, positions=True)
     theirs = circuits.patch_scores(clean, corrupted, **ASKED, positions=True)
     order = [mine.names.index(node) for node in theirs.names]
     assert close(mine.keys[..., order, :], theirs.keys, atol=tolerance(name))
@@ -51,7 +51,7 @@ def test_the_frozen_rule_holds_what_the_operator_holds_of_mixers(family, model_n
     with Wide():
         frozen = tlens.freeze(model_named(f"bridge/{family}"), tokens, attention_mask=(tokens != 0).long())
         asked = {**ASKED, "query": [-1, 2]}
-        mine = tlens.attribute(frozen, **asked, rule="frozen")
+        mine = tlens.attribute(frozen, **asked, rule=FROZEN)
         theirs = tlens.attribute(frozen, **asked)
     assert close(mine.scores, theirs.scores)
     assert close(mine.bias, theirs.bias)
@@ -65,7 +65,7 @@ def test_scores_and_bias_of_the_frozen_rule_are_the_logit(name, model_named):
     both = two(model_named(name))[0]
     for frozen in (both, tlens.freeze(both.model, both.tokens[:1]) if both.sides is None else both):
         asked = {**ASKED, "query": [-1, -2]}
-        mine, theirs = tlens.attribute(frozen, **asked, rule="frozen"), tlens.attribute(frozen, **asked)
+        mine, theirs = tlens.attribute(frozen, **asked, rule=FROZEN), tlens.attribute(frozen, **asked)
         assert mine.additive
         assert close(mine.bias, theirs.bias, atol=tolerance(name))
         assert float(mine.gap.max()) <= 10 * tolerance(name)
@@ -102,7 +102,7 @@ def test_an_affine_rule_of_ones_own():
 
     frozen = tlens.freeze(tiny_model("bridge/gpt2"), some_tokens(2))
     mine = tlens.attribute(frozen, **ASKED, rule=replace(FROZEN, activation=by_tangent))
-    theirs = tlens.attribute(frozen, **ASKED, method="tensorlens", collapse="target", activation="tangent")
+    theirs = tlens.attribute(frozen, **ASKED, method="tensorlens", collapse="target", rule="frozen-tangent")
     assert close(mine.scores, theirs.scores)
     assert close(mine.bias, theirs.bias)
     assert bool(mine.bias.any())
@@ -115,13 +115,13 @@ def test_edges_of_a_node_sum_to_the_node(name, rule, model_named):
     """Nodes by hooks on the live model, edges by its parts, cut at the nodes; under each rule."""
     clean, corrupted = two(model_named(name))
     for method in ("gradient", "integrated"):
-        asked = {**ASKED, "rule": rule, "method": method, "steps": 2}
+        asked = {**ASKED, "rule": RULES[rule], "method": method, "steps": 2}
         nodes = circuits.patch_scores(clean, corrupted, **asked)
         edges = circuits.edge_scores(clean, corrupted, **asked)
         assert close(edges.scores.sum(-1), in_order(nodes, edges.sources)[:, 0], atol=rerun_tolerance(name))
     if rule == "frozen":
         theirs = circuits.edge_scores(clean, corrupted, **ASKED)
-        made = circuits.edge_scores(clean, corrupted, **ASKED, rule="frozen")
+        made = circuits.edge_scores(clean, corrupted, **ASKED, rule=FROZEN)
         assert close(made.scores, theirs.scores, atol=rerun_tolerance(name))
     if rule == "tangent":
         plain = circuits.edge_scores(clean, corrupted, **ASKED, method="gradient")
@@ -139,7 +139,7 @@ def test_rules_give_their_methods_numbers():
         )
     live = tlens.attribute(frozen, **ASKED, method="relp", attention="live")
     assert torch.equal(tlens.attribute(frozen, **ASKED, rule="relp").scores, live.scores)
-    held_model = tlens.attribute(frozen, **ASKED, rule="frozen")
+    held_model = tlens.attribute(frozen, **ASKED, rule=FROZEN)
     assert close(held_model.scores, tlens.attribute(frozen, **ASKED).scores, atol=1e-6)
 
 
@@ -190,7 +190,7 @@ def test_rules_that_make_no_sense_are_refused():
         "with method='gradient'": lambda: circuits.patch_scores(clean, corrupted, **ASKED, rule="gim", method="frozen"),
         "use it with method": lambda: circuits.edge_scores(clean, corrupted, **ASKED, rule="gim", method="patching"),
         "a rule is of one run": lambda: circuits.total_effects(change, **ASKED, rule="gim"),
-        "leave live and activation out": lambda: circuits.total_effects(clean, **ASKED, rule="gim", live=True),
+        "leave live out": lambda: circuits.total_effects(clean, **ASKED, rule="gim", live=True),
     }
     for message, ask in wrong.items():
         with pytest.raises(tlens.InvalidInputError, match=message):

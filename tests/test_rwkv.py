@@ -102,14 +102,14 @@ def test_implicit_attention_is_the_weights_of_the_means(frozen):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rule", tlens.RULES)
+@pytest.mark.parametrize("rule", tlens.FROZEN_RULES)
 def test_the_live_model_at_another_input_is_the_operator(frozen, rule):
-    op = frozen.operator(activation=rule)
+    op = frozen.operator(rule=rule)
     x = op.x + torch.randn_like(op.x)
     outputs = []
     hooks = [
         (frozen.points.blocks[0].resid_pre, lambda live, hook: x),
-        *frozen.fwd_hooks(activation=rule),
+        *frozen.fwd_hooks(rule=rule),
         (frozen.points.output, lambda live, hook: outputs.append(live)),
     ]
     frozen.model.run_with_hooks(**frozen.inputs, fwd_hooks=hooks)
@@ -132,7 +132,7 @@ def test_maps_of_both_sublayers_keep_what_every_map_promises(frozen):
         module = inner(frozen.model.blocks[0]._modules[at])
         with torch.no_grad():
             expected = module(x)[0]
-        for rule in tlens.RULES if at == "channel_mix" else ("ratio",):
+        for rule in tlens.FROZEN_RULES if at == "channel_mix" else ("frozen",):
             m = channel_mix_weights(module).hold(x, rule) if at == "channel_mix" else mixer_map(module, x)
             assert close(m(x), expected)
             check_map(m, x)
@@ -143,7 +143,7 @@ def test_tangent_is_the_jacobian_of_channel_mixing(frozen):
     module = inner(frozen.model.blocks[0].channel_mix)
     g = torch.randn_like(x)
     (pulled,) = torch.autograd.grad(module(x)[0], x, g)
-    assert close(channel_mix_weights(module).hold(x.detach(), "tangent").pull(g), pulled)
+    assert close(channel_mix_weights(module).hold(x.detach(), "frozen-tangent").pull(g), pulled)
 
 
 # ------------------------------------------------------------------------------------------ its stream

@@ -240,7 +240,7 @@ def test_a_sampled_proof(model):
 def test_rules_need_no_hook_points(frozen):
     """Patterns held, a rule is the frozen operator; attention live, it is not."""
     of_rule = rule_scores(frozen, replace(RELP, softmax=held), 7).scores
-    theirs = frozen.operator(activation="split").target(7).scores
+    theirs = frozen.operator(rule="frozen-split").target(7).scores
     assert float((of_rule - theirs).abs().max()) <= 1e-6 * float(theirs.abs().max())
     for method in ("attnlrp", "gim"):
         assert not torch.allclose(tlens.attribute(frozen, 7, method=method).scores, of_rule, rtol=1e-2)

@@ -271,7 +271,7 @@ def test_rules_need_no_hook_points(frozen):
     """Patterns held, a rule is the frozen operator; with attention live it is not."""
 
     of_rule = rule_scores(frozen, replace(RELP, softmax=held), 7).scores
-    assert torch.allclose(of_rule, frozen.operator(activation="split").target(7).scores, rtol=1e-6, atol=1e-9)
+    assert torch.allclose(of_rule, frozen.operator(rule="frozen-split").target(7).scores, rtol=1e-6, atol=1e-9)
     live = tlens.attribute(frozen, 7, method="relp", attention="live").scores
     assert not torch.allclose(of_rule, live, rtol=1e-2)
 

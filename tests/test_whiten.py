@@ -172,7 +172,7 @@ def test_whitening_is_a_node_of_the_graph_and_its_edges_keep_their_positions(whi
     assert graph.gap < 1e-9
     place = {(row["name"], row["pos"]): number for number, row in nodes.iterrows()}
     weight = {(e["source"], e["target"]): e["weight"] for _, e in edges.iterrows()}
-    asked = circuits.stream.stream_target(frozen, 5, None, None, -1, "ratio")
+    asked = circuits.stream.stream_target(frozen, 5, None, None, -1, "frozen")
     met = asked.stream.pull(asked.seed).stream[1][0, 0]  # after the first whitening
     entry, step = frozen.view.blocks[0].whitening.entry, frozen.view.blocks[0].whitening.step
     sources = asked.stream.sources()
@@ -354,7 +354,7 @@ def test_source_tokens_of_direct_effects_are_where_they_came_from(whitened):
     frozen = tlens.freeze(whitened, some_tokens(1))
     effects = circuits.logit_attribution(frozen, 5, by="head_token")
     assert close(effects.keys.sum(-1), effects.scores, atol=1e-9)
-    asked = circuits.stream.stream_target(frozen, 5, None, None, -1, "ratio")
+    asked = circuits.stream.stream_target(frozen, 5, None, None, -1, "frozen")
     for name, part in asked.stream.sources().items():
         alone = torch.diag_embed(part[0].T).permute(1, 2, 0)[:, None]  # a row for each token's own vector
         for step in asked.stream.steps:

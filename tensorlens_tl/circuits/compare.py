@@ -61,7 +61,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice, checked_names, whole_number
+from tensorlens_tl._arguments import check_choice, checked_names, formerly, whole_number
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import widened
@@ -76,10 +76,11 @@ from tensorlens_tl.circuits.stream import Pulled, Step, Stream, StreamTarget, Su
 from tensorlens_tl.core import Rule, recordable, rule_of
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.hooks import capture
-from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, Query, TokenLike
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import Difference, FrozenPass, PassLike, check_pass, difference, one_question
 from tensorlens_tl.passes.target import resolve_target
+from tensorlens_tl.registry import frozen_rule, is_of_run
 from tensorlens_tl.requirements import check_rule
 from tensorlens_tl.results import TARGET, Circuit, EdgeScores, MeasuredEdges, MeasuredTerms, Terms
 
@@ -137,13 +138,16 @@ def ruled_method(method: str | None, rule: Any, clean: PassLike) -> tuple[str, R
     """
     if rule is None:
         return method or "frozen", None
-    chosen = rule_of(rule)
-    method = method or "gradient"
+    follows = is_of_run(rule)
+    method = method or ("gradient" if follows else "frozen")
+    if not follows and method in ("frozen", "frozen+qk"):
+        return method, None
     if method not in ("gradient", "integrated"):
         raise InvalidInputError(
             f"rule={rule!r}, method={method!r}: a rule says what gradients follow; use it with method='gradient' or "
             "'integrated', or leave one of the two out."
         )
+    chosen = rule_of(rule)
     check_pass(clean)
     check_rule(chosen, clean, f"rule={rule!r}")
     return method, chosen
@@ -214,20 +218,20 @@ def pair_target(
     minus: TokenLike,
     direction: Direction,
     query: Query,
-    activation: str = "ratio",
+    rule: FrozenRule = "frozen",
 ) -> StreamTarget:
     """The target of the clean prompt, after `check_pair`; see `stream_target` for what is refused besides."""
     check_pair(clean, corrupted)
-    return stream_target(clean, target, minus, direction, query, activation)
+    return stream_target(clean, target, minus, direction, query, rule)
 
 
-def corrupted_stream(readout: StreamTarget, corrupted: PassLike, activation: str = "ratio") -> Stream:
+def corrupted_stream(readout: StreamTarget, corrupted: PassLike, rule: FrozenRule = "frozen") -> Stream:
     """The stream of the corrupted prompt, up to where the target reads it.
 
     Raises:
         InvalidInputError: hooks add to the stream in one of the two passes only.
     """
-    stream = Stream.of(corrupted, activation, final_norm=readout.stream.final_norm, to_tokens=readout.of_tokens)
+    stream = Stream.of(corrupted, rule, final_norm=readout.stream.final_norm, to_tokens=readout.of_tokens)
     of_clean, of_corrupted = ([step.outer_name for step in of.steps] for of in (readout.stream, stream))
     if of_clean != of_corrupted:
         points = ", ".join(sorted({*of_clean} ^ {*of_corrupted}))
@@ -248,7 +252,7 @@ class _Comparison:
         method: one of `METHODS`.
         rule: what gradients follow; None for the model's own.
         shares: where gradients are taken on the way from the corrupted to the clean embeddings.
-        activation: the rule for MLPs, of the frozen methods.
+        frozen_rule: the rule of the frozen methods.
         readout: the target, of ``"difference"`` its change along the stream of the exact difference.
         numbers: of the clean and of the corrupted run, before any final soft cap.
         finder: of ``"measured"``, the comparison that finds what is large.
@@ -259,7 +263,7 @@ class _Comparison:
     method: str
     rule: Rule | None
     shares: list[float]
-    activation: str
+    frozen_rule: FrozenRule
     readout: StreamTarget
     numbers: tuple[Float[Tensor, "batch query"], Float[Tensor, "batch query"]]
     finder: "_Comparison | None" = None
@@ -267,31 +271,32 @@ class _Comparison:
     @classmethod
     def of(
         cls, clean: PassLike, corrupted: PassLike, target: TokenLike, minus: TokenLike, *, direction: Direction,
-        query: Query, activation: str, method: str | None, rule: RuleLike, steps: int, points: str,
+        query: Query, method: str | None, rule: RuleLike, steps: int, points: str,
     ) -> "_Comparison":  # fmt: skip
         """From the arguments of `patch_scores` and `edge_scores`, checked.
 
         Either run may have been patched by hooks: of ``"difference"`` it is their difference that is asked, and neither
         of them by itself.
         """
+        held = frozen_rule(rule)
         method, chosen = ruled_method(method, rule, clean)
         shares = gradient_shares(method, steps, points)
         if method == "difference":
             check_pair(clean, corrupted)
-            readout = stream_target(difference(clean, corrupted), target, minus, direction, query, "ratio")
+            readout = stream_target(difference(clean, corrupted), target, minus, direction, query, "frozen")
             resolved = resolve_target(clean, target, minus, direction, readout.positions)
             first, second = (readout.number_of(run.activation) + resolved.constant for run in (clean, corrupted))
             readout = replace(readout, label=readout.name)  # what other methods call the same number
         else:
-            readout = pair_target(clean, corrupted, target, minus, direction, query, activation)
+            readout = pair_target(clean, corrupted, target, minus, direction, query, held)
             first, second = readout.total, readout.number_of(corrupted.activation)
         finder = None
         if method == "measured":
             finder = cls.of(
-                clean, corrupted, target, minus, direction=direction, query=query, activation=activation,
+                clean, corrupted, target, minus, direction=direction, query=query,
                 method="difference", rule=None, steps=steps, points=points,
             )  # fmt: skip
-        return cls(clean, corrupted, method, chosen, shares, activation, readout, (first, second), finder)
+        return cls(clean, corrupted, method, chosen, shares, held, readout, (first, second), finder)
 
     @property
     def changes(self) -> Stream:
@@ -299,7 +304,7 @@ class _Comparison:
         stream = self.readout.stream
         if self.method == "difference":
             return stream
-        other = corrupted_stream(self.readout, self.corrupted, self.activation)
+        other = corrupted_stream(self.readout, self.corrupted, self.frozen_rule)
         x = [first - second for first, second in zip(stream.x, other.x, strict=True)]
         hidden = [
             tuple(first - second for first, second in zip(*pair, strict=True))
@@ -337,6 +342,7 @@ class _Comparison:
 # ------------------------------------------------------------------ edges
 
 
+@formerly(ONCE_ACTIVATION)
 @recordable()
 @one_question
 def edge_scores(
@@ -350,7 +356,6 @@ def edge_scores(
     positions: bool = False,
     query: Query = -1,
     direction: Direction = None,
-    activation: str = "ratio",
     steps: int = 5,
     points: str = "midpoint",
     live: int | float | str | None = None,
@@ -364,11 +369,11 @@ def edge_scores(
         method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by averaged gradients),
             ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"difference"`` (exact between the two
             runs), ``"measured"`` (the largest by live runs) or ``"patching"`` (a live run for each edge). None is
-            ``"frozen"``, and with a rule ``"gradient"``.
+            ``"frozen"``, and with a rule of gradients ``"gradient"``.
         rule: what gradients follow, as in `patch_scores`.
         positions: also each edge at each position where its destination reads, `EdgeScores.by_position`; not with
             ``"measured"`` and ``"patching"``.
-        activation, steps, points, live, seed, memory: as in `patch_scores`.
+        steps, points, live, seed, memory: as in `patch_scores`.
 
     Returns:
         Scores; of ``"measured"`` with `measured`, which of them are, and `rest()`, how far the others are off.
@@ -396,7 +401,7 @@ def edge_scores(
         raise InvalidInputError("positions: patching measures whole edges; use another method, or leave it out.")
     seed, budget = whole_number("seed", seed, least=0), budget_of(live, method)
     comparison = _Comparison.of(
-        clean, corrupted, target, minus, direction=direction, query=query, activation=activation, method=method,
+        clean, corrupted, target, minus, direction=direction, query=query, method=method,
         rule=rule, steps=steps, points=points,
     )  # fmt: skip
     readout = comparison.readout
@@ -757,6 +762,7 @@ BY = ("component", "head", "qkv", "neuron", "stream")
 NODES = "nodes besides the input"
 
 
+@formerly(ONCE_ACTIVATION)
 @recordable()
 @one_question
 def patch_scores(
@@ -771,7 +777,6 @@ def patch_scores(
     positions: bool = False,
     query: Query = -1,
     direction: Direction = None,
-    activation: str = "ratio",
     steps: int = 5,
     points: str = "midpoint",
     live: int | float | str | None = None,
@@ -798,13 +803,14 @@ def patch_scores(
         method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by gradients),
             ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"atp*"`` (AtP*: a gradient without each
             layer), ``"difference"`` (exact between the two runs), ``"measured"`` (the largest by live runs) or
-            ``"patching"`` (a live run for each node). None is ``"frozen"``, and with a rule ``"gradient"``.
-        rule: what gradients follow in place of the model's own: one of ``tlens.list_rules()``, or a `Rule`.
+            ``"patching"`` (a live run for each node). None is ``"frozen"``, and with a rule of gradients
+            ``"gradient"``.
+        rule: of the frozen methods, a rule of the frozen model; of ``"gradient"`` and ``"integrated"``, what gradients
+            follow in place of the model's own: one of ``tlens.list_rules()``, or a `Rule`.
         positions: also each node at each position, in `Terms.keys`, `[batch, query, node, pos]`. They sum to the
             node's score, except under ``"atp*"``, ``"measured"`` and ``"patching"``, where each is a node by itself.
             Of an encoder–decoder they are zero at the positions of the other side.
         query: one position of each prompt, the last by default.
-        activation: the rule for MLPs, of the frozen methods.
         steps: gradients of ``"integrated"`` and ``"frozen+qk"``, one in each of as many equal steps.
         points: where in its step a gradient is taken: at the ``"midpoint"``, or at the ``"left"`` end, k/steps for k
             from 0: the corrupted embeddings are one of them and the clean ones are not, as in the published code of
@@ -845,7 +851,7 @@ def patch_scores(
         )
     seed, budget = whole_number("seed", seed, least=0), budget_of(live, method)
     comparison = _Comparison.of(
-        clean, corrupted, target, minus, direction=direction, query=query, activation=activation, method=method,
+        clean, corrupted, target, minus, direction=direction, query=query, method=method,
         rule=rule, steps=steps, points=points,
     )  # fmt: skip
     readout = comparison.readout

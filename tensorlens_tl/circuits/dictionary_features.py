@@ -36,7 +36,7 @@ from tensorlens_tl.drawing import figure, matrix, terminal
 from tensorlens_tl.drawing.marks import number, visible
 from tensorlens_tl.errors import FileFormatError, InvalidInputError, NumericalError, warn_caller
 from tensorlens_tl.hooks import capture
-from tensorlens_tl.models import DictionaryWeights, Rule, read_dictionary
+from tensorlens_tl.models import DictionaryWeights, FrozenRule, read_dictionary
 from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.inputs import one_query
 from tensorlens_tl.results import Entry, Parts, Scored, check_batch
@@ -95,7 +95,7 @@ class WriteAt:
     beside_name: str = ""
 
 
-def stream_to(frozen: FrozenPass, place: Place, rule: Rule) -> Stream:
+def stream_to(frozen: FrozenPass, place: Place, rule: FrozenRule) -> Stream:
     """The stream from the embeddings to a place."""
     layers = slice(0, min(place.layer + 1, frozen.n_layers))
     stream = Stream.of(frozen, rule, layers=layers, final_norm=False, to_tokens=False)

@@ -39,7 +39,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice, checked_names, whole_number
+from tensorlens_tl._arguments import check_choice, checked_names, formerly, whole_number
 from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Linear, Norm, Segment
 from tensorlens_tl.algebra.memory import WORKING_BYTES, Memory, check_size
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
@@ -49,11 +49,12 @@ from tensorlens_tl.circuits.ruled import target_under
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, Sublayer, stream_target, summed_by_name, token_pairs
 from tensorlens_tl.core import Rule, recordable, rule_of
 from tensorlens_tl.errors import InvalidInputError, SizeError, UnsupportedModelError
-from tensorlens_tl.models import LayerRange, Query, TokenLike
+from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, LayerRange, Query, TokenLike
 from tensorlens_tl.models.parameters import NormWeights, norm_epsilon
 from tensorlens_tl.passes import Difference, FrozenPass, PassLike, PassOrDifference, check_pass, one_question
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.target import chosen_head, resolve_target
+from tensorlens_tl.registry import frozen_rule, is_of_run
 from tensorlens_tl.requirements import check_rule
 from tensorlens_tl.results import Paths, Terms
 
@@ -62,6 +63,7 @@ from tensorlens_tl.results import Paths, Terms
 BY = ("component", "head", "head_token", "neuron")
 
 
+@formerly(ONCE_ACTIVATION)
 @recordable()
 @checked_names
 @one_question
@@ -75,7 +77,6 @@ def logit_attribution(
     direction: Direction = None,
     layers: LayerRange = None,
     final_norm: bool | None = None,
-    activation: str = "ratio",
     rule: RuleLike = None,
     memory: Memory = None,
 ) -> Terms:
@@ -96,10 +97,8 @@ def logit_attribution(
             middle of the model), and what comes before them is one term.
         final_norm: False ends before the norm that follows the last layer: for a direction of ``hook_resid_post``.
             True is refused where the layers end earlier; `logit_lens` applies that norm to the stream there.
-        activation: the rule; it matters where a prediction head's activation lies on the way (masked models): direct
-            effects pass every MLP by.
-        rule: what norms on the way pass on in place of the frozen model: one of ``tlens.list_rules()``, or a `Rule`;
-            not by ``"head_token"``.
+        rule: what stands in place of what is not linear on the way, norms and a prediction head's activation: direct
+            effects pass every MLP by. One of ``tlens.list_rules()``, or a `Rule`; by ``"head_token"`` a frozen one.
         memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Raises:
@@ -111,10 +110,10 @@ def logit_attribution(
     True
     """
     check_choice("by", by, BY)
-    readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
-    if rule is not None and by == "head_token":
+    readout = stream_target(frozen, target, minus, direction, query, frozen_rule(rule), layers, final_norm, one=False)
+    if is_of_run(rule) and by == "head_token":
         raise InvalidInputError("logit_attribution(rule=): tokens by head are of held patterns; use by='head'.")
-    readout = target_under(readout, rule, "logit_attribution", activation, neurons=by == "neuron")
+    readout = target_under(readout, rule, "logit_attribution", neurons=by == "neuron")
     return direct_effects(readout, by, memory)
 
 
@@ -200,6 +199,7 @@ def _by_source(sublayer: Sublayer, x: Tensor, cotangent: Tensor) -> Float[Tensor
 # ------------------------------------------------------------------ total effects
 
 
+@formerly(ONCE_ACTIVATION)
 @checked_names
 def total_effects(
     frozen: PassLike,
@@ -211,7 +211,6 @@ def total_effects(
     direction: Direction = None,
     layers: LayerRange = None,
     final_norm: bool | None = None,
-    activation: str = "ratio",
     live: bool = False,
     rule: RuleLike = None,
     nodes: Sequence[str] | None = None,
@@ -226,11 +225,11 @@ def total_effects(
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         layers: consecutive layers: their components are ablated, and a direction reads the stream where they end.
         final_norm: as in `logit_attribution`.
-        activation: the rule for the MLPs that effects go through, frozen.
         live: ablate in the live model, patterns, activations and norms responding, instead of the frozen one. An
             expert that is taken away counts nothing where its tokens are sent to it; routing of later layers responds.
-        rule: what the pull follows in place of the frozen model: one of ``tlens.list_rules()``, or a `Rule`. An effect
-            is a component's hidden vector dotted with the target's gradient there, in the live model.
+        rule: what the pull follows: one of ``tlens.list_rules()``, or a `Rule`. Those of the frozen model are read from
+            weights. Of any other, an effect is a component's hidden vector dotted with the target's gradient there, in
+            the live model.
         nodes: only these, by name, such as ``["L1H0", "MLP2"]``: one live run then has a copy of the prompts for each.
         memory: what the runs of ``live=True``, or queries of a rule, may allocate at once, as ``"512MB"`` or bytes.
 
@@ -256,14 +255,14 @@ def total_effects(
             "total_effects(live=True): a difference of two runs is no run of its own. Ask about either of its passes, "
             "or leave live out."
         )
-    if rule is not None and (live or activation != "ratio" or isinstance(frozen, Difference)):
+    if rule is not None and (live or isinstance(frozen, Difference)):
         raise InvalidInputError(
-            "total_effects(rule=): a rule is of one run, whose gradients it says; leave live and activation out, and "
-            "ask about one of the passes of a difference."
+            "total_effects(rule=): a rule is of one run, and ablates nothing in it; leave live out, and ask about one "
+            "of the passes of a difference."
         )
-    readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm, one=False)
-    if live or rule is not None:
-        chosen = None if rule is None else rule_of(rule)
+    readout = stream_target(frozen, target, minus, direction, query, frozen_rule(rule), layers, final_norm, one=False)
+    if live or is_of_run(rule):
+        chosen = None if live else rule_of(rule)
         names, scores = _in_live_model(readout, by, nodes, memory, chosen)
     else:
         names, scores = _frozen(readout, by, nodes)
@@ -343,7 +342,7 @@ class HeadMap:
     vectors: Float[Tensor, "batch key d_model"]
     _scale: Float[Tensor, "batch query 1"]
     _stream: Stream
-    _activation: str
+    _rule: FrozenRule
     cross: bool = False
 
     def __repr__(self) -> str:
@@ -422,13 +421,14 @@ class HeadMap:
         """
         layers = self._stream.layers
         norm = self._stream.final_norm
-        readout = stream_target(self.frozen, target, minus, direction, query, self._activation, layers, norm)
+        readout = stream_target(self.frozen, target, minus, direction, query, self._rule, layers, norm)
         pulled = readout.stream.pull(readout.seed, sublayers=not direct)
         number, sublayer = readout.stream.at(self.layer, cross=self.cross)
         cotangent = sublayer.write.pull(pulled.sums[number][0])
         return token_pairs(sublayer, readout.stream.x[number], cotangent)[:, self.head]
 
 
+@formerly(ONCE_ACTIVATION)
 @checked_names
 def head_map(
     frozen: PassLike,
@@ -438,7 +438,7 @@ def head_map(
     cross: bool = False,
     layers: LayerRange = None,
     final_norm: bool | None = None,
-    activation: str = "ratio",
+    rule: FrozenRule = "frozen",
 ) -> HeadMap:
     """One head of a frozen pass, by itself.
 
@@ -448,7 +448,7 @@ def head_map(
         cross: a head of an encoder–decoder's cross-attention, ``"L2.cross.H0"``, instead of self-attention.
         layers: consecutive layers that its effect goes through, the head's layer among them; None for all.
         final_norm: whether its effect goes through the norm after the last layer.
-        activation: the rule for the MLPs that its effect goes through.
+        rule: what stands for the activations of the MLPs that its effect goes through.
 
     Raises:
         InvalidInputError: no such layer or head.
@@ -459,7 +459,7 @@ def head_map(
     check_pass(frozen)
     layer, head = chosen_head(frozen.view, layer, head, cross=cross)
     to_tokens = final_norm is not False and frozen.view.unembedding is not None
-    stream = Stream.of(frozen, activation, layers=layers, final_norm=final_norm, to_tokens=to_tokens)
+    stream = Stream.of(frozen, rule, layers=layers, final_norm=final_norm, to_tokens=to_tokens)
     number, sublayer = stream.at(layer, cross=cross)
     read = sublayer.read_of(head)
     output, *after = sublayer.write.stages
@@ -482,7 +482,7 @@ def head_map(
     assert isinstance(mix, AnyAttention)
     vectors = Chain((*before, *unscaled))(stream.x[number])
     alone = Chain((*read.stages, *linear))
-    return HeadMap(frozen, layer, head, alone, mix.pattern[:, 0], vectors, scale, stream, activation, cross)
+    return HeadMap(frozen, layer, head, alone, mix.pattern[:, 0], vectors, scale, stream, rule, cross)
 
 
 def _at_all_positions(norm: AffineMap) -> Norm:
@@ -602,6 +602,7 @@ class _Partial:
     names: list[tuple[str, ...]]
 
 
+@formerly(ONCE_ACTIVATION)
 @recordable()
 @checked_names
 def paths(
@@ -614,7 +615,6 @@ def paths(
     direction: Direction = None,
     layers: LayerRange = None,
     final_norm: bool | None = None,
-    activation: str = "ratio",
     rule: RuleLike = None,
 ) -> Paths:
     """Every path through at most `max_order` heads and MLPs, and the sum of the longer ones.
@@ -625,8 +625,7 @@ def paths(
         target, minus, direction, layers, final_norm: as in `logit_attribution`.
         max_order: the most nodes a listed path has; the longer ones are the remainder, summed by one more pull.
         query: one position; see `tensorlens_tl.passes.inputs.query_positions`.
-        activation: the rule for MLPs.
-        rule: what stands in place of the frozen model, as in `contribution_graph`.
+        rule: what stands in place of what is not linear, as in `contribution_graph`.
 
     Returns:
         Terms named ``"direct"``, ``"L0H3"``, ``"L0H3 → L1H5"`` and so on, in order of length.
@@ -640,8 +639,8 @@ def paths(
     True
     """
     max_order = whole_number("max_order", max_order, 0, why="0 is the direct path")
-    readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
-    readout = target_under(readout, rule, "paths", activation)
+    readout = stream_target(frozen, target, minus, direction, query, frozen_rule(rule), layers, final_norm)
+    readout = target_under(readout, rule, "paths")
     stream = readout.stream
     max_order = min(max_order, len(readout.stream.steps))
     ways = [1] + [0] * max_order  # how many there are of each order: symmetric polynomials of the steps' node counts
@@ -687,6 +686,7 @@ def paths(
     return stream.frozen.checked(paths, readout.noise / size_of_sum(paths.scores, orders[:, -1:]))
 
 
+@formerly(ONCE_ACTIVATION)
 @recordable()
 @checked_names
 @one_question
@@ -701,7 +701,6 @@ def top_paths(
     direction: Direction = None,
     layers: LayerRange = None,
     final_norm: bool | None = None,
-    activation: str = "ratio",
     rule: RuleLike = None,
 ) -> Paths:
     """The k largest paths that a beam search finds, of any length, for one prompt.
@@ -712,7 +711,7 @@ def top_paths(
 
     Args:
         frozen: a pass of one prompt, or the difference of two.
-        target, minus, query, direction, layers, activation, rule: as in `paths`.
+        target, minus, query, direction, layers, rule: as in `paths`.
         k: how many paths.
         width: partial paths that are followed at each length.
 
@@ -725,8 +724,8 @@ def top_paths(
     """
     k = whole_number("k", k, 1)
     width = whole_number("width", width, 1)
-    readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
-    readout = target_under(readout, rule, "top_paths", activation)
+    readout = stream_target(frozen, target, minus, direction, query, frozen_rule(rule), layers, final_norm)
+    readout = target_under(readout, rule, "top_paths")
     if len(frozen.tokens) != 1:
         raise InvalidInputError(
             f"top_paths: the pass has {len(frozen.tokens)} prompts, each with its own paths; freeze one."

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tensorlens_tl._arguments import check_choice, checked_names, plain
+from tensorlens_tl._arguments import check_choice, checked_names, formerly, plain
 from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast, widest
@@ -40,13 +40,14 @@ from tensorlens_tl.circuits.dictionary_features import (
 from tensorlens_tl.circuits.effects import BY as DIRECT, direct_effects
 from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models import Query, Rule, TokenLike, check_rule
+from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, Query, TokenLike, check_rule
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.results import Attribution, FeatureEdges, Terms
 
 BY = ("feature_token", "feature")
 
 
+@formerly(ONCE_ACTIVATION)
 @checked_names
 def feature_attribution(
     features: FeaturesLike,
@@ -54,7 +55,7 @@ def feature_attribution(
     *,
     query: Query = -1,
     by: str = "token",
-    activation: str = "ratio",
+    rule: FrozenRule = "frozen",
     memory: Memory = None,
 ) -> Attribution | Terms:
     """The terms that a feature's pre-activation is the sum of.
@@ -65,7 +66,7 @@ def feature_attribution(
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         by: ``"token"``, source tokens through everything before the dictionary; or direct effects by ``"component"``,
             ``"head"``, ``"head_token"`` or ``"neuron"``, as in `logit_attribution`.
-        activation: the rule for MLPs on the way.
+        rule: the rule for MLPs on the way.
         memory: what may be allocated at once, as ``"512MB"`` or bytes.
 
     Returns:
@@ -84,7 +85,7 @@ def feature_attribution(
     frozen = _checked(features).frozen
     number = features.checked(feature)
     check_choice("by", by, ("token", *DIRECT))
-    rule = check_rule(activation)
+    rule = check_rule(rule)
     positions = query_positions(frozen.prompt, query)
     frozen.check_fresh()
     numbers = torch.full((positions.shape[1],), number, device=positions.device)
@@ -100,13 +101,14 @@ def feature_attribution(
         for g, constant in _pulled(readout, through, frozen.row_bytes, memory, "queries")
     ]
     scores, bias = (torch.cat(column).transpose(0, 1) for column in zip(*parts, strict=True))
-    options = {"feature": number, "hook": features.hook, "query": query, "activation": activation}
+    options = {"feature": number, "hook": features.hook, "query": query, "rule": rule}
     return Attribution.of(
         frozen, scores * frozen.mask[:, None], method="tensorlens", query=query, bias=bias, total=readout.total,
         additive=True, target=label, options=options,
     )  # fmt: skip
 
 
+@formerly(ONCE_ACTIVATION)
 @checked_names
 def feature_effects(
     features: FeaturesLike,
@@ -116,7 +118,7 @@ def feature_effects(
     query: Query = -1,
     direction: Direction = None,
     by: str = "feature_token",
-    activation: str = "ratio",
+    rule: FrozenRule = "frozen",
     memory: Memory = None,
 ) -> Terms:
     """What every active feature adds to a logit; with the error, b_dec and the biases they sum to it.
@@ -129,7 +131,7 @@ def feature_effects(
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         by: ``"feature_token"`` (``"F12@7"`` is feature 12 at position 7, ``"error@7"`` the error there), or
             ``"feature"`` (summed over positions).
-        activation: the rule for MLPs on the way.
+        rule: the rule for MLPs on the way.
         memory: what may be allocated at once, as ``"512MB"`` or bytes.
 
     Raises:
@@ -143,7 +145,7 @@ def feature_effects(
     True
     """
     frozen = _checked(features).frozen
-    readout = stream_target(frozen, target, minus, direction, query, activation, one=False)
+    readout = stream_target(frozen, target, minus, direction, query, rule, one=False)
     names, scores = _effects(features, readout, by, memory)
     terms = Terms(
         names=names,
@@ -155,6 +157,7 @@ def feature_effects(
     return frozen.checked(terms)
 
 
+@formerly(ONCE_ACTIVATION)
 @checked_names
 def feature_edges(
     early: FeaturesLike,
@@ -163,7 +166,7 @@ def feature_edges(
     *,
     query: Query = -1,
     by: str = "feature_token",
-    activation: str = "ratio",
+    rule: FrozenRule = "frozen",
     memory: Memory = None,
 ) -> FeatureEdges:
     """What every active feature of an early dictionary adds to the pre-activations of a late one's features.
@@ -173,7 +176,7 @@ def feature_edges(
         features: which of the late ones; None for those active at a query in any prompt.
         query: at which positions, the last real token by default.
         by: as in `feature_effects`.
-        activation, memory: as in `feature_effects`.
+        rule, memory: as in `feature_effects`.
 
     Returns:
         A row for each query and late feature. They are pulled back together, one vector each.
@@ -188,7 +191,7 @@ def feature_edges(
     True
     """
     frozen = _checked(early).frozen
-    rule = check_rule(activation)
+    rule = check_rule(rule)
     if _checked(late).frozen is not frozen:
         raise InvalidInputError("feature_edges: early and late are of two passes; make both from the same frozen pass.")
     if late.reads.place < early.writes.place:
@@ -220,7 +223,7 @@ def _checked(features: Any) -> Features:
 
 
 def _pre_activations(
-    features: Features, numbers: Int[Tensor, "row"], positions: Int[Tensor, "batch row"], label: str, rule: Rule
+    features: Features, numbers: Int[Tensor, "row"], positions: Int[Tensor, "batch row"], label: str, rule: FrozenRule
 ) -> StreamTarget:
     """Pre-activations, one in each row, as a target that the stream leads to; `rule` is that of MLPs on the way."""
     frozen = features.frozen

@@ -48,7 +48,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_names, whole_number
+from tensorlens_tl._arguments import checked_names, formerly, whole_number
 from tensorlens_tl.algebra import ZERO, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
@@ -68,9 +68,10 @@ from tensorlens_tl.circuits.ruled import target_under
 from tensorlens_tl.circuits.stream import Pulled, Step, Stream, StreamTarget, Sublayer, stream_target, token_pairs
 from tensorlens_tl.core import recordable
 from tensorlens_tl.errors import InvalidInputError, SizeError
-from tensorlens_tl.models import LayerRange, Query, TokenLike
+from tensorlens_tl.models import ONCE_ACTIVATION, LayerRange, Query, TokenLike
 from tensorlens_tl.passes import Difference, PassOrDifference, one_question
 from tensorlens_tl.passes.target import target_ids
+from tensorlens_tl.registry import frozen_rule, is_of_run
 from tensorlens_tl.results import ContributionGraph
 
 # ------------------------------------------------------------------ edges
@@ -607,6 +608,7 @@ MOST_COVERING = 80
 """Nodes at most that are kept to cover a share of the target."""
 
 
+@formerly(ONCE_ACTIVATION)
 @recordable()
 @checked_names
 @one_question
@@ -625,7 +627,6 @@ def contribution_graph(
     direction: Direction = None,
     layers: LayerRange = None,
     final_norm: bool | None = None,
-    activation: str = "ratio",
     rule: RuleLike = None,
 ) -> ContributionGraph:
     """The contribution graph of one logit of one prompt.
@@ -649,10 +650,9 @@ def contribution_graph(
         features: which active features become nodes, in the same way: so many at each position, or all that are at
             least this share of the largest. None makes a node of each.
         query: one position; see `tensorlens_tl.passes.inputs.query_positions`.
-        activation: the rule for MLPs.
-        rule: what stands in place of the frozen model: one of ``tlens.list_rules()``, or a `Rule`. Where it lets
+        rule: what stands in place of what is not linear: one of ``tlens.list_rules()``, or a `Rule`. Where it lets
             patterns respond, a head is three nodes, as in a difference; what a node adds besides its linear map is its
-            bias. Without `sources` and `dictionaries`.
+            bias. Only rules of the frozen model take `sources` and `dictionaries`.
 
     Raises:
         InvalidInputError: several prompts or queries, a threshold outside [0, 1], nodes below 1, neurons, sources or
@@ -671,13 +671,13 @@ def contribution_graph(
         nodes = whole_number("contribution_graph: nodes", nodes, 1, why="or a share of the target between 0 and 1")
     if features is not None and dictionaries in (None, [], ()):
         raise InvalidInputError(f"features={features!r}: there are none without dictionaries=.")
-    readout = stream_target(frozen, target, minus, direction, query, activation, layers, final_norm)
-    if rule is not None and (sources is not None or dictionaries not in (None, [], ())):
+    readout = stream_target(frozen, target, minus, direction, query, frozen_rule(rule), layers, final_norm)
+    if is_of_run(rule) and (sources is not None or dictionaries not in (None, [], ())):
         raise InvalidInputError(
             "contribution_graph(rule=): heads are split by source token, and features read, in the frozen model alone. "
             "Leave sources and dictionaries out, or rule."
         )
-    readout = target_under(readout, rule, "contribution_graph", activation, neurons=neurons is not None)
+    readout = target_under(readout, rule, "contribution_graph", neurons=neurons is not None)
     if len(frozen.tokens) != 1:
         raise InvalidInputError(f"contribution_graph: the pass has {len(frozen.tokens)} prompts; freeze one.")
     if neurons is not None:

@@ -23,42 +23,49 @@ from tensorlens_tl.algebra.numerics import refuse_nan, relative_error
 from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.arguments import RuleLike
 from tensorlens_tl.circuits.stream import Kind, Pulled, Step, StreamTarget, Sublayer
-from tensorlens_tl.core import Cuts, Recorded, Rule, Side, depends, gradients, refuse_other_functions, rule_of, ruled
+from tensorlens_tl.core import (
+    Cuts,
+    Recorded,
+    Rule,
+    Side,
+    depends,
+    gradients,
+    refuse_other_functions,
+    rule_of,
+    ruled,
+)
 from tensorlens_tl.errors import InvalidInputError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, Placing, hook_points, in_this_thread, run_until
 from tensorlens_tl.models import Place
 from tensorlens_tl.models.names import ENCODER_NORM
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes import FrozenPass
+from tensorlens_tl.registry import is_of_run
 from tensorlens_tl.requirements import check_rule
 
 Start = Mapping[str, Float[Tensor, "batch _pos d_model"]]
 """What enters the first block, by hook point, where it is not what the prompts of the pass give."""
 
 
-def target_under(
-    readout: StreamTarget, rule: RuleLike, question: str, activation: str = "ratio", *, neurons: bool = False
-) -> StreamTarget:
+def target_under(readout: StreamTarget, rule: RuleLike, question: str, *, neurons: bool = False) -> StreamTarget:
     """A target of the frozen stream, or under a rule of a run; see `ruled_target`.
 
     Args:
         readout: the target.
-        rule: a rule or its name; None for the frozen stream.
+        rule: a rule or its name; None, and those of the frozen model, for the stream as it is.
         question: the function that was called, for messages.
-        activation: its rule for MLPs.
         neurons: whether it is about the neurons of MLPs.
 
     Raises:
-        InvalidInputError: no such rule, one for a difference, or another `activation` beside it.
+        InvalidInputError: no such rule, or one for a difference.
         UnsupportedModelError: no hook point shows the neurons of an MLP; and as `ruled_target`.
     """
-    if rule is None:
-        return readout
-    if activation != "ratio" or not isinstance(readout.stream.frozen, FrozenPass):
+    if rule is not None and not isinstance(readout.stream.frozen, FrozenPass):
         raise InvalidInputError(
-            f"{question}(rule=): a rule is of one run, and says what activations do; leave activation out, and ask "
-            "about one of the passes of a difference."
+            f"{question}(rule=): a rule is of one run; ask about one of the passes of a difference, or leave rule out."
         )
+    if not is_of_run(rule):
+        return readout
     chosen = rule_of(rule)
     check_rule(chosen, readout.stream.run, f"{question}(rule=)")
     answer = ruled_target(readout, chosen)[0]

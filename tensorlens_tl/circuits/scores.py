@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice
+from tensorlens_tl._arguments import check_choice, formerly
 from tensorlens_tl.algebra import AffineMap, Chain, RowPositions, Segment, stages_of
 from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
@@ -36,7 +36,7 @@ from tensorlens_tl.circuits.arguments import Whole
 from tensorlens_tl.circuits.stream import Stream, dot
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
 from tensorlens_tl.hooks import capture
-from tensorlens_tl.models import Query, check_rule
+from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, Query, check_rule
 from tensorlens_tl.passes import (
     Difference,
     FrozenPass,
@@ -153,9 +153,11 @@ def score_reading(frozen: PassLike, layer: int, *, cross: bool = False) -> Score
     return attention_scores.score_reading(frozen.maps, layer, vectors, streams)
 
 
-def stream_to(frozen: PassOrDifference, layers: range, *, cross: bool, activation: str = "ratio") -> tuple[Stream, int]:
+def stream_to(
+    frozen: PassOrDifference, layers: range, *, cross: bool, rule: FrozenRule = "frozen"
+) -> tuple[Stream, int]:
     """Some layers as steps, and the number of the step at which the heads of the last of them read the stream."""
-    stream = Stream.of(frozen, activation, layers=layers, final_norm=False, to_tokens=False)
+    stream = Stream.of(frozen, rule, layers=layers, final_norm=False, to_tokens=False)
     number, _ = stream.at(layers[-1], cross=cross)
     return stream, number
 
@@ -324,21 +326,21 @@ class HeadScore:
 # ------------------------------------------------------------------ what comes before the layer
 
 
-def maps_before(frozen: PassOrDifference, place: ScorePlace, activation: str = "ratio") -> Chain:
+def maps_before(frozen: PassOrDifference, place: ScorePlace, rule: FrozenRule = "frozen") -> Chain:
     """All that comes before the heads of a layer read the stream, as a map of what enters the first block."""
-    earlier = [frozen.maps.block_map(number, activation=activation) for number in range(place.layer)]
-    stream, until = stream_to(frozen, range(place.layer, place.layer + 1), cross=place.cross, activation=activation)
+    earlier = [frozen.maps.block_map(number, rule=rule) for number in range(place.layer)]
+    stream, until = stream_to(frozen, range(place.layer, place.layer + 1), cross=place.cross, rule=rule)
     return Chain((*earlier, *(step.map for step in stream.steps[:until])))
 
 
 def components_before(
-    frozen: PassOrDifference, place: ScorePlace, by: str, activation: str = "ratio"
+    frozen: PassOrDifference, place: ScorePlace, by: str, rule: FrozenRule = "frozen"
 ) -> dict[str, Tensor]:
     """What each component put into the stream that the heads of a layer read, `[batch, pos, d_model]`.
 
     Of a difference, what each component's part changes by. By ``"head"``, or attention layers whole.
     """
-    stream, until = stream_to(frozen, range(place.layer + 1), cross=place.cross, activation=activation)
+    stream, until = stream_to(frozen, range(place.layer + 1), cross=place.cross, rule=rule)
     parts = stream.sources()
     for step, hiddens in zip(stream.steps[:until], stream.hidden[:until], strict=True):
         written: list[tuple[str, Tensor]] = []
@@ -431,10 +433,11 @@ def qk_attribution(
 @overload
 def qk_attribution(
     frozen: PassLike, layer: Whole, head: Whole, query: Query = -1, key: Query = 0, *, by: str = ...,
-    activation: str = ..., cross: bool = ...,
+    rule: FrozenRule = ..., cross: bool = ...,
 ) -> ScoreAttribution: ...  # fmt: skip
 
 
+@formerly(ONCE_ACTIVATION)
 def qk_attribution(
     frozen: PassOrDifference,
     layer: Whole,
@@ -444,7 +447,7 @@ def qk_attribution(
     *,
     by: str = "token",
     of: str = "score",
-    activation: str = "ratio",
+    rule: FrozenRule = "frozen",
     cross: bool = False,
 ) -> ScoreAttribution | ScoreChange:
     """Which sources make one attention score, or its change between two runs, everything before the layer included.
@@ -465,7 +468,7 @@ def qk_attribution(
             attention and MLP, and their biases) or ``"head"`` (attention by head).
         of: of a difference what changes: ``"score"``, before a soft cap and ALiBi, or ``"pattern"``, the share of
             attention that the key gets.
-        activation: the rule for the MLPs before, of a pass.
+        rule: the rule for the MLPs before, of a pass.
         cross: a head of an encoder–decoder's cross-attention, ``"L2.cross.H0"``, instead of self-attention: the query's
             sources are those of the decoder's stream, the key's those of the encoder's output, after the encoder's last
             norm where there is one.
@@ -492,7 +495,7 @@ def qk_attribution(
     check_explained(frozen)
     check_choice("by", by, BY)
     check_choice("of", of, OF)
-    check_rule(activation)
+    check_rule(rule)
     place = ScorePlace.of(frozen, layer, head, query, key, cross=cross)
     if isinstance(frozen, Difference):
         with one_check(frozen.view.model):
@@ -506,19 +509,19 @@ def qk_attribution(
         )
     with one_check(frozen.view.model):
         frozen.check_fresh()
-        return _pairs(frozen, place, by, activation)
+        return _pairs(frozen, place, by, rule)
 
 
-def _pairs(frozen: FrozenPass, place: ScorePlace, by: str, activation: str) -> ScoreAttribution:
+def _pairs(frozen: FrozenPass, place: ScorePlace, by: str, rule: FrozenRule) -> ScoreAttribution:
     """Pairs of sources of one pass."""
     score = HeadScore.of(frozen, place)
     reading = score.reading
     if by == "token":
         names = [list(row) for row in frozen.str_tokens]
-        before = maps_before(frozen, place, activation)
+        before = maps_before(frozen, place, rule)
         (q, q_bias), (k, k_bias) = (_by_token(frozen, before, read) for read in score.reads)
     else:
-        sources = components_before(frozen, place, by, activation)
+        sources = components_before(frozen, place, by, rule)
         names = [list(sources)] * len(frozen.tokens)
         stacked = torch.stack(list(sources.values()))
         q, k = (read.push(stacked).permute(2, 1, 0) for read in score.reads)

@@ -19,13 +19,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_names, whole_number
+from tensorlens_tl._arguments import checked_names, formerly, whole_number
 from tensorlens_tl.algebra import AffineMap, Norm
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.circuits.arguments import Whole
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture, replace
-from tensorlens_tl.models import Place, Query, require_attention_alone
+from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, Place, Query, require_attention_alone
 from tensorlens_tl.passes import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.inputs import one_query
 from tensorlens_tl.passes.operator import FrozenOperator
@@ -184,14 +184,15 @@ class ErrorBound:
     amplification: list[float]
 
 
+@formerly(ONCE_ACTIVATION)
 @checked_names
-def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, activation: str = "ratio") -> ErrorBound:
+def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, rule: FrozenRule = "frozen") -> ErrorBound:
     """How far the frozen operator is from the live model at the input `x`, and a bound of that, layer by layer.
 
     Args:
         frozen: a pass of one prompt.
         x: another input of ``blocks.0``, `[1, pos, d_model]`.
-        activation: the rule of the frozen MLPs.
+        rule: the rule of the frozen MLPs.
 
     Raises:
         InvalidInputError: several prompts, or a shape that is not the pass's.
@@ -200,8 +201,8 @@ def error_bound(frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, acti
     >>> bound.error <= bound.bound
     True
     """
-    op, x = _other_input(frozen, x, activation)
-    stages: list[AffineMap] = [frozen.maps.block_map(layer, activation=activation) for layer in range(frozen.n_layers)]
+    op, x = _other_input(frozen, x, rule)
+    stages: list[AffineMap] = [frozen.maps.block_map(layer, rule=rule) for layer in range(frozen.n_layers)]
     names = [frozen.capture.output_name(layer) for layer in range(frozen.n_layers)]
     final = frozen.maps.final_norm()
     end = frozen.points.output
@@ -244,7 +245,7 @@ class FrozenErrorBound:
 
 @checked_names
 def frozen_error_bound(
-    frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, norm: Any = None, activation: str = "ratio"
+    frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, norm: Any = None, rule: FrozenRule = "frozen"
 ) -> FrozenErrorBound:
     """How far the frozen operator is from the live model at the input `x`, bounded as in TensorLens (Eq. 25).
 
@@ -252,7 +253,7 @@ def frozen_error_bound(
         frozen: a pass of one prompt.
         x: another input of ``blocks.0``, `[1, pos, d_model]`.
         norm: ‖T_X‖₂ or a bound of it; None measures `spectral_norm` (needs scipy).
-        activation: the rule of the frozen MLPs.
+        rule: the rule of the frozen MLPs.
 
     Raises:
         InvalidInputError: several prompts, a shape that is not the pass's, or a norm that is not positive.
@@ -261,7 +262,7 @@ def frozen_error_bound(
     >>> bound.error <= bound.bound
     True
     """
-    op, x = _other_input(frozen, x, activation)
+    op, x = _other_input(frozen, x, rule)
     if norm is None:
         norm = spectral_norm(op)
     if not isinstance(norm, (int, float)) or not norm > 0:
@@ -360,11 +361,11 @@ def _of_norm(norm: Norm, mask: Tensor, as_printed: bool) -> float:
     return gain / smallest
 
 
-def _other_input(frozen: Any, x: Any, activation: str) -> tuple[FrozenOperator, Tensor]:
+def _other_input(frozen: Any, x: Any, rule: FrozenRule) -> tuple[FrozenOperator, Tensor]:
     """The operator of one prompt, and another input of it, checked."""
     check_pass(frozen)
     frozen.view.require_chain("bounds")
-    op = frozen.operator(activation=activation)
+    op = frozen.operator(rule=rule)
     one_prompt(op)
     x = torch.as_tensor(x).to(op.x)
     if x.shape != op.x.shape:

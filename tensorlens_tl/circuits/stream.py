@@ -53,7 +53,7 @@ from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.core import Paired, Recorded
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture
-from tensorlens_tl.models import LayerRange, Place, Query, TokenLike, Within, check_rule
+from tensorlens_tl.models import FrozenRule, LayerRange, Place, Query, TokenLike, Within, check_rule
 from tensorlens_tl.models.names import ENCODER_NORM, ENTRY_NORM, PER_LAYER_NORM
 from tensorlens_tl.models.offload import loaded
 from tensorlens_tl.models.parameters import norm_weights
@@ -370,7 +370,7 @@ def _as_stream(tensor: Tensor, x: Tensor) -> Tensor | None:
     return tensor.expand_as(x)
 
 
-def block_steps(frozen: PassOrDifference, layer: int, rule: str) -> list[Step]:
+def block_steps(frozen: PassOrDifference, layer: int, rule: FrozenRule) -> list[Step]:
     """One block's steps, by its proven layout."""
     layout = frozen.layouts[layer]
     mixing = frozen.maps.mixer(layer)
@@ -444,7 +444,7 @@ def _crossing(frozen: PassOrDifference, layer: int, at: Place, within: Within) -
     return Step(layer, tuple(placed), outer, f"L{layer}.{at.outer}.b", (within.start, within.stop))
 
 
-def _end_steps(frozen: PassOrDifference, layer: int, rule: str) -> list[Step]:
+def _end_steps(frozen: PassOrDifference, layer: int, rule: FrozenRule) -> list[Step]:
     """What the stream goes through after a block's sublayers."""
     steps: list[Step] = []
     per_layer = frozen.maps.per_layer(layer, rule)
@@ -522,7 +522,7 @@ def _of_heads(
     return sublayers
 
 
-def _mlp_nodes(frozen: PassOrDifference, layer: int, rule: str) -> tuple[AffineMap, AffineMap, tuple[str, ...]]:
+def _mlp_nodes(frozen: PassOrDifference, layer: int, rule: FrozenRule) -> tuple[AffineMap, AffineMap, tuple[str, ...]]:
     """An MLP's hidden vector, what writes it, and its nodes: the whole MLP, or every expert that is chosen.
 
     An expert's hidden vector is what it writes, its share of the routing and its biases included.
@@ -601,7 +601,7 @@ class Stream:
     def of(
         cls,
         frozen: PassOrDifference,
-        activation: str = "ratio",
+        rule: FrozenRule = "frozen",
         *,
         layers: LayerRange = None,
         final_norm: bool | None = None,
@@ -611,7 +611,7 @@ class Stream:
 
         Args:
             frozen: the pass.
-            activation: the rule for MLPs.
+            rule: the rule for MLPs.
             layers: consecutive layers; a range that ends before the last ends at the next block's input.
             final_norm: whether the norm after the last layer is part of it.
             to_tokens: whether a prediction head is part of it.
@@ -622,7 +622,7 @@ class Stream:
             UnsupportedModelError: a block takes keys and values of an earlier one.
         """
         frozen.view.require_single_streams("the stream of a circuit")
-        rule = check_rule(activation)
+        rule = check_rule(rule)
         chosen = chosen_layers(frozen.n_layers, layers)
         normed = through_final_norm(frozen, chosen.stop, final_norm)
         frozen.check_fresh()
@@ -882,7 +882,7 @@ def stream_target(
     minus: TokenLike,
     direction: Direction,
     query: Query,
-    activation: str,
+    rule: FrozenRule,
     layers: LayerRange = None,
     final_norm: bool | None = None,
     *,
@@ -894,7 +894,7 @@ def stream_target(
         frozen: the pass, or the difference of two.
         target, minus, direction: as in `FrozenOperator.target`; a direction reads the stream where the layers end.
         query: the queries, or with `one` a single one.
-        activation: the rule for MLPs.
+        rule: the rule for MLPs.
         layers: consecutive layers, None for all.
         final_norm: whether the norm after the last layer is part of it.
 
@@ -916,7 +916,7 @@ def stream_target(
         )
     positions = {True: one_query, False: query_positions}[one](frozen.prompt, query)
     resolved = resolve_target(frozen, target, minus, direction, positions)
-    stream = Stream.of(frozen, activation, layers=layers, final_norm=final_norm, to_tokens=resolved.of_tokens)
+    stream = Stream.of(frozen, rule, layers=layers, final_norm=final_norm, to_tokens=resolved.of_tokens)
     if resolved.of_tokens:
         read_at = frozen.points.unembed_in
     elif not normed or frozen.view.final_norm is None:

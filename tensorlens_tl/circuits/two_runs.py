@@ -67,6 +67,7 @@ from tensorlens_tl.passes.inputs import (
     tokenized,
 )
 from tensorlens_tl.passes.target import resolve_target, target_ids
+from tensorlens_tl.registry import frozen_rule
 from tensorlens_tl.results import HEAD_ROUTES, ROUTES, ChangeRoutes, ModelChange, joined
 
 
@@ -74,7 +75,7 @@ def change_target(
     difference: Difference, target: TokenLike, minus: TokenLike, direction: Direction, query: Query
 ) -> StreamTarget:
     """The change of a number of two runs, named after the number; see `stream_target` for what is refused."""
-    readout = stream_target(difference, target, minus, direction, query, "ratio", one=False)
+    readout = stream_target(difference, target, minus, direction, query, "frozen", one=False)
     soft_cap = difference.view.soft_cap if readout.of_tokens else None
     return replace(readout, label=f"change of the {readout.name}", soft_cap=soft_cap)
 
@@ -549,7 +550,7 @@ def routes(
         difference: of two passes, of one model or of two; or one pass.
         target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
-        rule: of one pass, what stands in place of the frozen model, as in `contribution_graph`.
+        rule: of one pass, what stands in place of what is not linear, as in `contribution_graph`.
         memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
@@ -573,7 +574,7 @@ def routes(
     if isinstance(difference, Difference) and rule is None:
         readout = change_target(difference, target, minus, direction, query)
     else:
-        readout = stream_target(difference, target, minus, direction, query, "ratio", one=False)
+        readout = stream_target(difference, target, minus, direction, query, frozen_rule(rule), one=False)
         readout = target_under(readout, rule, "routes")
     readout = replace(readout, stream=readout.stream.anchored())
     frozen = readout.stream.frozen

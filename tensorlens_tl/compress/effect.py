@@ -42,7 +42,15 @@ from tensorlens_tl.compress.heads import Count, HeadWeights, circuits, head_weig
 from tensorlens_tl.compress.plan import Plan
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError
 from tensorlens_tl.hooks import capture, other_hooks, unheld_run
-from tensorlens_tl.models import BlockView, Coefficients, ModelLike, Query, TokenLike, require_attention_alone
+from tensorlens_tl.models import (
+    BlockView,
+    Coefficients,
+    FrozenRule,
+    ModelLike,
+    Query,
+    TokenLike,
+    require_attention_alone,
+)
 from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.passes import Capture, FrozenPass, PassLike, check_pass, mlp_chain
 from tensorlens_tl.results import Terms
@@ -99,7 +107,7 @@ class CompressionEffect:
         removed = Chain((Linear(values, offset), mix, Linear(_beside(W_O, negative).T)))
         return Split(self.compressed.maps.attention(layer), removed)
 
-    def mlp(self, layer: int, activation: str = "ratio") -> Split | None:
+    def mlp(self, layer: int, rule: FrozenRule = "frozen") -> Split | None:
         """Return the same for its MLP, activation ratios frozen; None without one.
 
         Raises:
@@ -107,8 +115,8 @@ class CompressionEffect:
             FrozenModelError: the weights were changed since the pass.
         """
         self.frozen.check_fresh()
-        compressed = self.compressed.maps.mlp(layer, activation)
-        held = self.frozen.maps.mlp_coefficients(layer, activation)
+        compressed = self.compressed.maps.mlp(layer, rule)
+        held = self.frozen.maps.mlp_coefficients(layer, rule)
         before, after = (block.dense_mlp for block in self._blocks(layer))
         if before is None or after is None or held is None or compressed is None:
             return None
@@ -135,14 +143,14 @@ class CompressionEffect:
         *,
         query: Query = -1,
         direction: Float[Tensor, "..."] | None = None,
-        activation: str = "ratio",
+        rule: FrozenRule = "frozen",
     ) -> Terms:
         """Explain the change of a logit by each removed head and MLP, and by what patterns, ratios and scales did then.
 
         Args:
             target, minus, direction: as in `FrozenOperator.target`.
             query: positions, by default the last; see `tensorlens_tl.passes.inputs.query_positions`.
-            activation: the rule for the MLPs that the parts go through.
+            rule: the rule for the MLPs that the parts go through.
 
         Returns:
             Terms ``"L0H3"``, ``"MLP0"`` of what was compressed, ``"patterns"``, ``"ratios"`` (and experts' routing),
@@ -154,9 +162,9 @@ class CompressionEffect:
             InvalidInputError, UnsupportedModelError: as `tensorlens_tl.circuits.logit_attribution`.
             FrozenModelError: the weights were changed since the pass.
         """
-        readout = stream_target(self.frozen, target, minus, direction, query, activation, one=False)
-        names, keys = self._parts(readout, activation)
-        settled, end = self._settled(readout, activation)
+        readout = stream_target(self.frozen, target, minus, direction, query, rule, one=False)
+        names, keys = self._parts(readout, rule)
+        settled, end = self._settled(readout, rule)
         scores = torch.cat([keys.sum(-1), settled], dim=-1)
         nowhere = keys.new_full((*settled.shape, keys.shape[-1]), torch.nan)  # they belong to no source token
         by_key = torch.cat([keys, nowhere], dim=2)
@@ -170,11 +178,11 @@ class CompressionEffect:
             **about,
         )
 
-    def _parts(self, readout: StreamTarget, activation: str) -> tuple[list[str], Float[Tensor, "query batch term key"]]:
+    def _parts(
+        self, readout: StreamTarget, rule: FrozenRule
+    ) -> tuple[list[str], Float[Tensor, "query batch term key"]]:
         """What the removed parts gave, through the compressed later layers."""
-        compressed_stream = Stream.of(
-            self.compressed, activation, to_tokens=readout.read_at == self.frozen.points.unembed_in
-        )
+        compressed_stream = Stream.of(self.compressed, rule, to_tokens=readout.read_at == self.frozen.points.unembed_in)
         pulled = compressed_stream.pull(readout.seed)
         names: list[str] = []
         keys = [readout.seed.new_zeros(*readout.seed.shape[:2], 0, readout.seed.shape[2])]
@@ -195,7 +203,7 @@ class CompressionEffect:
             return before.attention is not after.attention
         return before.mlp is not after.mlp
 
-    def _settled(self, readout: StreamTarget, activation: str) -> tuple[Tensor, Float[Tensor, "batch query"]]:
+    def _settled(self, readout: StreamTarget, rule: FrozenRule) -> tuple[Tensor, Float[Tensor, "batch query"]]:
         """Return what patterns, ratios and scales do, one after the other `[query, batch, 3]`, and the model's own new
         number.
 
@@ -211,7 +219,7 @@ class CompressionEffect:
         steps = ([], patterns, [*ratios, points.last_output], list(points.captured))
         for names in steps:  # a masked model's prediction head takes its ratios from the last output
             activations |= {name: self.after[name] for name in names}
-            end = Stream.of(self._at(activations), activation, to_tokens=readout.read_at == points.unembed_in).x[-1]
+            end = Stream.of(self._at(activations), rule, to_tokens=readout.read_at == points.unembed_in).x[-1]
             values.append((upcast(readout.seed) * end).sum((-2, -1)))
         settled = torch.stack([now - then for then, now in pairwise(values)], dim=-1)
         states = self._at(self.after).activation(readout.read_at)

@@ -46,7 +46,7 @@ class Rule:
         softmax: attention patterns, of scores and the dimension that they are normalised over.
         mean: a value that is fixed: itself, or of two runs their mean.
         runs: of how many runs the map is.
-        head: the same for prediction heads that are read from their weights, as `activation` of an operator.
+        head: the same for prediction heads that are read from their weights, as `rule` of an operator.
         needs: names of `tensorlens_tl.requirements.REQUIREMENTS`: what it needs of a model.
         affine: whether it makes one run an affine map, whose scores and bias sum to the model's own number. What
             `core.families` names is then held, too, and a sum that misses is refused.
@@ -60,7 +60,7 @@ class Rule:
     softmax: Operation = unchanged
     mean: Operation = Tensor.detach
     runs: int = 1
-    head: str = "tangent"
+    head: str = "frozen-tangent"
     needs: tuple[str, ...] = ("attention_products",)
     affine: bool = False
 
@@ -243,13 +243,13 @@ ELEMENTWISE = frozenset(
 TANGENT = Rule(scale=unchanged, needs=())
 """The model's own gradient."""
 
-FROZEN = Rule(doubted, gates_held, by_ratio, function=ratios_go_on, softmax=held, head="ratio", needs=(), affine=True)
+FROZEN = Rule(doubted, gates_held, by_ratio, function=ratios_go_on, softmax=held, head="frozen", needs=(), affine=True)
 """TensorLens: patterns, scales and gates are held, φ is φ(z)/z."""
 
-RELP = Rule(multiply=shared, activation=by_ratio, head="split")
+RELP = Rule(multiply=shared, activation=by_ratio, head="frozen-split")
 """Jafari et al. 2025, attention live: gates are shared, φ is φ(z)/z, attention keeps its gradient."""
 
-ATTNLRP = Rule(matmul=shared, multiply=shared, activation=by_ratio, head="split")
+ATTNLRP = Rule(matmul=shared, multiply=shared, activation=by_ratio, head="frozen-split")
 """Achtibat et al. 2024: every product is shared between its factors, φ is φ(z)/z, softmax keeps its gradient."""
 
 GIM = Rule(matmul=shared, softmax=softened, needs=("attention_products", "full_rows"))

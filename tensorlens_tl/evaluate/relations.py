@@ -34,13 +34,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
-from tensorlens_tl._arguments import check_choice, checked_names, plain, whole_number
+from tensorlens_tl._arguments import check_choice, checked_names, formerly, plain, whole_number
 from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.errors import FileFormatError, InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate.scorers import RANDOM, PromptLength, WholeNumber, predictions
 from tensorlens_tl.hooks import in_this_thread, run
-from tensorlens_tl.models import ModelLike, ModelView
+from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, ModelLike, ModelView
 from tensorlens_tl.models.offload import saved_by_name
 from tensorlens_tl.passes import FrozenPass, freeze
 from tensorlens_tl.passes.inputs import InputLike, prepare
@@ -279,6 +279,7 @@ class RelationDecoder:
         return f"RelationDecoder(m={prompts}, pos={pos}, {self.frozen.view.description})"
 
     @classmethod
+    @formerly(ONCE_ACTIVATION)
     def fit(
         cls,
         model: ModelLike,
@@ -288,7 +289,7 @@ class RelationDecoder:
         template: str | None = None,
         shots: WholeNumber | None = None,
         length: PromptLength = None,
-        activation: str = "ratio",
+        rule: FrozenRule = "frozen",
     ) -> "RelationDecoder":
         """Freeze m prompts, and average their operators.
 
@@ -300,7 +301,7 @@ class RelationDecoder:
             template: where `examples` are pairs, or instead of a relation's first.
             shots: how many of the others each prompt shows before its subject; None is all m − 1.
             length: as in `few_shot_prompts`, ``"most common"`` for Appendix D.
-            activation: see `FrozenPass.operator`.
+            rule: see `FrozenPass.operator`.
 
         Raises:
             InvalidInputError: fewer than m examples, or of unequal length (says which).
@@ -309,7 +310,7 @@ class RelationDecoder:
         ModelView(model).refuse_encoder_decoder("relation decoding")
         tokens = _example_tokens(model, examples, m, template, shots, length)
         frozen = freeze(model, tokens)
-        return cls(frozen, frozen.operator(activation=activation))
+        return cls(frozen, frozen.operator(rule=rule))
 
     def states(self, prompts: DecoderPrompts) -> Float[Tensor, "prompt d_model"]:
         """Apply the mean operator to other prompts' embeddings: the predicted final state at their last token.
@@ -477,6 +478,7 @@ def unembed(frozen: FrozenPass, states: Float[Tensor, "prompt d_model"]) -> Floa
 # ------------------------------------------------------------------ the evaluation
 
 
+@formerly(ONCE_ACTIVATION)
 @checked_names
 def relation_decoding(
     model: ModelLike,
@@ -488,7 +490,7 @@ def relation_decoding(
     top_k: WholeNumber | None = 1,
     layers: Sequence[int] | None = None,
     betas: Sequence[float] = (1.0, BETA),
-    activation: str = "ratio",
+    rule: FrozenRule = "frozen",
     protocol: str | None = None,
     seed: int = 0,
 ) -> Evaluation:
@@ -506,7 +508,7 @@ def relation_decoding(
         top_k: only subjects whose object is among the model's k highest tokens count; with None all do.
         layers: of LRE's subject state; None is every one.
         betas: of LRE.
-        activation: of the frozen operators, see `FrozenPass.operator`.
+        rule: of the frozen operators, see `FrozenPass.operator`.
         protocol: ``"paper"`` for TensorLens' settings of the six options before (`PROTOCOLS`), which are then left out.
         seed: of the draws.
 
@@ -520,7 +522,7 @@ def relation_decoding(
     """
     if protocol is not None:
         check_choice("protocol", protocol, PROTOCOLS)
-        return relation_decoding(model, relations, activation=activation, seed=seed, **PROTOCOLS[protocol])
+        return relation_decoding(model, relations, rule=rule, seed=seed, **PROTOCOLS[protocol])
     m = whole_number("m", m, least=1)
     splits = whole_number("splits", splits, least=1)
     if top_k is not None:
@@ -533,7 +535,7 @@ def relation_decoding(
     if layers is None:
         layers = range(view.n_layers)
     lres = {f"LRE layer {layer}, β={beta:g}": (layer, beta) for layer in layers for beta in betas}
-    fitting = _Fitting(m, shots, top_k, list(lres.values()), activation)
+    fitting = _Fitting(m, shots, top_k, list(lres.values()), rule)
     labels = ["tensorlens mean operator", *lres, RANDOM]
     rng = random.Random(seed)
     values = []
@@ -595,14 +597,14 @@ class _Fitting(NamedTuple):
     shots: int
     top_k: int | None
     lres: list[tuple[int, float]]
-    activation: str
+    rule: FrozenRule
 
 
 def _one_split(
     model: ModelLike, template: str, samples: Sequence[Sample], fitting: _Fitting, rng: random.Random
 ) -> Float[Tensor, "2 method"]:
     """Shares of held-out subjects answered as the model does, and truly, by each method; NaN where it knows none."""
-    m, shots, top_k, lres, activation = fitting
+    m, shots, top_k, lres, rule = fitting
     shuffled = rng.sample(list(samples), len(samples))
     fitted = shuffled[:m]
     rest = shuffled[m:]
@@ -625,7 +627,7 @@ def _one_split(
         model_answers = model_answers.cpu()[known]
         objects = objects[known]
     prompts = leave_one_out(model, template, fitted, m, shots)
-    answers = [RelationDecoder.fit(model, prompts, m, activation=activation).decode(questions)]
+    answers = [RelationDecoder.fit(model, prompts, m, rule=rule).decode(questions)]
     fits = {layer: LinearRelation.fit(model, prompts, layer=layer) for layer in {layer for layer, _ in lres}}
     answers += [replace(fits[layer], beta=beta).decode(questions) for layer, beta in lres]
     answers.append(torch.tensor([rng.choice(list(true.values())) for _ in questions.samples]))

@@ -50,7 +50,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice, checked_names, plain, whole_number, whole_slice
+from tensorlens_tl._arguments import check_choice, checked_names, formerly, plain, whole_number, whole_slice
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.progress import note_progress
 from tensorlens_tl.errors import InvalidInputError, PromptNumber, UnsupportedModelError
@@ -63,7 +63,7 @@ from tensorlens_tl.hooks import (
     states_and_logits,
     unheld_run,
 )
-from tensorlens_tl.models import NEXT, ModelLike, ModelView, TokenLike, check_rule
+from tensorlens_tl.models import NEXT, ONCE_ACTIVATION, FrozenRule, ModelLike, ModelView, TokenLike, check_rule
 from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.passes import Difference, FrozenOperator, PassOrDifference, difference, freeze, one_check
 from tensorlens_tl.passes.inputs import (
@@ -475,7 +475,7 @@ class _Question:
     shares: Shares
     minus: TokenLike
     bias: str
-    activation: str
+    rule: FrozenRule
     memory: Memory
     method: str
     options: Mapping[str, Any]
@@ -515,8 +515,8 @@ class _Question:
             options["minus"] = self.minus
         if self.bias != "apart":
             options["bias"] = self.bias
-        if self.activation != "ratio":
-            options["activation"] = self.activation
+        if self.rule != "frozen":
+            options["rule"] = self.rule
         return options
 
 
@@ -560,6 +560,7 @@ class FrozenGeneration:
         """What was generated after each prompt."""
         return [joined(self._tokens(row)) for row in range(len(self.positions))]
 
+    @formerly(ONCE_ACTIVATION)
     def attribute(
         self,
         *,
@@ -568,7 +569,7 @@ class FrozenGeneration:
         shares: Shares = SIGNED,
         minus: TokenLike = None,
         bias: str = "apart",
-        activation: str = "ratio",
+        rule: FrozenRule = "frozen",
         memory: Memory = None,
         method: str = METHOD,
         **options: Any,
@@ -581,7 +582,7 @@ class FrozenGeneration:
         >>> bool((written.attribute().gap < 1e-4).all())
         True
         """
-        question = _Question(span, hops, shares, minus, bias, activation, memory, method, options)
+        question = _Question(span, hops, shares, minus, bias, rule, memory, method, options)
         return self._answer(question)
 
     def _answer(self, question: _Question) -> Attribution:
@@ -605,7 +606,7 @@ class FrozenGeneration:
         with one_check(self.frozen.view.model):
             collapse = self._collapse(queries, question)
         scores, constant = scores_and_bias(collapse)
-        options = {name: getattr(question, name) for name in ("span", "hops", "minus", "bias", "activation")}
+        options = {name: getattr(question, name) for name in ("span", "hops", "minus", "bias", "rule")}
         if question.hops != 0:
             options["shares"] = question.shares
         return Attribution.of(
@@ -667,15 +668,16 @@ class FrozenGeneration:
             )
         return FrozenGeneration(difference(first, second), self.positions)
 
-    def links(self, *, bias: str = "apart", activation: str = "ratio", memory: Memory = None) -> Collapse:
+    @formerly(ONCE_ACTIVATION)
+    def links(self, *, bias: str = "apart", rule: FrozenRule = "frozen", memory: Memory = None) -> Collapse:
         """What made the logit of every generated token: the scores that hops follow; stored for the next call."""
         self.frozen.check_fresh()
         in_bytes(memory)  # refused also where nothing is left to compute
-        links = self._links.get((bias, activation))
+        links = self._links.get((bias, rule))
         if links is None:
-            operator = self.frozen.operator(activation=activation)
+            operator = self.frozen.operator(rule=rule)
             queries = self._queries(self.positions)
-            links = self._links[bias, activation] = operator.target(NEXT, query=queries, bias=bias, memory=memory)
+            links = self._links[bias, rule] = operator.target(NEXT, query=queries, bias=bias, memory=memory)
         return links
 
     def queries(self, span: Span = None) -> Int[Tensor, "batch query"]:
@@ -734,20 +736,20 @@ class FrozenGeneration:
     def _collapse(self, queries: Int[Tensor, "batch query"], question: _Question) -> Collapse:
         """What made the tokens that queries predict, or the sum of a span's, after some hops."""
         settings: dict[str, Any] = {"bias": question.bias, "memory": question.memory}
-        activation = question.activation
+        rule = question.rule
         minus = question.minus
         is_span = question.span is not None
         count = check_hops(question.hops)
         few_hops = count is not None and 0 < count < self.positions.shape[1]
-        if is_span and few_hops and question.shares == SIGNED and (question.bias, activation) not in self._links:
+        if is_span and few_hops and question.shares == SIGNED and (question.bias, rule) not in self._links:
             # a pull for each hop costs less than the scores of every token
-            operator = self.frozen.operator(activation=activation)
+            operator = self.frozen.operator(rule=rule)
             tokens = GeneratedTokens(self.positions, self._queries(self.positions), self.real)
             return sent_on_by_pulls(operator, tokens, queries, count or 0, minus, **settings)
         if not is_span and minus is None:
-            collapse = self.links(activation=activation, **settings)
+            collapse = self.links(rule=rule, **settings)
         else:
-            operator = self.frozen.operator(activation=activation)
+            operator = self.frozen.operator(rule=rule)
             collapse = operator.target(NEXT, minus, query=queries, summed=is_span, **settings)
         if question.hops == 0:
             return collapse
@@ -755,7 +757,7 @@ class FrozenGeneration:
         if question.shares == SIGNED:
             every_query = self._queries(self.positions)
             totals = divisors(self.frozen.operator().totals(NEXT, query=every_query), self.real)
-        links = scores_and_bias(self.links(activation=activation, **settings))
+        links = scores_and_bias(self.links(rule=rule, **settings))
         positions = torch.arange(self.frozen.tokens.shape[1], device=self.positions.device)
         generated = (self.positions[..., None] == positions) & self.real[..., None]
         scores, bias = sent_on(*scores_and_bias(collapse), *links, generated, question.hops, question.shares, totals)
@@ -929,6 +931,7 @@ def freeze_generation(
     return frozen_texts(model, texts, padding_side, store, verify)
 
 
+@formerly(ONCE_ACTIVATION)
 @checked_names
 def attribute_generation(
     model: ModelLike,
@@ -941,7 +944,7 @@ def attribute_generation(
     shares: Shares = SIGNED,
     minus: TokenLike = None,
     bias: str = "apart",
-    activation: str = "ratio",
+    rule: FrozenRule = "frozen",
     stop_at_eos: bool = True,
     prepend_bos: bool | None = None,
     padding_side: str | None = None,
@@ -979,7 +982,7 @@ def attribute_generation(
         minus: a token to subtract, ``"runner-up"`` for the likeliest other token at each position, or one for each
             prompt or query, as in `FrozenOperator.target`.
         bias: ``"apart"`` from the scores, or by ``"position"``; see `FrozenOperator.in_out`.
-        activation: the rule for activations; see `FrozenPass.operator`.
+        rule: the rule for activations; see `FrozenPass.operator`.
         stop_at_eos: end a text before the first end token (of the tokenizer or the config).
         prepend_bos: as in TransformerLens, for strings.
         padding_side: ``"left"`` or ``"right"`` (the default), where texts differ in length.
@@ -997,8 +1000,8 @@ def attribute_generation(
             or not in it; no such number of hops.
         UnsupportedModelError: not a causal language model, and what `freeze` raises.
     """
-    question = _Question(span, hops, shares, minus, bias, activation, memory, method, options)
-    check_rule(activation)
+    question = _Question(span, hops, shares, minus, bias, rule, memory, method, options)
+    check_rule(rule)
     in_bytes(memory)
     view = ModelView(model)
     texts = texts_of(

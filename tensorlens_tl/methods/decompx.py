@@ -18,21 +18,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_arguments
+from tensorlens_tl._arguments import checked_arguments, formerly
 from tensorlens_tl.algebra import AffineMap, Chain, Identity, Sum
 from tensorlens_tl.algebra.bias_spreading import CHUNK_BUDGET, BiasRule, Spread, check_bias_rule, source_vectors, walk
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import relative_gap, upcast
 from tensorlens_tl.errors import InvalidInputError, SizeError
 from tensorlens_tl.layerwise import LocalLayer
-from tensorlens_tl.models import Query, TokenLike
+from tensorlens_tl.models import ONCE_ACTIVATION, Query, TokenLike
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import is_all, query_positions
 from tensorlens_tl.passes.target import logit_label, unembedding_rows
 from tensorlens_tl.registry import register_method
 from tensorlens_tl.results import AXES, Attribution
 
-Activation = Literal["ratio", "tangent"]
+DecompRule = Literal["frozen", "frozen-tangent"]
 Aggregate = Literal["norm", "target", "vector"]
 
 
@@ -47,12 +47,13 @@ def _needs(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 @register_method("decompx", needs=_needs, explains_prediction=_aggregates_onto_token)
+@formerly(ONCE_ACTIVATION)
 @checked_arguments
 def decompx(
     frozen: FrozenPass,
     *,
     bias: BiasRule = "absdot",
-    activation: Activation = "ratio",
+    rule: DecompRule = "frozen",
     aggregate: Aggregate | None = None,
     target: TokenLike = None,
     minus: TokenLike = None,
@@ -64,7 +65,7 @@ def decompx(
     Args:
         bias: `"absdot"`, `"norm"`, `"equal"`, `"abssim"`, `"dot"`, `"cls"`, `"token"` (an extra source, last on the key
             axis) or `"none"`.
-        activation: `"ratio"` (zero origin) or `"tangent"` (linear approximation, its rest spread as a bias).
+        rule: `"frozen"` (φ(z)/z, zero origin) or `"frozen-tangent"` (linear approximation, its rest spread as a bias).
         aggregate: `"norm"` of the vectors, `"target"` (their share of a logit; additive), or `"vector"` (axes batch,
             query, key, d_model). None is `"target"` where one is given, else `"norm"`.
         target, minus: of ``aggregate="target"``. Then pass ``query=-1`` for an encoder–decoder, whose encoder predicts
@@ -89,10 +90,10 @@ def decompx(
         raise InvalidInputError(
             "target: aggregate='target' needs one (target=' Paris'), and no other aggregate takes one."
         )
-    options = {"bias": bias, "activation": activation, "aggregate": aggregate, "query": query}
+    options = {"bias": bias, "rule": rule, "aggregate": aggregate, "query": query}
     fields: dict[str, Any] = {}
     positions = query_positions(frozen.prompt, query)
-    carry = partial(_vectors_at, frozen, None if is_all(query) else positions, bias, activation, memory=memory)
+    carry = partial(_vectors_at, frozen, None if is_all(query) else positions, bias, rule, memory=memory)
     axes = AXES
     if aggregate == "target":
         direction, constant = map(upcast, unembedding_rows(frozen, positions, target, minus))
@@ -130,8 +131,8 @@ def _with_bias_token(frozen: FrozenPass) -> dict[str, Any]:
 def _vectors_at(
     frozen: FrozenPass,
     positions: Tensor | None,
-    rule: BiasRule,
-    activation: Activation,
+    bias: BiasRule,
+    rule: DecompRule,
     *,
     through_head: bool = False,
     memory: Memory = None,
@@ -142,28 +143,29 @@ def _vectors_at(
     if positions is not None and frozen.causal:
         end = int(positions.max()) + 1
     prefix = frozen if end == length else frozen.cut(end)
-    vectors = source_to_output(prefix, rule, activation, through_head=through_head, memory=memory)
+    vectors = source_to_output(prefix, bias, rule, through_head=through_head, memory=memory)
     if positions is not None:
         vectors = torch.take_along_dim(vectors, positions[None, ..., None], dim=2)
     if end == length:
         return vectors
-    keys = _sources(length, rule)
+    keys = _sources(length, bias)
     padded = vectors.new_zeros(keys, *vectors.shape[1:])
     padded[:end] = vectors[:end]
-    if rule == "token":
+    if bias == "token":
         padded[-1] = vectors[-1]
     return padded
 
 
-def _sources(length: int, rule: BiasRule) -> int:
+def _sources(length: int, bias: BiasRule) -> int:
     """How many sources there are: one for each token, and for the rule ``"token"`` one for all biases."""
-    return length + 1 if rule == "token" else length
+    return length + 1 if bias == "token" else length
 
 
+@formerly(ONCE_ACTIVATION)
 def source_to_output(
     frozen: FrozenPass,
     bias: str = "absdot",
-    activation: str = "ratio",
+    rule: DecompRule = "frozen",
     *,
     layers: int | None = None,
     through_head: bool = False,
@@ -174,18 +176,18 @@ def source_to_output(
     `through_head` includes a masked language model's prediction head; ``bias="token"`` adds one key; else see
     `decompx`.
     """
-    rule = check_bias_rule(bias)
+    spreading = check_bias_rule(bias)
     width = 3 * frozen.resid_pre(0).shape[-1] + max(block.widest for block in frozen.view.blocks)
-    spread = Spread(rule, _reach(frozen), frozen.mask.long().argmax(1), _budget(frozen, rule, width, memory))
-    stages = _stages(frozen.maps.block_map(0, activation=activation))
+    spread = Spread(spreading, _reach(frozen), frozen.mask.long().argmax(1), _budget(frozen, spreading, width, memory))
+    stages = _stages(frozen.maps.block_map(0, rule=rule))
     first = frozen.view.blocks[0]
     attends = first.mixer is None and not first.has_beside
     has_head_vectors = attends and first.attention.output_factor is None
     if frozen.maps.whitening(0) is None and frozen.sides is None and has_head_vectors:
-        vectors = _first_attention(frozen, spread, activation, width)
+        vectors = _first_attention(frozen, spread, rule, width)
         stages = stages[1:]
     else:
-        vectors = source_vectors(frozen.resid_pre(0), rule == "token")
+        vectors = source_vectors(frozen.resid_pre(0), spreading == "token")
     if layers is None:
         ends = [frozen.final_map()]
         if through_head:
@@ -194,7 +196,7 @@ def source_to_output(
     else:
         ends = []
     for layer in range(1, layers):
-        stages += _stages(frozen.maps.block_map(layer, activation=activation))
+        stages += _stages(frozen.maps.block_map(layer, rule=rule))
     stages += [end for end in ends if end is not None]
     vectors = walk(Chain(tuple(stages)), vectors, spread, causal=frozen.causal, width=width)
     # the source that stands for all biases, after those of the tokens, is real everywhere
@@ -205,12 +207,12 @@ def source_to_output(
     return vectors.mul_(pairs[..., None])
 
 
-def _first_attention(frozen: FrozenPass, spread: Spread, activation: str, width: int) -> Tensor:
+def _first_attention(frozen: FrozenPass, spread: Spread, rule: DecompRule, width: int) -> Tensor:
     """The first attention step, where sources are still apart: u_j by head, b_V included, not a push per source."""
     local = LocalLayer(frozen, 0)
     extra = spread.rule == "token"
     vectors = source_vectors(local.x, extra)
-    first = _stages(frozen.maps.block_map(0, activation=activation))[0]
+    first = _stages(frozen.maps.block_map(0, rule=rule))[0]
     terms = first.terms if isinstance(first, Sum) else ()
     parallel = [term for term in terms if not isinstance(term, Identity) and not term.mixes]
     beside = [walk(term, vectors.clone(), spread, causal=frozen.causal, width=width) for term in parallel]
@@ -228,12 +230,12 @@ def _first_attention(frozen: FrozenPass, spread: Spread, activation: str, width:
     return spread.add_everywhere(vectors, constant)
 
 
-def _budget(frozen: FrozenPass, rule: BiasRule, width: int, memory: Memory) -> int:
+def _budget(frozen: FrozenPass, bias: BiasRule, width: int, memory: Memory) -> int:
     """What a chunk may take besides the vectors themselves."""
     if memory is None:
         return CHUNK_BUDGET
     x = frozen.resid_pre(0)
-    keys = _sources(x.shape[1], rule)
+    keys = _sources(x.shape[1], bias)
     copies = 2 if any(layout.parallel for layout in frozen.layouts) else 1
     vectors = copies * keys * x.numel() * x.element_size()
     least = max(keys, x.shape[1]) * len(x) * width * x.element_size()

@@ -113,7 +113,7 @@ def ff_vectors(
 ) -> Iterator[tuple[slice, Float[Tensor, "rows batch query d_model"]]]:
     """The vectors whose norms `ff_map` takes, a few source tokens at a time."""
     norms = layer.mlp
-    mlp = layer.frozen.maps.mlp(layer.layer, "ig")
+    mlp = layer.frozen.maps.mlp(layer.layer, "frozen-integrated-gradients")
     weights = layer.frozen.view.blocks[layer.layer].mlp
     assert mlp is not None  # of a model that meets `sequential_mlp`
     assert weights is not None

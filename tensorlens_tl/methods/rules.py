@@ -102,7 +102,7 @@ def relp(
     """x_j · ∂logit/∂x_j with norm scales held, φ(z)/z, and gated products φ(g)·u halved.
 
     With ``attention="frozen"`` (the paper's AH-rule) patterns are fixed too: the scores are those of `tensorlens` with
-    ``collapse="target", activation="split"``, computed from the weights, and sum with the bias to the logit before any
+    ``collapse="target", rule="frozen-split"``, computed from the weights, and sum with the bias to the logit before any
     soft cap. With ``attention="live"`` (the paper's code without that rule) attention keeps its own gradient, softmax
     included, and `gap` is how far their sum is from it.
 
@@ -119,7 +119,7 @@ def relp(
     if attention == "live":
         result = by_rule(frozen, "relp", RELP, memory=memory, **explained)
     else:
-        result = tensorlens(frozen, collapse="target", activation="split", memory=memory, **explained)
+        result = tensorlens(frozen, collapse="target", rule="frozen-split", memory=memory, **explained)
     return renamed(result, "relp", {**explained, "attention": attention})
 
 

@@ -3,10 +3,19 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, SupportsFloat, SupportsIndex
 
-from tensorlens_tl._arguments import checked_arguments
+from tensorlens_tl._arguments import checked_arguments, formerly
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.models import Direction, HeadChoice, LayerRange, MlpChoice, Query, Rule, TokenLike
+from tensorlens_tl.models import (
+    ONCE_ACTIVATION,
+    Direction,
+    FrozenRule,
+    HeadChoice,
+    LayerRange,
+    MlpChoice,
+    Query,
+    TokenLike,
+)
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.operator import FrozenOperator
@@ -31,6 +40,7 @@ def _runs(frozen: FrozenPass, options: Mapping[str, Any]) -> int:
 
 
 @register_method("tensorlens", needs=(), explains_prediction=_collapses_onto_token, runs=_runs)
+@formerly(ONCE_ACTIVATION)
 @checked_arguments
 def tensorlens(
     frozen: FrozenPass,
@@ -44,7 +54,7 @@ def tensorlens(
     heads: HeadChoice = None,
     mlp: MlpChoice = True,
     final_norm: bool | None = None,
-    activation: Rule = "ratio",
+    rule: FrozenRule = "frozen",
     bias: Bias = "apart",
     probes: SupportsIndex | None = None,
     tol: Tolerance = None,
@@ -59,7 +69,7 @@ def tensorlens(
             `"target"`, and `"in_out"` where the model, the part of it or a query predicts no token.
         target, minus, direction: what `"target"` explains, by default the model's first choice against its runner-up;
             see `FrozenOperator.target`.
-        layers, heads, mlp, final_norm, activation: which operator; see `FrozenPass.operator`.
+        layers, heads, mlp, final_norm, rule: which operator; see `FrozenPass.operator`.
         bias: of the additive collapses: ``"apart"`` from the scores, as in the paper, or by ``"position"``; see
             `FrozenOperator.in_out`.
         probes, tol, rows, seed: estimate the norm; see `FrozenOperator.norm`. Estimates have standard errors.
@@ -75,7 +85,7 @@ def tensorlens(
     """
     estimate: dict[str, Any] = {"probes": probes, "tol": tol}
     has_target = any(option is not None for option in (target, minus, direction))
-    operator = frozen.operator(layers=layers, heads=heads, mlp=mlp, final_norm=final_norm, activation=activation)
+    operator = frozen.operator(layers=layers, heads=heads, mlp=mlp, final_norm=final_norm, rule=rule)
     positions = query_positions(frozen.prompt, query)
     predicts = operator.reaches_end and not frozen.view.untrained.head and predicts_at(frozen, positions)
     chosen = _collapse(collapse, has_target, predicts, estimate, bias)
@@ -94,7 +104,7 @@ def tensorlens(
             label = "a direction" if direction is not None else logit_label(frozen.view, target, minus)
     options = {
         "collapse": chosen, "query": query, **explained, "layers": layers, "heads": heads, "mlp": mlp,
-        "final_norm": final_norm, "activation": activation, "bias": bias, **estimate,
+        "final_norm": final_norm, "rule": rule, "bias": bias, **estimate,
     }  # fmt: skip
     if probes or tol:
         options |= {"rows": rows, "seed": seed}

@@ -18,10 +18,12 @@
 """
 
 from tensorlens_tl.models.activations import (
-    RULES,
+    FROZEN_RULES,
+    OLD_RULES,
+    ONCE_ACTIVATION,
     Activation as Activation,
     Coefficients,
-    Rule,
+    FrozenRule,
     check_rule as check_rule,
     coefficients as coefficients,
     derivative as derivative,
@@ -74,17 +76,19 @@ from tensorlens_tl.models.view import ModelView, PatchWeights as PatchWeights
 
 __all__ = [
     "FIRST_CHOICE",
+    "FROZEN_RULES",
     "LAYOUTS",
     "NEXT",
-    "RULES",
+    "OLD_RULES",
+    "ONCE_ACTIVATION",
     "RUNNER_UP",
     "BlockView",
     "Coefficients",
+    "FrozenRule",
     "HookedModel",
     "Layout",
     "ModelView",
     "Place",
-    "Rule",
     "mixer_map",
     "scan_of",
 ]

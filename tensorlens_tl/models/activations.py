@@ -1,4 +1,4 @@
-"""The four ways to hold an activation fixed: `ratio`, `ig`, `split` and `tangent`.
+"""The four rules of the frozen model: how an activation is held fixed.
 
 A plain MLP computes φ(z); a gated one φ(g)·u. A rule replaces it by ``c_u·u + c_g·g + rest`` (plain:
 ``c_u·z + rest``), which equals it at the input that it was computed from. Coefficients are computed from φ and
@@ -6,37 +6,53 @@ the captured pre-activations, never by dividing post-activations, so they are ex
 
 | rule | plain | gated |
 | --- | --- | --- |
-| `ratio` (TensorLens) | φ(z)/z | c_u = φ(g), c_g = 0 |
-| `ig` (integrated gradients, zero baseline) | φ(z)/z, the same | c_u = ∫₀¹ φ(αg) dα, c_g = u·(φ(g) − c_u)/g |
-| `split` (the uniform rule of AttnLRP) | φ(z)/z, the same | c_u = φ(g)/2, c_g = u·φ(g)/(2g) |
-| `tangent` (the Jacobian) | φ'(z) | c_u = φ(g), c_g = u·φ'(g) |
+| `frozen` (TensorLens: the ratio) | φ(z)/z | c_u = φ(g), c_g = 0 |
+| `frozen-integrated-gradients` (zero baseline) | φ(z)/z, the same | c_u = ∫₀¹ φ(αg) dα, c_g = u·(φ(g) − c_u)/g |
+| `frozen-split` (the uniform rule of AttnLRP) | φ(z)/z, the same | c_u = φ(g)/2, c_g = u·φ(g)/(2g) |
+| `frozen-tangent` (the Jacobian) | φ'(z) | c_u = φ(g), c_g = u·φ'(g) |
 
 That integrated gradients from a zero baseline through z = Σ_j z_j give exactly z_j·φ(z)/z makes the IG
 decomposition of Kobayashi et al. (2024), the zero-origin ratio of DecompX and the ratio of TensorLens one
-operator for a plain MLP. For gated MLPs they differ; `ig` there is ours: ∂(φ(g)u)/∂u integrated along the
-straight path with u held at its value, the rest assigned to g so that the sum stays exact.
+operator for a plain MLP. For gated MLPs they differ; `frozen-integrated-gradients` there is ours: ∂(φ(g)u)/∂u
+integrated along the straight path with u held at its value, the rest assigned to g so that the sum stays exact.
 Where φ(0) ≠ 0 the ratio is (φ(z) − φ(0))/z and φ(0) is bias.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tensorlens_tl._arguments import nearest
 from tensorlens_tl.algebra.numerics import maybe, plus
 from tensorlens_tl.errors import InvalidInputError
 
 Activation = Callable[[Tensor], Tensor]
-Rule = Literal["ratio", "ig", "split", "tangent"]
-"""One of the four rules."""
+_Rules = Literal["frozen", "frozen-integrated-gradients", "frozen-split", "frozen-tangent"]
 
-RULES: tuple[Rule, ...] = get_args(Rule)
+if TYPE_CHECKING:
+    FrozenRule = _Rules
+else:
+    FrozenRule = str  # `check_rule` says more than a type does
+
+FROZEN_RULES: tuple[FrozenRule, ...] = get_args(_Rules)
 """The four rules, in the order of the table above."""
+
+OLD_RULES = {
+    "ratio": "frozen",
+    "ig": "frozen-integrated-gradients",
+    "split": "frozen-split",
+    "tangent": "frozen-tangent",
+}
+"""What the argument `activation` called them, before it was `rule`."""
+
+ONCE_ACTIVATION = {"activation": ("rule", OLD_RULES)}
+"""For `tensorlens_tl._arguments.formerly`."""
 
 QUADRATURE_POINTS = 32
 """Gauss–Legendre points of ∫₀¹ φ(αg) dα; beyond 32 the change is below 1e-9 for |g| < 8 and smooth φ."""
@@ -64,26 +80,29 @@ class Coefficients:
         return plus(after.expand_as(self.through), self.rest)
 
 
-def check_rule(rule: str) -> Rule:
-    """The rule itself; raises `InvalidInputError` unless it is one of `RULES`."""
-    for known in RULES:
+def check_rule(rule: str) -> FrozenRule:
+    """The rule itself; raises `InvalidInputError` unless it is one of `FROZEN_RULES`."""
+    for known in FROZEN_RULES:
         if rule == known:
             return known
-    raise InvalidInputError(f"activation={rule!r} is not a rule; use one of {', '.join(map(repr, RULES))}.")
+    raise InvalidInputError(
+        f"rule={rule!r}: what is read from weights has a rule of the frozen model; use one of "
+        f"{', '.join(map(repr, FROZEN_RULES))}.{nearest(rule, FROZEN_RULES, OLD_RULES)}"
+    )
 
 
 def coefficients(
     phi: Activation,
     pre: Float[Tensor, "batch pos d_mlp"],
     linear: Float[Tensor, "batch pos d_mlp"] | None = None,
-    rule: str = "ratio",
+    rule: FrozenRule = "frozen",
     psi: Activation | None = None,
 ) -> Coefficients:
     """Return the coefficients of a rule (table above) at pre-activations: z of a plain MLP; g, with `linear` u, of a
     gated one.
 
     `psi` belongs to an MLP φ(g)·ψ(u) (gpt-oss clamps u and adds 1): the rule is applied at ψ(u), and ψ(u) is written by
-    its own ratio (``tangent``: by its derivative). An unknown rule raises `InvalidInputError`.
+    its own ratio (``frozen-tangent``: by its derivative). An unknown rule raises `InvalidInputError`.
     """
     check_rule(rule)
     if psi is not None and linear is not None:
@@ -94,17 +113,17 @@ def coefficients(
             rest = plus(outer.through * inner.rest, outer.rest)
         return Coefficients(outer.through * inner.through, outer.gate, rest)
     if linear is None:
-        if rule == "tangent":
+        if rule == "frozen-tangent":
             value = phi(pre)
             slope = derivative(phi, pre)
             return Coefficients(slope, rest=value - slope * pre)
         return Coefficients(ratio(phi, pre), rest=_at_zero(phi, pre))
-    if rule == "ratio":
+    if rule == "frozen":
         return Coefficients(phi(pre))
-    if rule == "ig":
+    if rule == "frozen-integrated-gradients":
         mean = path_mean(phi, pre)
         return Coefficients(mean, gate=linear * _quotient(phi, pre, phi(pre) - mean, share=0.5))
-    if rule == "split":
+    if rule == "frozen-split":
         rest = maybe(lambda at_zero: linear * at_zero / 2, _at_zero(phi, pre))
         return Coefficients(phi(pre) / 2, gate=linear * ratio(phi, pre) / 2, rest=rest)
     gate = linear * derivative(phi, pre)

@@ -100,7 +100,7 @@ from tensorlens_tl.algebra import (
 )
 from tensorlens_tl.algebra.numerics import maybe, plus, times
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.models.activations import Activation, coefficients, is_elementwise
+from tensorlens_tl.models.activations import Activation, FrozenRule, coefficients, is_elementwise
 from tensorlens_tl.models.parameters import LinearWeights, detached, innermost, is_norm, read_linear as linear_of
 from tensorlens_tl.models.sublayers import has_experts, has_projections
 
@@ -494,7 +494,7 @@ class ChannelMixWeights:
         """Numbers that a vector takes inside at most."""
         return 2 * self.W_out.shape[0] + 2 * self.W_out.shape[1]
 
-    def hold(self, x: Float[Tensor, "batch pos d_model"], rule: str) -> Chain:
+    def hold(self, x: Float[Tensor, "batch pos d_model"], rule: FrozenRule) -> Chain:
         """Return the sublayer as a map, with neurons and gate frozen at `x` by an activation rule.
 
         The neurons are a plain MLP's; their output times the gate is a gated MLP's product.

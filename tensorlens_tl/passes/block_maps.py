@@ -47,6 +47,7 @@ from tensorlens_tl.models import (
     FAST,
     SLOW,
     Coefficients,
+    FrozenRule,
     Layout,
     Loop,
     ModelView,
@@ -148,14 +149,14 @@ class Routes:
     weight: Float[Tensor, "batch pos choice"]
 
 
-def held_coefficients(weights: MLPWeights, x: Float[Tensor, "batch pos d_model"], activation: str) -> Coefficients:
+def held_coefficients(weights: MLPWeights, x: Float[Tensor, "batch pos d_model"], rule: FrozenRule) -> Coefficients:
     """The coefficients of an MLP's activation under a rule, at what it reads."""
     pre_in = Linear(weights.W_in, weights.b_in)(x)
     phi = in_one_kernel(weights.activation, pre_in.dtype)
     if weights.W_gate is None:
-        return coefficients(phi, pre_in, None, activation)
+        return coefficients(phi, pre_in, None, rule)
     gate = Linear(weights.W_gate, weights.b_gate)(x)
-    return coefficients(phi, gate, pre_in, activation, weights.linear_activation)
+    return coefficients(phi, gate, pre_in, rule, weights.linear_activation)
 
 
 def mlp_chain(weights: MLPWeights, held: Coefficients, post: Tensor | None = None) -> Chain:
@@ -174,9 +175,9 @@ def mlp_chain(weights: MLPWeights, held: Coefficients, post: Tensor | None = Non
     return Chain((*hidden, Linear(weights.W_out, weights.b_out)))
 
 
-def frozen_mlp(weights: MLPWeights, x: Float[Tensor, "batch pos d_model"], activation: str) -> Chain:
+def frozen_mlp(weights: MLPWeights, x: Float[Tensor, "batch pos d_model"], rule: FrozenRule) -> Chain:
     """An MLP as a map, from what it reads."""
-    held = held_coefficients(weights, x, activation)
+    held = held_coefficients(weights, x, rule)
     if weights.post_factor is None:
         return mlp_chain(weights, held)
     *hidden, _ = mlp_chain(weights, held).stages
@@ -188,7 +189,7 @@ def expert_maps(
     x: Float[Tensor, "batch pos d_model"],
     beside: Float[Tensor, "batch pos d_model"],
     routes: Routes,
-    activation: str,
+    rule: FrozenRule,
 ) -> dict[str, AffineMap]:
     """What a mixture of experts is the sum of, by name: ``"experts"`` and, where there are any, ``"shared"``.
 
@@ -197,7 +198,7 @@ def expert_maps(
         x: what the experts read.
         beside: what the shared expert reads.
         routes: where its tokens are sent.
-        activation: the rule for their activations.
+        rule: the rule for their activations.
 
     Raises:
         UnsupportedModelError: routing of another form.
@@ -218,18 +219,18 @@ def expert_maps(
         scale = flat_weight[tokens, choice]
         packed = flat_x[tokens][None]
         if weights.routing.scales_input:
-            inner = frozen_mlp(weights.expert(number), packed * scale[:, None], activation)
+            inner = frozen_mlp(weights.expert(number), packed * scale[:, None], rule)
             expert = Chain((Diagonal(scale[None, :, None]), *inner.stages))
             scale = torch.ones_like(scale)
         else:
-            expert = frozen_mlp(weights.expert(number), packed, activation)
+            expert = frozen_mlp(weights.expert(number), packed, rule)
         branches.append(Branch(expert, tokens, scale * weights.branch_factor, number))
     if not branches:  # every token's choices count nothing
-        nothing = frozen_mlp(weights.expert(0), flat_x[:0][None], activation)
+        nothing = frozen_mlp(weights.expert(0), flat_x[:0][None], rule)
         branches.append(Branch(nothing, flat_index.new_zeros(0), flat_weight.new_zeros(0)))
     maps: dict[str, AffineMap] = {EXPERTS: Routed(tuple(branches), tuple(x.shape[:2]), x.shape[-1])}
     if weights.shared is not None:
-        shared = frozen_mlp(weights.shared, beside, activation)
+        shared = frozen_mlp(weights.shared, beside, rule)
         stages = list(shared.stages)
         if weights.shared_gate is not None:
             stages.append(Diagonal(weights.shared_gate(beside)))
@@ -338,15 +339,15 @@ class Blocks(ABC):
         """What mixes positions beside attention; None where nothing does."""
 
     @abstractmethod
-    def mlp(self, layer: int, /, activation: str = "ratio") -> AffineMap | None:
+    def mlp(self, layer: int, /, rule: FrozenRule = "frozen") -> AffineMap | None:
         """One MLP, or mixture of experts, or None without one."""
 
     @abstractmethod
-    def experts(self, layer: int, /, activation: str = "ratio") -> dict[str, AffineMap]:
+    def experts(self, layer: int, /, rule: FrozenRule = "frozen") -> dict[str, AffineMap]:
         """What a mixture of experts is the sum of: the chosen ones together, and what every token goes through."""
 
     @abstractmethod
-    def per_layer(self, layer: int, /, activation: str = "ratio") -> Chain | None:
+    def per_layer(self, layer: int, /, rule: FrozenRule = "frozen") -> Chain | None:
         """What a block adds for a separate input of each token at this layer; None without one."""
 
     @abstractmethod
@@ -354,7 +355,7 @@ class Blocks(ABC):
         """What user-installed hooks add to the stream in a block, by hook point."""
 
     @abstractmethod
-    def prediction_head(self, activation: str = "ratio") -> Chain | None:
+    def prediction_head(self, rule: FrozenRule = "frozen") -> Chain | None:
         """What lies between the model's output and its unembedding; None where nothing does."""
 
     # ------------------------------------------------------------------ composed
@@ -373,7 +374,7 @@ class Blocks(ABC):
 
     @reads_weights
     def parts(
-        self, layer: int, activation: str = "ratio", heads: Collection[int] | None = None, mlp: bool = True
+        self, layer: int, rule: FrozenRule = "frozen", heads: Collection[int] | None = None, mlp: bool = True
     ) -> BlockParts:
         """What a block is composed of, as maps of the stream that enters it."""
         norms = {name: self.norm(layer, name) for name in self.view.blocks[layer].norms}
@@ -381,7 +382,7 @@ class Blocks(ABC):
         if last is not None:
             norms[ENCODER_NORM] = last
         mixing = self._attention_of_stream(layer, heads)
-        branch = self.mlp(layer, activation) if mlp else None
+        branch = self.mlp(layer, rule) if mlp else None
         within = self.within(layer)
         return BlockParts(mixing, branch, norms, self.whitening(layer), within, self.beside(layer))
 
@@ -425,7 +426,7 @@ class Blocks(ABC):
         self,
         layer: int,
         *,
-        activation: str = "ratio",
+        rule: FrozenRule = "frozen",
         heads: Collection[int] | None = None,
         mlp: bool = True,
         layout: Layout | None = None,
@@ -439,13 +440,13 @@ class Blocks(ABC):
             InvalidInputError: no such layer.
         """
         layer = whole_number("layer", layer, 0, self.capture.n_layers - 1, why="a layer of this model")
-        parts = self.parts(layer, activation, heads, mlp)
-        return self.composed(layer, layout or self.layouts[layer], parts, activation)
+        parts = self.parts(layer, rule, heads, mlp)
+        return self.composed(layer, layout or self.layouts[layer], parts, rule)
 
     @reads_weights
-    def composed(self, layer: int, layout: Layout, parts: BlockParts, activation: str = "ratio") -> AffineMap:
+    def composed(self, layer: int, layout: Layout, parts: BlockParts, rule: FrozenRule = "frozen") -> AffineMap:
         """A block from its `parts`, put together in one way."""
-        per_layer = self.per_layer(layer, activation)
+        per_layer = self.per_layer(layer, rule)
         ends = self.ends(layer, parts.norms)
         if per_layer is not None:
             ends = [Sum((Identity(), Chain((*per_layer.stages, self.norm(layer, PER_LAYER_NORM))))), *ends]
@@ -484,7 +485,7 @@ class Blocks(ABC):
         return self.lazily(layer, lambda: self.block_map(layer, **options))
 
     def stages(
-        self, layers: range, *, activation: str, heads: Mapping[int, Collection[int]], mlp: Collection[int]
+        self, layers: range, *, rule: FrozenRule, heads: Mapping[int, Collection[int]], mlp: Collection[int]
     ) -> list[AffineMap]:
         """Blocks that follow each other, as maps to be applied one after the other.
 
@@ -493,7 +494,7 @@ class Blocks(ABC):
 
         Args:
             layers: which blocks.
-            activation: the rule for MLPs.
+            rule: the rule for MLPs.
             heads: of some layers, those to keep.
             mlp: the layers whose MLPs are kept.
         """
@@ -504,7 +505,7 @@ class Blocks(ABC):
             read = self.shared_read(layer, only)
             if read is not None and read.source in layers:
                 reads[number] = read._replace(source=read.source - layers.start)
-            blocks.append(self.stage(layer, activation=activation, heads=only, mlp=layer in mlp))
+            blocks.append(self.stage(layer, rule=rule, heads=only, mlp=layer in mlp))
         if self.view.loop is not None:
             if len(layers) < self.view.n_layers:
                 self.view.refuse_loop(f"layers {layers.start} to {layers.stop - 1}")
@@ -795,18 +796,18 @@ class BlockMaps(Blocks):
         return self._divided(layer, self._with_added(layer, self.mixer(layer), "attention"), factor)
 
     @reads_weights
-    def mlp_alone(self, layer: int, activation: str = "ratio") -> AffineMap | None:
+    def mlp_alone(self, layer: int, rule: FrozenRule = "frozen") -> AffineMap | None:
         """The MLP likewise."""
-        mlp = self.mlp(layer, activation)
+        mlp = self.mlp(layer, rule)
         if mlp is None:
             return None
         return self._divided(layer, self._with_added(layer, mlp, "mlp"), self.view.blocks[layer].branch_factor)
 
     @reads_weights
-    def experts_alone(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
+    def experts_alone(self, layer: int, rule: FrozenRule = "frozen") -> dict[str, AffineMap]:
         """The parts of a mixture of experts likewise."""
         factor = self.view.blocks[layer].branch_factor
-        return {name: self._divided(layer, part, factor) for name, part in self.experts(layer, activation).items()}
+        return {name: self._divided(layer, part, factor) for name, part in self.experts(layer, rule).items()}
 
     def _with_added(self, layer: int, branch: AffineMap, place: StreamPlace) -> AffineMap:
         """A branch, and what hooks add to the output of its module."""
@@ -821,7 +822,7 @@ class BlockMaps(Blocks):
         return self._multiplied(layer, Chain((branch,)), 1 / factor)
 
     @reads_weights
-    def mlp_coefficients(self, layer: int, activation: str = "ratio") -> Coefficients | None:
+    def mlp_coefficients(self, layer: int, rule: FrozenRule = "frozen") -> Coefficients | None:
         """What one layer's activation is replaced by under a rule; None without an MLP.
 
         Raises:
@@ -831,34 +832,34 @@ class BlockMaps(Blocks):
         weights = self.view.blocks[layer].dense_mlp
         if weights is None:
             return None
-        if activation == "ratio" and layer in self.cache.ratios:  # the proof and every default operator use them
+        if rule == "frozen" and layer in self.cache.ratios:  # the proof and every default operator use them
             return self.cache.ratios[layer]
         if points.mlp is not None:
-            held = held_coefficients(weights, self.capture.activation(points.mlp.into), activation)
+            held = held_coefficients(weights, self.capture.activation(points.mlp.into), rule)
         else:
             assert points.pre is not None
             linear = None if points.pre_linear is None else self.capture.activation(points.pre_linear)
             pre = self.capture.activation(points.pre)
-            held = coefficients(in_one_kernel(weights.activation, pre.dtype), pre, linear, activation)
-        if activation == "ratio":
+            held = coefficients(in_one_kernel(weights.activation, pre.dtype), pre, linear, rule)
+        if rule == "frozen":
             self.cache.ratios[layer] = held
         return held
 
     @reads_weights
-    def mlp(self, layer: int, activation: str = "ratio") -> AffineMap | None:
+    def mlp(self, layer: int, rule: FrozenRule = "frozen") -> AffineMap | None:
         """One MLP, or mixture of experts, with its activations and routing frozen, or None without one."""
         weights = self.view.blocks[layer].mlp
         if isinstance(weights, ExpertsWeights):
-            return self.mixture(layer, self.experts(layer, activation))
+            return self.mixture(layer, self.experts(layer, rule))
         ends = self.points.blocks[layer].mlp
         if isinstance(weights, ChannelMixWeights):
             assert ends is not None
-            return weights.hold(self.capture.activation(ends.into), activation)
-        held = self.mlp_coefficients(layer, activation)
+            return weights.hold(self.capture.activation(ends.into), rule)
+        held = self.mlp_coefficients(layer, rule)
         if weights is None or held is None:
             return None
         if weights.post_factor is not None and ends is not None:
-            return frozen_mlp(weights, self.capture.activation(ends.into), activation)
+            return frozen_mlp(weights, self.capture.activation(ends.into), rule)
         if held.gate is not None and layer < len(self.layouts):
             self.check_gate(layer)
         return mlp_chain(weights, held)
@@ -889,7 +890,7 @@ class BlockMaps(Blocks):
                 f"{self.view.blocks[layer].name}.mlp of this {self.view.description}: its gate's pre-activations at "
                 f"{name} are not N(x)·W_gate + b_gate (relative error {error:.1e}, allowed {self.tolerance:.0e}), so a "
                 "rule that goes through the gate's weights would be wrong. Take hooks off the gate, or use "
-                "activation='ratio', which holds the gate as it is."
+                "rule='frozen', which holds the gate as it is."
             )
         self.cache.gates.add(layer)
 
@@ -911,26 +912,26 @@ class BlockMaps(Blocks):
         return norms[layout.mlp.before](x)
 
     @reads_weights
-    def experts(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
+    def experts(self, layer: int, rule: FrozenRule = "frozen") -> dict[str, AffineMap]:
         """What a mixture of experts is the sum of: the chosen ones together, and what every token goes through.
 
         Raises:
             UnsupportedModelError: the layer has no experts.
         """
-        if activation == "ratio" and layer in self.cache.experts:
+        if rule == "frozen" and layer in self.cache.experts:
             return self.cache.experts[layer]
         points = self.points.blocks[layer]
         weights = self.expert_weights(layer)
         assert points.mlp is not None  # experts are held as a whole
         x = self.capture.activation(points.mlp.into)
         beside = self.capture.activation((points.shared or points.mlp).into)
-        experts = expert_maps(weights, x, beside, self.routing(layer), activation)
-        if activation == "ratio":
+        experts = expert_maps(weights, x, beside, self.routing(layer), rule)
+        if rule == "frozen":
             self.cache.experts[layer] = experts
         return experts
 
     @reads_weights
-    def per_layer(self, layer: int, activation: str = "ratio") -> Chain | None:
+    def per_layer(self, layer: int, rule: FrozenRule = "frozen") -> Chain | None:
         """What a block adds for a separate input of each token at this layer, gate and input held; None without one."""
         weights = self.view.blocks[layer].per_layer
         points = self.points.blocks[layer]
@@ -938,7 +939,7 @@ class BlockMaps(Blocks):
             return None
         gate = Linear(weights.W_gate)
         factor = self.capture.activation(points.per_layer_input)
-        held = coefficients(weights.activation, gate(self.capture.activation(points.per_layer.into)), None, activation)
+        held = coefficients(weights.activation, gate(self.capture.activation(points.per_layer.into)), None, rule)
         rest = None if held.rest is None else held.rest * factor
         return Chain((gate, Diagonal(held.through * factor, rest), Linear(weights.W_out)))
 
@@ -997,7 +998,7 @@ class BlockMaps(Blocks):
             raise UnsupportedModelError(f"blocks.{layer} of this {self.view.description} has no experts.")
         return weights
 
-    def prediction_head(self, activation: str = "ratio") -> Chain | None:
+    def prediction_head(self, rule: FrozenRule = "frozen") -> Chain | None:
         """What lies between the model's output and its unembedding, frozen; None where nothing does.
 
         Of a masked language model it is norm(φ(x·W + b)); of a classifier that reads several positions, the norm of
@@ -1014,7 +1015,7 @@ class BlockMaps(Blocks):
         if head is None:
             return None
         dense = Linear(head.W, head.b)
-        held = coefficients(head.activation, dense(self.capture.output), rule=activation)
+        held = coefficients(head.activation, dense(self.capture.output), rule=rule)
         inside = (dense, Diagonal(held.through, held.rest))
         if head.norm is None:
             return Chain(inside)

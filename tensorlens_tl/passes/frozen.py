@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import formerly
 from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import refuse_nan
 from tensorlens_tl.errors import (
@@ -25,7 +26,18 @@ from tensorlens_tl.errors import (
     warn_caller,
 )
 from tensorlens_tl.hooks import FwdHook, ModelPoints, hooked, is_attached, lock_of, refuse_attached, states_and_logits
-from tensorlens_tl.models import HeadChoice, HookedModel, LayerRange, Layout, MlpChoice, ModelView, Query, check_rule
+from tensorlens_tl.models import (
+    ONCE_ACTIVATION,
+    FrozenRule,
+    HeadChoice,
+    HookedModel,
+    LayerRange,
+    Layout,
+    MlpChoice,
+    ModelView,
+    Query,
+    check_rule,
+)
 from tensorlens_tl.models.lifecycle import refuse_dropout
 from tensorlens_tl.passes.block_maps import BlockMaps, Routes
 from tensorlens_tl.passes.capture import Capture
@@ -280,6 +292,7 @@ class FrozenPass(Linearisation):
         """What one vector allocates at most on its way through the blocks."""
         return self.maps.row_bytes
 
+    @formerly(ONCE_ACTIVATION)
     def operator(
         self,
         *,
@@ -287,7 +300,7 @@ class FrozenPass(Linearisation):
         heads: HeadChoice = None,
         mlp: MlpChoice = True,
         final_norm: bool | None = None,
-        activation: str = "ratio",
+        rule: FrozenRule = "frozen",
     ) -> FrozenOperator:
         """The frozen pass as one affine map, from ``blocks.0`` input to the final norm's output (or the last block's).
 
@@ -297,7 +310,7 @@ class FrozenPass(Linearisation):
                 b_O stays.
             mlp: False leaves every MLP out, a collection of layers keeps only theirs.
             final_norm: False ends at the last block's output; True is refused where the layers end before it.
-            activation: `"ratio"`, `"ig"`, `"split"` or `"tangent"` (see `tensorlens_tl.models.activations`).
+            rule: what stands for activations, one of `tlens.FROZEN_RULES` (see `tensorlens_tl.models.activations`).
 
         >>> op = frozen.operator()
         >>> torch.allclose(op(op.x), frozen.output, atol=1e-4)
@@ -306,15 +319,14 @@ class FrozenPass(Linearisation):
         Raises:
             InvalidInputError: a layer or head out of range, a gap in the layers, or no such rule.
         """
-        return FrozenOperator.of(
-            self, layers=layers, heads=heads, mlp=mlp, final_norm=final_norm, activation=activation
-        )
+        return FrozenOperator.of(self, layers=layers, heads=heads, mlp=mlp, final_norm=final_norm, rule=rule)
 
+    @formerly(ONCE_ACTIVATION)
     def block(
         self,
         layer: int,
         *,
-        activation: str = "ratio",
+        rule: FrozenRule = "frozen",
         heads: Collection[int] | None = None,
         mlp: bool = True,
         layout: Layout | None = None,
@@ -331,23 +343,23 @@ class FrozenPass(Linearisation):
             InvalidInputError: no such layer or rule.
             FrozenModelError: the model is no longer the one that the pass was taken from.
         """
-        check_rule(activation)
+        check_rule(rule)
         self.check_fresh()
-        return self.maps.block_map(layer, activation=activation, heads=heads, mlp=mlp, layout=layout)
+        return self.maps.block_map(layer, rule=rule, heads=heads, mlp=mlp, layout=layout)
 
     def stages(
-        self, layers: range, *, activation: str, heads: Mapping[int, Collection[int]], mlp: Collection[int]
+        self, layers: range, *, rule: FrozenRule, heads: Mapping[int, Collection[int]], mlp: Collection[int]
     ) -> list[AffineMap]:
         """Consecutive blocks; where weights are offloaded, a map is composed each time it is used."""
-        return self.maps.stages(layers, activation=activation, heads=heads, mlp=mlp)
+        return self.maps.stages(layers, rule=rule, heads=heads, mlp=mlp)
 
     def final_map(self) -> AffineMap | None:
         """The final norm, its scale frozen, or None; of an encoder–decoder it acts on the decoder's positions."""
         return self.maps.final_map()
 
-    def prediction_head(self, activation: str = "ratio") -> Chain | None:
+    def prediction_head(self, rule: FrozenRule = "frozen") -> Chain | None:
         """What lies between the model's output and its unembedding, frozen; None where nothing does."""
-        return self.maps.prediction_head(activation)
+        return self.maps.prediction_head(rule)
 
     def routing(self, layer: int) -> Routes:
         """Which experts each token of a layer is sent to, and what each of them counts: `[batch, pos, choice]` each.
@@ -368,12 +380,13 @@ class FrozenPass(Linearisation):
 
     # ------------------------------------------------------------------ the live model, held
 
+    @formerly(ONCE_ACTIVATION)
     def fwd_hooks(
         self,
         patterns: bool = True,
         activations: bool = True,
         norms: bool = True,
-        activation: str = "ratio",
+        rule: FrozenRule = "frozen",
     ) -> list[FwdHook]:
         """TransformerLens hooks that hold this pass's patterns, activation ratios and norm scales fixed.
 
@@ -392,12 +405,12 @@ class FrozenPass(Linearisation):
         >>> torch.allclose(held, model(text), atol=1e-3)
         True
         """
-        check_rule(activation)
+        check_rule(rule)
         self.check_fresh()
         refuse_dropout(self.view.model)
         refuse_attached(self.model)
         with lock_of(self.model):
-            return holding_hooks(self.maps, patterns, activations, norms, activation)
+            return holding_hooks(self.maps, patterns, activations, norms, rule)
 
     @contextmanager
     def attached(self, **options: Any) -> Generator[Any, None, None]:

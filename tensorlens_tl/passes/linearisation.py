@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import ModelPoints, hook_numbers, lock_of, model_points
-from tensorlens_tl.models import ModelView
+from tensorlens_tl.models import FrozenRule, ModelView
 from tensorlens_tl.models.lifecycle import WeightState, configuration
 from tensorlens_tl.models.offload import whole
 from tensorlens_tl.passes.inputs import Prompt
@@ -107,13 +107,13 @@ class Linearisation(ABC):
 
     @abstractmethod
     def stages(
-        self, layers: range, *, activation: str, heads: Mapping[int, Collection[int]], mlp: Collection[int]
+        self, layers: range, *, rule: FrozenRule, heads: Mapping[int, Collection[int]], mlp: Collection[int]
     ) -> list[AffineMap]:
         """Consecutive blocks as maps that follow each other.
 
         Args:
             layers: which.
-            activation: the rule for MLPs.
+            rule: the rule for MLPs.
             heads: of some layers, the heads of self-attention to keep.
             mlp: the layers whose MLPs are kept.
         """
@@ -123,7 +123,7 @@ class Linearisation(ABC):
         """What follows the last block: the final norm, or None."""
 
     @abstractmethod
-    def prediction_head(self, activation: str = "ratio") -> Chain | None:
+    def prediction_head(self, rule: FrozenRule = "frozen") -> Chain | None:
         """What lies between the model's output and its unembedding; None where nothing does."""
 
     @abstractmethod

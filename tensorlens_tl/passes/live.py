@@ -34,6 +34,7 @@ from tensorlens_tl.hooks import (
     whole_hooks,
     without_numbers,
 )
+from tensorlens_tl.models import FrozenRule
 from tensorlens_tl.models.lifecycle import OncePerWeights, refuse_dropout
 from tensorlens_tl.passes.block_maps import BlockMaps, held_coefficients
 from tensorlens_tl.passes.capture import Capture
@@ -68,11 +69,11 @@ def holding_hooks(
     patterns: bool = True,
     activations: bool = True,
     norms: bool = True,
-    activation: str = "ratio",
+    rule: FrozenRule = "frozen",
 ) -> list[FwdHook]:
     """Return the hooks that freeze a pass; see `FrozenPass.fwd_hooks`. Raises where the model ignores what hooks
     return."""
-    hooks = _hooks(maps, prove_obedience(maps), patterns, activations, norms, activation)
+    hooks = _hooks(maps, prove_obedience(maps), patterns, activations, norms, rule)
     return without_numbers(maps.capture.model, hook_points(maps.capture.model), hooks)
 
 
@@ -82,7 +83,7 @@ def _hooks(
     patterns: bool = True,
     activations: bool = True,
     norms: bool = True,
-    activation: str = "ratio",
+    rule: FrozenRule = "frozen",
 ) -> list[FwdHook]:
     """The same, given the hook points of patterns at which a hook takes effect."""
     hooks: list[FwdHook] = []
@@ -95,8 +96,8 @@ def _hooks(
             if norms:
                 hooks += _norm_hooks(local, layer)
             if activations:
-                hooks += _per_layer_hooks(local, layer, activation)
-                hooks += _mlp_hooks(local, layer, activation)
+                hooks += _per_layer_hooks(local, layer, rule)
+                hooks += _mlp_hooks(local, layer, rule)
     if norms:
         hooks += _end_hooks(maps, maps.encoder_norm(), maps.points.encoder_scale, maps.points.encoder_norm, 0)
         last = maps.capture.n_layers - 1
@@ -166,9 +167,9 @@ def _ends_of(scale: str) -> Ends:
     return Ends(f"{norm}.hook_in", f"{norm}.hook_out")
 
 
-def _per_layer_hooks(maps: BlockMaps, layer: int, activation: str) -> list[FwdHook]:
+def _per_layer_hooks(maps: BlockMaps, layer: int, rule: FrozenRule) -> list[FwdHook]:
     """What holds the branch that reads a separate input of each token at this layer."""
-    branch = maps.per_layer(layer, activation)
+    branch = maps.per_layer(layer, rule)
     ends = maps.points.blocks[layer].per_layer
     if branch is None or ends is None:
         return []
@@ -203,29 +204,29 @@ def _class_hooks(maps: BlockMaps) -> list[FwdHook]:
     return [replace(scale, maps.capture.activation(scale)[:, 0])]
 
 
-def _mlp_hooks(maps: BlockMaps, layer: int, activation: str) -> list[FwdHook]:
+def _mlp_hooks(maps: BlockMaps, layer: int, rule: FrozenRule) -> list[FwdHook]:
     """What holds one layer's MLP: its activation, or all of it where nothing inside can be held."""
     points = maps.points.blocks[layer]
     shape = _shape(maps, layer)
     if points.experts:
-        return _expert_hooks(maps, layer, activation)
+        return _expert_hooks(maps, layer, rule)
     if points.mlp is None:
-        held = maps.mlp_coefficients(layer, activation)
+        held = maps.mlp_coefficients(layer, rule)
         dense = maps.view.blocks[layer].dense_mlp
         if held is None or dense is None:
             return []
         return mlp_hooks(points, held, dense.b_post)
     if points.shared is not None:
         experts, shared = (
-            _whole(maps, layer, lambda layer, part=part: maps.experts_alone(layer, activation)[part])
+            _whole(maps, layer, lambda layer, part=part: maps.experts_alone(layer, rule)[part])
             for part in ("experts", "shared")
         )
         return [*whole_hooks(points.mlp, experts, shape), *whole_hooks(points.shared, shared, shape)]
-    whole = _whole(maps, layer, lambda layer: maps.mlp_alone(layer, activation) or Identity())
+    whole = _whole(maps, layer, lambda layer: maps.mlp_alone(layer, rule) or Identity())
     return whole_hooks(points.mlp, whole, shape)
 
 
-def _expert_hooks(maps: BlockMaps, layer: int, activation: str) -> list[FwdHook]:
+def _expert_hooks(maps: BlockMaps, layer: int, rule: FrozenRule) -> list[FwdHook]:
     """What holds a mixture of experts from inside: where tokens are sent, and what each expert's activation is."""
     points = maps.points.blocks[layer]
     weights = maps.expert_weights(layer)
@@ -235,7 +236,7 @@ def _expert_hooks(maps: BlockMaps, layer: int, activation: str) -> list[FwdHook]
     hooks = [replace(name, maps.capture.activation(name)) for name in (points.weight, points.index) if name is not None]
     for number in index.unique().tolist():
         tokens, choice = (index == number).nonzero(as_tuple=True)
-        held = held_coefficients(weights.expert(number), x[tokens][None], activation)
+        held = held_coefficients(weights.expert(number), x[tokens][None], rule)
         hooks += mlp_hooks(points.experts[number], held, None, choice)
     return hooks
 

@@ -24,7 +24,7 @@ from tensorlens_tl.algebra.numerics import relative_gap, size_of_sum, upcast
 from tensorlens_tl.algebra.positions import BiasTerms, Queries, by_position, in_total
 from tensorlens_tl.algebra.probes import Estimate, check_probes, chi_square_quantile, probed, stored_rows
 from tensorlens_tl.errors import InvalidInputError, NumericalError
-from tensorlens_tl.models import Query, Rule, TokenLike, check_rule
+from tensorlens_tl.models import FrozenRule, Query, TokenLike, check_rule
 from tensorlens_tl.passes.inputs import is_all, one_query, query_positions
 from tensorlens_tl.passes.linearisation import Linearisation
 from tensorlens_tl.passes.target import (
@@ -210,7 +210,7 @@ class FrozenOperator:
     last: int
     whole: bool
     reaches_end: bool
-    activation: Rule
+    rule: FrozenRule
 
     @classmethod
     def of(
@@ -221,10 +221,10 @@ class FrozenOperator:
         heads: Any = None,
         mlp: Any = True,
         final_norm: bool | None = None,
-        activation: str = "ratio",
+        rule: FrozenRule = "frozen",
     ) -> "FrozenOperator":
         """See `FrozenPass.operator`."""
-        rule = check_rule(activation)
+        rule = check_rule(rule)
         chosen = chosen_layers(frozen.n_layers, layers)
         if not isinstance(heads or {}, Mapping):
             raise InvalidInputError(f"heads={heads!r}: pass layer -> heads to keep, such as {{1: [0, 3]}}.")
@@ -236,7 +236,7 @@ class FrozenOperator:
             with_mlp = set[int]()
         else:
             with_mlp = chosen_mlps(mlp, chosen)
-        stages = frozen.stages(chosen, activation=rule, heads=head_choice, mlp=with_mlp)
+        stages = frozen.stages(chosen, rule=rule, heads=head_choice, mlp=with_mlp)
         reaches_last = chosen.stop == frozen.n_layers
         normed = through_final_norm(frozen, chosen.stop, final_norm)
         final = frozen.final_map()
@@ -250,7 +250,7 @@ class FrozenOperator:
         batch, pos = self.frozen.mask.shape
         parts = "" if self.whole else ", with parts left out"
         return (
-            f"{type(self).__name__}(blocks.{self.first} input -> {self.end}{parts}, activation={self.activation!r}, "
+            f"{type(self).__name__}(blocks.{self.first} input -> {self.end}{parts}, rule={self.rule!r}, "
             f"batch={batch}, pos={pos}, d_model={self.x.shape[-1]})"
         )
 
@@ -598,7 +598,7 @@ class FrozenOperator:
         resolved = resolve_target(self.frozen, target, minus, direction, positions)
         if not resolved.of_tokens:
             return resolved, self.map
-        head = self.frozen.prediction_head(self.activation)
+        head = self.frozen.prediction_head(self.rule)
         return resolved, self.map if head is None else head @ self.map
 
     def _question(

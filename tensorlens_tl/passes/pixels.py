@@ -15,11 +15,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_names
+from tensorlens_tl._arguments import checked_names, formerly
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import relative_error, relative_gap, upcast
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
-from tensorlens_tl.models import PatchWeights, Query, TokenLike
+from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, PatchWeights, Query, TokenLike
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.linearisation import Linearisation, check_linearisation
 from tensorlens_tl.passes.operator import FrozenOperator
@@ -145,6 +145,7 @@ class PixelScores:
         return f"PixelScores({self.target!r}, [{shape}], gap={float(self.gap.max()):.1e})"
 
 
+@formerly(ONCE_ACTIVATION)
 @checked_names
 def pixel_scores(
     frozen: Linearisation,
@@ -153,7 +154,7 @@ def pixel_scores(
     *,
     query: Query = -1,
     direction: Float[Tensor, "..."] | None = None,
-    activation: str = "ratio",
+    rule: FrozenRule = "frozen",
     memory: Memory = None,
 ) -> PixelScores:
     """The effect of every pixel on one logit of a class, a difference of two, or any direction; exact.
@@ -162,7 +163,7 @@ def pixel_scores(
         frozen: a pass of a vision transformer or an audio spectrogram transformer, or the difference of two: then what
             the change of every pixel gives to the change of the logit, and pixels that are the same give 0.
         target, minus, query, direction: as in `FrozenOperator.target`.
-        activation: the rule for MLPs.
+        rule: the rule for MLPs.
         memory: what may be allocated beyond the result, as ``"512MB"`` or bytes.
 
     Raises:
@@ -170,7 +171,7 @@ def pixel_scores(
     """
     check_linearisation(frozen)
     embedding, rest = _pixels_and_rest(frozen)
-    operator = FrozenOperator.of(frozen, activation=activation)
+    operator = FrozenOperator.of(frozen, rule=rule)
     collapse = operator.target(target, minus, query=query, direction=direction, memory=memory)
     gradient = operator.gradient(target, minus, query=query, direction=direction, memory=memory)
     assert collapse.bias is not None

@@ -27,7 +27,7 @@ from tensorlens_tl.algebra.positions import RowPositions
 from tensorlens_tl.algebra.progress import note_progress
 from tensorlens_tl.errors import NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import ModelPoints, keep_in, observe
-from tensorlens_tl.models import BlockView, Layout, ModelView, Place, Query, candidates
+from tensorlens_tl.models import BlockView, FrozenRule, Layout, ModelView, Place, Query, candidates
 from tensorlens_tl.models.lifecycle import OncePerWeights
 from tensorlens_tl.passes.block_maps import BlockMaps, BlockParts, check_loop
 from tensorlens_tl.passes.capture import Capture
@@ -633,7 +633,7 @@ class LayoutSearch:
         """Return the one layout that reproduces the block (a causal block's first tokens), or None; two raise an
         error."""
         start = self.maps.with_capture(self.maps.capture.block_at_start(self.layer))
-        errors = self._errors(start, self.candidates, "ratio")
+        errors = self._errors(start, self.candidates, "frozen")
         passing = [option for option in sorted(errors, key=errors.__getitem__) if self._is_small(errors[option])]
         if not passing:
             return None
@@ -642,7 +642,7 @@ class LayoutSearch:
             return passing[0]
         # Folded norms commute with sublayers that have no bias, and at a single token with attention too. A rule with
         # a constant of its own still shows on which side the norm is; with the other layout it would be wrong.
-        tangent = self._errors(start, passing, "tangent")
+        tangent = self._errors(start, passing, "frozen-tangent")
         passing = [option for option in passing if self._is_small(tangent[option])] or passing
         rounding = torch.finfo(self.maps.capture.resid_pre(self.layer).dtype).eps
         first, *others = passing
@@ -659,17 +659,17 @@ class LayoutSearch:
 
     def reproducing(self) -> list[Layout]:
         """Every layout that reproduces the block at all tokens, however well another one does."""
-        errors = self._errors(self.maps, self.candidates, "ratio")
+        errors = self._errors(self.maps, self.candidates, "frozen")
         return [option for option in self.candidates if self._is_small(errors[option])]
 
     def _is_small(self, error: float) -> bool:
         return error <= self.maps.tolerance
 
-    def _errors(self, maps: BlockMaps, options: Sequence[Layout], activation: str) -> dict[Layout, float]:
-        parts = maps.parts(self.layer, activation)
+    def _errors(self, maps: BlockMaps, options: Sequence[Layout], rule: FrozenRule) -> dict[Layout, float]:
+        parts = maps.parts(self.layer, rule)
         x = maps.capture.resid_pre(self.layer)
         return {
-            option: block_error(maps.capture, self.layer, maps.composed(self.layer, option, parts, activation)(x))
+            option: block_error(maps.capture, self.layer, maps.composed(self.layer, option, parts, rule)(x))
             for option in options
         }
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from tensorlens_tl.classifiers import classifier_logits, loader_of, random_tokens, rows_of
 from tensorlens_tl.errors import ConformanceError, NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import run
-from tensorlens_tl.models import RULES, ModelLike, ModelView, Rule
+from tensorlens_tl.models import FROZEN_RULES, FrozenRule, ModelLike, ModelView
 from tensorlens_tl.passes import TOLERANCE, FrozenPass, freeze
 from tensorlens_tl.passes.inputs import InputLike, token_rows
 from tensorlens_tl.testing.models import labelled, random_input, tiny_input
@@ -190,17 +190,17 @@ def check_adjoint(case: ModelCase) -> None:
     case.same("pull is the adjoint of push", forward / size, backward / size)
 
 
-def _held(case: ModelCase, rule: Rule) -> None:
+def _held(case: ModelCase, rule: FrozenRule) -> None:
     """The model, live and held by hooks, away from the input: it must be the operator."""
-    op = case.frozen.operator(activation=rule)
+    op = case.frozen.operator(rule=rule)
     x = op.x + case.draw(op.x)
     real = case.frozen.mask
     with torch.no_grad():
-        live = held_output(case.frozen, x, activation=rule)
+        live = held_output(case.frozen, x, rule=rule)
     case.same(f"the model held by hooks is the operator ({rule})", live[real], op(x)[real])
 
 
-def _held_by(rule: Rule) -> Callable[[ModelCase], None]:
+def _held_by(rule: FrozenRule) -> Callable[[ModelCase], None]:
     check = partial(_held, rule=rule)
     check.__name__ = f"check_held_by_hooks_{rule}"  # pyright: ignore[reportAttributeAccessIssue]
     return check
@@ -278,7 +278,7 @@ MODEL_CHECKS: Sequence[Callable[[ModelCase], None]] = (
     check_proofs,
     check_completeness,
     check_adjoint,
-    *map(_held_by, RULES),
+    *map(_held_by, FROZEN_RULES),
     check_autograd,
     check_one_by_one,
     check_padding_on_the_right,

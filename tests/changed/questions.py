@@ -18,7 +18,7 @@ import torch
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, compress, evaluate, generation, whitening
 from tensorlens_tl.methods import contextualisation
-from tensorlens_tl.models import RULES
+from tensorlens_tl.models import FROZEN_RULES
 
 TOKENS = [7, 11, 23, 31, 19, 41]
 """The prompt: six different tokens."""
@@ -182,7 +182,7 @@ ALWAYS: dict[str, Callable[[Setting], Any]] = {
 """Passed wherever a function takes it: questions about a prediction, little work, no choice that hangs on rounding."""
 
 VARIANTS: dict[str, tuple[Any, ...]] = {
-    "activation": tuple(rule for rule in RULES if rule != "ratio"),
+    "rule": FROZEN_RULES[1:],
     "live": (True,),
     "query": (MIDDLE,),
     "collapse": ("in_out", "norm"),
@@ -192,7 +192,7 @@ VARIANTS: dict[str, tuple[Any, ...]] = {
 """Parameters that choose a way: one more question for each of these values, where a function takes it."""
 
 SAME = {
-    "activation": ("method ", "FrozenPass.block", "circuits.logit_attribution", "circuits.total_effects"),
+    "rule": ("method ", "FrozenPass.block", "circuits.logit_attribution", "circuits.total_effects"),
     "query": ("method ", "FrozenOperator.target", "circuits.logit_attribution", "circuits.total_effects"),
     "of": ("method ",),
 }

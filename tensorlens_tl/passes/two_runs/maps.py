@@ -14,7 +14,7 @@ from tensorlens_tl.algebra.secants import Change, Offset, norm_secant
 from tensorlens_tl.core import paired
 from tensorlens_tl.errors import UnsupportedModelError
 from tensorlens_tl.hooks import StreamPoint
-from tensorlens_tl.models import BlockView, Layout, Within
+from tensorlens_tl.models import BlockView, FrozenRule, Layout, Within
 from tensorlens_tl.models.mixers import ChannelMixWeights, Mixer, NoMixing
 from tensorlens_tl.models.names import ENCODER_NORM
 from tensorlens_tl.models.parameters import innermost
@@ -255,7 +255,7 @@ class SecantMaps(Blocks):
             return of_query, of_key
         return within(of_query, only=True), within(of_key, only=True)
 
-    def mlp(self, layer: int, activation: str = "ratio") -> AffineMap | None:
+    def mlp(self, layer: int, rule: FrozenRule = "frozen") -> AffineMap | None:
         """One MLP or mixture of experts, its activations by their slopes; the rule does not matter."""
         parts = self._parts(layer)
         if parts.of_a.mlp is None or parts.of_b.mlp is None:
@@ -283,7 +283,7 @@ class SecantMaps(Blocks):
         return hidden.written(*outs, f"L{layer}.W_out")
 
     @reads_weights
-    def experts(self, layer: int, activation: str = "ratio") -> dict[str, AffineMap]:
+    def experts(self, layer: int, rule: FrozenRule = "frozen") -> dict[str, AffineMap]:
         """What a mixture of experts is the sum of, by name; see `experts_secant`.
 
         Raises:
@@ -298,7 +298,7 @@ class SecantMaps(Blocks):
         return parts.experts
 
     @reads_weights
-    def per_layer(self, layer: int, activation: str = "ratio") -> Chain | None:
+    def per_layer(self, layer: int, rule: FrozenRule = "frozen") -> Chain | None:
         """What a block adds for a separate input of each token at this layer; None without one.
 
         Δ(φ(g)·p) = p̄·Δφ + φ̄·Δp: the input comes from the token, not from the stream, so that its change is a constant
@@ -328,7 +328,7 @@ class SecantMaps(Blocks):
             return torch.zeros_like(self.capture.resid_pre(0))
         return of_run[point].vectors
 
-    def prediction_head(self, activation: str = "ratio") -> Chain | None:
+    def prediction_head(self, rule: FrozenRule = "frozen") -> Chain | None:
         """A masked language model's transform, or a pooler; None where nothing lies between output and unembedding."""
         a, b = (maps.prediction_head() for maps in (self.a, self.b))
         if a is None or b is None:

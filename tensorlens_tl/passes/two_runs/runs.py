@@ -20,7 +20,7 @@ from tensorlens_tl.algebra import AffineMap, Chain
 from tensorlens_tl.algebra.numerics import refuse_nan, upcast
 from tensorlens_tl.errors import GapWarning, InvalidInputError, NumericalError, UnsupportedModelError, warn_caller
 from tensorlens_tl.hooks import ModelPoints
-from tensorlens_tl.models import BlockView, HeadChoice, LayerRange, Layout, MlpChoice, ModelView
+from tensorlens_tl.models import BlockView, FrozenRule, HeadChoice, LayerRange, Layout, MlpChoice, ModelView
 from tensorlens_tl.passes.capture import one_question
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike, check_pass
 from tensorlens_tl.passes.inputs import Prompt
@@ -177,36 +177,34 @@ class Difference(Linearisation):
         heads: HeadChoice = None,
         mlp: MlpChoice = True,
         final_norm: bool | None = None,
-        activation: str = "ratio",
+        rule: FrozenRule = "frozen",
     ) -> FrozenOperator:
         """The difference as one linear map, from ``blocks.0`` input to the final norm's output (or the last block's).
 
         Args:
             layers, heads, mlp, final_norm: as in `FrozenPass.operator`.
-            activation: of no effect: an activation's secant is its own.
+            rule: of no effect: an activation's secant is its own.
 
         >>> other = tlens.freeze(model, text.replace("red", "blue"))
         >>> op = tlens.difference(frozen, other).operator()
         >>> torch.allclose(op(op.x), frozen.output - other.output, atol=1e-4)
         True
         """
-        return FrozenOperator.of(
-            self, layers=layers, heads=heads, mlp=mlp, final_norm=final_norm, activation=activation
-        )
+        return FrozenOperator.of(self, layers=layers, heads=heads, mlp=mlp, final_norm=final_norm, rule=rule)
 
     def stages(
-        self, layers: range, *, activation: str, heads: Mapping[int, Collection[int]], mlp: Collection[int]
+        self, layers: range, *, rule: FrozenRule, heads: Mapping[int, Collection[int]], mlp: Collection[int]
     ) -> list[AffineMap]:
         """Consecutive blocks as maps of the difference."""
-        return self.maps.stages(layers, activation=activation, heads=heads, mlp=mlp)
+        return self.maps.stages(layers, rule=rule, heads=heads, mlp=mlp)
 
     def final_map(self) -> AffineMap | None:
         """The secant of the final norm, or None."""
         return self.maps.final_map()
 
-    def prediction_head(self, activation: str = "ratio") -> Chain | None:
+    def prediction_head(self, rule: FrozenRule = "frozen") -> Chain | None:
         """The secant of what lies between output and unembedding; None where nothing does."""
-        return self.maps.prediction_head(activation)
+        return self.maps.prediction_head(rule)
 
     # ------------------------------------------------------------------ logits
 
