@@ -14,6 +14,7 @@ import ast
 import difflib
 import importlib
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,15 @@ _HOMES = {
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
+_RENAMED = {"RULES": "FROZEN_RULES"}
+"""Old names, which go in version 0.3."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        message = f"tensorlens_tl.{name} is tensorlens_tl.{_RENAMED[name]} now; the old name goes in version 0.3."
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return __getattr__(_RENAMED[name])
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_pointer(name)}")
     home = _HOMES[name]

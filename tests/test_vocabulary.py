@@ -49,6 +49,11 @@ def test_an_activation_rule_is_a_rule_of_the_frozen_model(frozen, what, old):
     assert close(mine, ask(frozen)) is (old == "ratio")
 
 
+def test_the_rules_by_their_old_name_warn():
+    with pytest.warns(DeprecationWarning, match="FROZEN_RULES now"):
+        assert tlens.RULES == tlens.FROZEN_RULES
+
+
 def test_a_rule_by_both_names_is_an_error(frozen):
     with pytest.raises(tlens.InvalidInputError, match="leave activation out"):
         frozen.operator(rule="frozen", activation="ratio")

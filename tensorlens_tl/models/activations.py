@@ -21,7 +21,7 @@ Where φ(0) ≠ 0 the ratio is (φ(z) − φ(0))/z and φ(0) is bias.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -33,14 +33,13 @@ from tensorlens_tl.algebra.numerics import maybe, plus
 from tensorlens_tl.errors import InvalidInputError
 
 Activation = Callable[[Tensor], Tensor]
-_Rules = Literal["frozen", "frozen-integrated-gradients", "frozen-split", "frozen-tangent"]
-
 if TYPE_CHECKING:
-    FrozenRule = _Rules
+    FrozenRule = Literal["frozen", "frozen-integrated-gradients", "frozen-split", "frozen-tangent"]
+    """One of `FROZEN_RULES`."""
 else:
     FrozenRule = str  # `check_rule` says more than a type does
 
-FROZEN_RULES: tuple[FrozenRule, ...] = get_args(_Rules)
+FROZEN_RULES: tuple[FrozenRule, ...] = ("frozen", "frozen-integrated-gradients", "frozen-split", "frozen-tangent")
 """The four rules, in the order of the table above."""
 
 OLD_RULES = {
