@@ -65,6 +65,62 @@ def test_the_prompt_says_what_the_model_says(model, session):
     assert (view["target"]["id"], view["minus"]["id"]) == (best[0], best[1])
 
 
+@pytest.mark.parametrize("fields", [{"query": 9}, {"other": OTHER}], ids=str)
+def test_what_comes_next_takes_one_run_for_each_prompt(model, monkeypatch, fields):
+    session = Session(model)
+    expected = session.view("prompt", {"text": PROMPT, **fields})
+    runs = []
+    handle = model.embed.register_forward_hook(lambda *_: runs.append(1))
+    monkeypatch.setattr("tensorlens_tl.explorer.questions.freeze", None)
+    try:
+        view = Session(model).view("prompt", {"text": PROMPT, **fields})
+    finally:
+        handle.remove()
+    assert len(runs) == 1 + ("other" in fields)
+    assert [token["id"] for token in view["next"]] == [token["id"] for token in expected["next"]]
+    assert view["numbers"] == pytest.approx(expected["numbers"], abs=1e-4)
+
+
+UNEQUAL = {"text": "Return the name of the module", "other": "Return the value of the first item of the module"}
+
+
+def test_prompts_of_different_lengths_are_predicted_and_stand_opposite(model, session):
+    view = session.view("prompt", UNEQUAL)
+    alone = [session.view("prompt", {"text": text}) for text in UNEQUAL.values()]
+    for end, of in zip(("first", "second"), alone, strict=True):
+        assert [token for part in view["aligned"] for token in part[end]] == of["tokens"]
+    assert all(part["first"] == part["second"] for part in view["aligned"] if part["same"])
+    assert any(not part["same"] for part in view["aligned"])
+    chances = [{token["id"]: token["chance"] for token in of["next"]} for of in alone]
+    for token in view["next"]:
+        for name, of in zip(("chance", "other_chance"), chances, strict=True):
+            assert token[name] == pytest.approx(of.get(token["id"], token[name]), rel=1e-5)
+    assert view["target"]["id"] == alone[0]["target"]["id"]
+    names = {"model": model}
+    exec(view["code"], names)
+    assert [int(logits[0, 0].argmax()) for logits in names["result"]] == [of["target"]["id"] for of in alone]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_mends_make_two_prompts_equally_long(model, session, turned):
+    fields = dict(zip(UNEQUAL, reversed(UNEQUAL.values()), strict=True)) if turned else UNEQUAL
+    rows = session.view("mends", fields)["mends"]
+    assert {row["kind"] for row in rows} == {"leave out", "put in"}
+    for row in rows:
+        name = ("text", "other")[row["which"]]
+        changed = fields | {name: row["text"]}
+        before, after = (tlens.freeze(model, of[name]).logits()[0, 0].double().softmax(-1) for of in (fields, changed))
+        choice = int(before.argmax())
+        assert model.tokenizer.decode([choice]) == row["choice"]
+        assert row["before"] == pytest.approx(float(before[choice]), rel=1e-4)
+        assert row["after"] == pytest.approx(float(after[choice]), rel=1e-4)
+        assert row["stays"] == (int(after.argmax()) == choice)
+        assert "aligned" not in session.view("prompt", changed)  # both have as many tokens
+        assert session.view("tokens", changed)["additive"]
+    with pytest.raises(tlens.InvalidInputError, match="nothing to mend"):
+        session.view("mends", {"text": PROMPT, "other": OTHER})
+
+
 @pytest.mark.parametrize("method", ["tensorlens", "rollout", "leave-one-out"])
 def test_token_scores_are_those_of_the_method(model, session, method):
     view = session.view("tokens", {"text": PROMPT, "method": method, "query": 10})
@@ -365,8 +421,8 @@ def test_two_models_are_compared(model):
 def test_passes_are_bounded(model):
     session = Session(model, passes=3)
     for number in range(6):
-        session.view("prompt", {"text": f"The value of {number}", "other": f"The name of {number}"})
-    assert all(len(passes) <= 3 for passes in session._passes._frozen)
+        session.view("tokens", {"text": f"The value of {number}", "other": f"The name of {number}"})
+    assert 0 < len(session._passes._frozen[0]) <= 3
     assert len(session._passes._differences) <= 3
 
 
@@ -379,7 +435,7 @@ def test_passes_are_bounded(model):
         ("prompt", {"text": "a \ud800 b"}, "half of a surrogate pair"),
         ("prompt", {"text": PROMPT, "query": 99}, "query is 99; the prompt has 35 tokens"),
         ("prompt", {"text": PROMPT, "query": -1}, "query is -1; send a whole number of at least 0"),
-        ("prompt", {"text": PROMPT, "other": "short"}, "do not match position by position"),
+        ("tokens", {"text": PROMPT, "other": "short"}, "do not match position by position"),
         ("tokens", {"text": PROMPT, "method": "nothing"}, "nothing"),
         ("head", {"text": PROMPT}, "layer and head are missing"),
         ("head", {"text": PROMPT, "layer": 9, "head": 0}, "9"),
@@ -400,7 +456,7 @@ def test_passes_are_bounded(model):
         ("graph", {"text": PROMPT, "nodes": -3}, "nodes is -3; send a whole number of at least 0"),
         ("features", {"text": PROMPT}, r"dictionary 0 of 0; pass explore\(model, dictionaries=…\)"),
         ("feature", {"text": PROMPT}, "feature is missing; click a feature"),
-        ("secrets", {"text": PROMPT}, "use one of prompt, tokens"),
+        ("secrets", {"text": PROMPT}, "use one of prompt, mends, tokens"),
     ],
 )
 def test_wrong_questions_are_refused(session, view, fields, message):
@@ -777,8 +833,9 @@ def test_two_prompts_show_their_difference(browser, opened, session):
     assert cells == pytest.approx([score for row in routes["scores"] for score in row], abs=1e-6)
     one(browser, "#other").clear()
     one(browser, "#other").send_keys("Too short\n")
-    wait(browser, lambda: one(browser, "#error").is_displayed())
-    assert "do not match position by position" in one(browser, "#error").text
+    wait(browser, lambda: several(browser, ".aligned"))
+    assert f"{len(session.view('prompt', {'text': 'Too short'})['tokens'])} tokens" in one(browser, ".aligned").text
+    assert not several(browser, ".routes")
 
 
 def values(browser, selector):

@@ -244,7 +244,7 @@ def test_a_photograph_is_turned_as_it_says(digits):
 def test_a_model_of_one_class_is_compared_with_nothing(digits, digit_images, monkeypatch):
     session = Session(digits, images=digit_images)
     logits = session._passes.logits
-    monkeypatch.setattr(session._passes, "logits", lambda *args: logits(*args)[:1])
+    monkeypatch.setattr(session._passes, "logits", lambda *args, **options: logits(*args, **options)[:1])
     question = Question.of({"image": "0"})
     monkeypatch.setattr(type(session.frozen(question).view), "d_vocab", 1)
     assert Inquiry(question, session._passes).target == {"target": 0}

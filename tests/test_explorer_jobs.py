@@ -307,10 +307,18 @@ def test_a_changed_model_is_frozen_again(own_model):
         assert before[view] | {"version": 0} != expected
 
 
+def test_a_model_that_changes_after_its_prediction_is_noticed(own_model):
+    session = Session(own_model)
+    session.view("prompt", {"text": PROMPT})
+    with torch.no_grad():
+        own_model.blocks[1].attn.W_O.mul_(0.5)
+    assert session.view("tokens", {"text": PROMPT})["version"] == 1
+
+
 def test_a_hook_that_is_put_on_between_two_clicks_counts(own_model):
     session = Session(own_model)
     before = session.view("tokens", {"text": PROMPT})
-    own_model.add_hook("blocks.1.hook_resid_pre", lambda stream, hook: stream + 0.5)
+    own_model.add_hook("blocks.1.hook_resid_pre", lambda stream, hook: stream + torch.linspace(-1, 1, 128))
     after = session.view("tokens", {"text": PROMPT})
     assert after["version"] == 1
     assert after["total"] != before["total"]
@@ -400,7 +408,7 @@ def test_large_passes_are_held_by_size(model, monkeypatch):
     monkeypatch.setattr("tensorlens_tl.explorer.questions.MOST_BYTES", int(2.5 * size))
     session = Session(model)
     for number in range(4):
-        session.view("prompt", {"text": f"The value of {number}"})
+        session.view("tokens", {"text": f"The value of {number}"})
     assert len(session._passes._frozen[0]) == 2
 
 

@@ -125,6 +125,45 @@ def test_a_cancelled_prompt_leaves_nothing_of_the_one_before(browser, opened, mo
     assert one(browser, "#text").get_attribute("value") == OTHER
 
 
+def test_next_tokens_are_shown_before_they_are_explained(browser, opened, monkeypatch):
+    load(browser, opened, text=PROMPT)
+    _, go = gated(opened, monkeypatch, "tokens")
+    one(browser, "#text").clear()
+    one(browser, "#text").send_keys(OTHER + "\n")
+    wait(browser, lambda: one(browser, "#cancel").is_displayed())
+    view = opened._session.view("prompt", {"text": OTHER})
+    titles = [value.get_attribute("title") for value in several(browser, ".next .bars .value")]
+    assert [float(title) for title in titles] == pytest.approx([token["chance"] for token in view["next"]])
+    assert "Next tokens in" in one(browser, "#status").text
+    assert several(browser, ".tokens-slot.busy")
+    go.set()
+    settled(browser)
+
+
+def test_prompts_of_different_lengths_stand_opposite(browser, opened):
+    first, second = "Return the name of the module", "Return the value of the first item of the module"
+    load(browser, opened, text=first, other=second)
+    view = opened._session.view("prompt", {"text": first, "other": second})
+    for row, end in zip(several(browser, ".opposite tr"), ("first", "second"), strict=True):
+        tokens = [token for part in view["aligned"] for token in part[end]]
+        shown = [chip.get_attribute("textContent") for chip in row.find_elements("css selector", ".chip")]
+        assert shown == tokens
+        assert f"{len(tokens)} tokens" in row.text
+    assert several(browser, ".next .runs")
+    assert not one(browser, "#error").is_displayed()
+    assert not several(browser, "main .graph")
+    mends = opened._session.view("mends", {"text": first, "other": second})["mends"]
+    buttons = several(browser, ".mends button")
+    assert len(buttons) == len(mends)
+    for row, mend in zip(several(browser, ".mends li"), mends, strict=True):
+        assert f"{100 * mend['after']:.1f} %" in row.text
+    buttons[0].click()
+    wait(browser, lambda: several(browser, ".tokens .chip.changed"))
+    settled(browser)
+    name = ("text", "other")[mends[0]["which"]]
+    assert one(browser, f"#{name}").get_attribute("value") == mends[0]["text"]
+
+
 # ------------------------------------------------------------------ files
 
 

@@ -15,12 +15,13 @@ from torch import Tensor
 
 import tensorlens_tl
 from tensorlens_tl.circuits import FeatureExamples, Features, feature_examples, features
-from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.explorer.images import Images
+from tensorlens_tl.explorer.predictions import Predictor
 from tensorlens_tl.generation import FrozenGeneration, freeze_generation
-from tensorlens_tl.hooks import hook_numbers
-from tensorlens_tl.models import RUNNER_UP
+from tensorlens_tl.models import RUNNER_UP, ModelView
 from tensorlens_tl.passes import Difference, FrozenPass, difference, freeze
+from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.target import token_ids
 
 LONGEST_TEXT = 20_000
@@ -98,6 +99,11 @@ class Question:
     def message(self) -> list[dict[str, str]]:
         """The prompt as a chat of one message."""
         return [{"role": "user", "content": self.text}]
+
+    @property
+    def run(self) -> tuple[str, bool, str | None]:
+        """What its first run is of."""
+        return self.text, self.chat, self.image
 
     @property
     def second(self) -> "Question":
@@ -218,10 +224,6 @@ class Recent(Generic[Value]):
         self._values.clear()
         self._sizes.clear()
 
-    def newest(self) -> Value | None:
-        """What was used last; None where nothing is stored."""
-        return next(reversed(self._values.values()), None)
-
 
 class Passes:
     """The passes, differences and generated texts of a session's recent questions, within a number and a size.
@@ -247,6 +249,14 @@ class Passes:
         self._differences = Recent[Difference](most // 2, lambda change: _bytes(change.a, change.b))
         self._written = Recent[FrozenGeneration](max(1, most // 4), lambda written: _bytes(*_runs(written)))
         self._logits = Recent[Tensor | None](4 * most)
+        self._predictors: dict[bool, Predictor] = {}
+
+    def predictor(self, *, second: bool = False) -> Predictor:
+        """The model of a question's first or second run, as it is now."""
+        of_other = second and self.other is not None
+        if of_other not in self._predictors:
+            self._predictors[of_other] = Predictor(self.other if of_other else self.model)
+        return self._predictors[of_other]
 
     def frozen(self, question: Question, *, second: bool = False) -> FrozenPass:
         """The pass of a question's prompt or image; `second` is that of its second one.
@@ -256,15 +266,16 @@ class Passes:
         """
         of_other = second and self.other is not None
         model: Any = self.other if of_other else self.model
-        single = question
-        if second:
-            single = question.second
-        key = (single.text, single.chat, single.image)
-        return self._frozen[of_other].get(key, lambda: freeze(model, self._input(single)))
+        single = question.second if second else question
+        return self._frozen[of_other].get(single.run, lambda: freeze(model, self._input(single)))
+
+    def prompt(self, question: Question, *, second: bool = False) -> Prompt:
+        """The tokens of a question's first or second run; nothing is run."""
+        return self.predictor(second=second).prompt(self._input(question.second if second else question))
 
     def change(self, question: Question) -> Difference:
         """The difference of a question's two runs, first less second."""
-        key = (question.text, question.other, question.chat, question.image, question.other_image)
+        key = (*question.run, *question.second.run)
 
         def of_two() -> Difference:
             return difference(self.frozen(question), self.frozen(question, second=True))
@@ -281,12 +292,12 @@ class Passes:
         key = (question.text, question.chat, question.new)
         return self._written.get(key, lambda: freeze_generation(self.model, prompt, max_new_tokens=question.new))
 
-    def logits(self, question: Question, query: int) -> Float[Tensor, "d_vocab"] | None:
-        """The model's logits at a position of the prompt; None of a model that has none."""
-        frozen = self.frozen(question)
-        key = (question.text, question.chat, question.image, query)
-        logits = self._logits.get(key, lambda: frozen.logits(query))
-        return None if logits is None else logits[0, 0]
+    def logits(self, question: Question, query: int, *, second: bool = False) -> Float[Tensor, "d_vocab"] | None:
+        """The model's logits at a position of the first or second run, by one run; None of a model that has none."""
+        single = question.second if second else question
+        predictor = self.predictor(second=second)
+        key = (second and self.other is not None, *single.run, query)
+        return self._logits.get(key, lambda: predictor.logits(predictor.prompt(self._input(single)), query))
 
     def _input(self, question: Question) -> Any:
         """What the model reads of a question's first run: a text, a chat of one message, or pixels."""
@@ -297,17 +308,16 @@ class Passes:
         return question.text
 
     def refresh(self) -> None:
-        """Drop everything if a model has changed since its passes were frozen."""
-        newest = [passes.newest() for passes in self._frozen]
-        written = self._written.newest()
-        if written is not None:
-            newest += _runs(written)
-        if not all(_is_fresh(frozen) for frozen in newest if frozen is not None):
+        """Drop everything if a model has changed since it was read."""
+        if not all(predictor.is_current() for predictor in self._predictors.values()):
             self.clear()
+        for second in {False, self.other is not None}:
+            self.predictor(second=second)
 
     def clear(self) -> None:
         """Drop everything: the model has changed."""
         self.version += 1
+        self._predictors.clear()
         for store in (*self._frozen, self._differences, self._written, self._logits):
             store.clear()
 
@@ -315,15 +325,6 @@ class Passes:
 def _runs(written: FrozenGeneration) -> list[FrozenPass]:
     """The pass of a generated text."""
     return [run for run in written.frozen.runs if isinstance(run, FrozenPass)]
-
-
-def _is_fresh(frozen: FrozenPass) -> bool:
-    """Whether the model still is that of a pass, hooks on it included."""
-    try:
-        frozen.check_fresh()
-    except FrozenModelError:
-        return False
-    return hook_numbers(frozen.model) == frozen.capture.hook_numbers
 
 
 def _bytes(*runs: FrozenPass) -> int:
@@ -455,11 +456,21 @@ class Inquiry:
         return self.frozen
 
     @cached_property
+    def prompts(self) -> list[Prompt]:
+        """The tokens of its run, or of its two."""
+        return [self.passes.prompt(self.question, second=second) for second in self._runs]
+
+    @property
+    def _runs(self) -> list[bool]:
+        return [False, True] if self.question.is_comparison else [False]
+
+    @cached_property
     def query(self) -> int:
         """The position, counted over all tokens; of an image, the one that its class is read at."""
-        if self.frozen.prompt.class_at is not None:
-            return self.frozen.prompt.class_at
-        length = self.frozen.tokens.shape[1]
+        prompt = self.prompts[0]
+        if prompt.class_at is not None:
+            return prompt.class_at
+        length = prompt.tokens.shape[1]
         query = self.question.query
         if query is None:
             return length - 1
@@ -467,42 +478,50 @@ class Inquiry:
             raise InvalidInputError(f"explorer: query is {query}; the prompt has {length} tokens.")
         return query
 
-    @cached_property
-    def logits(self) -> Float[Tensor, "d_vocab"]:
-        """The model's logits at the query."""
-        logits = self.passes.logits(self.question, self.query)
-        if logits is None:
-            raise UnsupportedModelError("explorer: this model predicts no tokens, which the page asks about.")
-        self.frozen.view.require_probabilities("explorer")
-        return logits
+    @property
+    def is_aligned(self) -> bool:
+        """Whether its two prompts have as many tokens, so that a difference can be taken."""
+        return len({prompt.tokens.shape[1] for prompt in self.prompts}) == 1
 
     @cached_property
+    def logits(self) -> list[Float[Tensor, "d_vocab"]]:
+        """The logits of its run at the query, or of its two; of prompts of different lengths the second one's last."""
+        queries = [self.query, self.query if self.is_aligned else self.prompts[-1].tokens.shape[1] - 1]
+        logits = [self.passes.logits(self.question, queries[second], second=second) for second in self._runs]
+        if any(of is None for of in logits):
+            raise UnsupportedModelError("explorer: this model predicts no tokens, which the page asks about.")
+        self.view.require_probabilities("explorer")
+        return [of for of in logits if of is not None]
+
+    @property
+    def view(self) -> ModelView:
+        """The model of its first run."""
+        return self.passes.predictor().view
+
+    @property
     def second_choice(self) -> int | None:
         """Of two runs the token that the second finds likeliest."""
-        if not self.question.is_comparison:
-            return None
-        logits = self.change.b.logits(self.query)
-        assert logits is not None
-        return int(logits[0, 0].argmax())
+        return int(self.logits[1].argmax()) if self.question.is_comparison else None
 
     @cached_property
     def target(self) -> dict[str, int]:
         """Target and minus, or their defaults, as options of the library's functions."""
-        size = len(self.logits)
+        logits = self.logits[0]
+        size = len(logits)
         minus = self.question.minus
         if isinstance(minus, str):  # as text, even where it is a word for a rank such as "first-choice"
-            minus = int(token_ids(self.frozen.view, minus, 1, "explorer: minus"))
+            minus = int(token_ids(self.view, minus, 1, "explorer: minus"))
         for name, token in (("target", self.question.target), ("minus", minus)):
             if token is not None and token >= size:
                 raise InvalidInputError(f"explorer: {name} is {token}; the vocabulary has {size} tokens.")
-        best = self.logits.topk(min(2, size)).indices.tolist()
+        best = logits.topk(min(2, size)).indices.tolist()
         target = self.question.target
         if target is None:
             target = best[0]
             if minus == best[0]:  # no token stands against itself
                 target = best[-1]
         if self.question.runner_up:
-            minus = runner_up(self.logits, target)
+            minus = runner_up(logits, target)
             if self.second_choice not in (None, target):
                 minus = self.second_choice
         if minus == target and size == 1:  # the only class there is
@@ -547,6 +566,7 @@ class Inquiry:
         if question.is_comparison:
             second = "tuned" if two_models else "model"
             lines.append(f"other = tlens.freeze({second}, {_prompt(question.second, 'other_pixels')})")
+        if question.is_comparison and self.is_aligned:
             lines.append("run = tlens.difference(run, other)")
         lines += [call if isinstance(call, str) else f"result = {call.code}" for call in self.calls]
         return "\n".join(lines)

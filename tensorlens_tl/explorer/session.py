@@ -15,9 +15,11 @@ from tensorlens_tl.circuits import Features, full_ov
 from tensorlens_tl.drawing.marks import short
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, TensorLensError
 from tensorlens_tl.explorer.images import Images, on_image
+from tensorlens_tl.explorer.mends import aligned, mends
 from tensorlens_tl.explorer.questions import TOP, Call, Inquiry, Passes, Question, runner_up, with_labels
 from tensorlens_tl.models import RUNNER_UP, ModelView
 from tensorlens_tl.passes import Difference, FrozenPass
+from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.target import chosen_head, token_label
 from tensorlens_tl.registry import get_method, list_methods
 from tensorlens_tl.results import COVERED, SHOWN_EDGES, ScoreAttribution, ScoreChange, Terms
@@ -51,46 +53,63 @@ MOST_NODES = 200
 
 
 def prompt_view(inquiry: Inquiry) -> View:
-    """Tokens of the prompt, and what the model says after the query; of two runs, what each of them says."""
-    frozen = inquiry.frozen
-    run = inquiry.run
-    logits = [inquiry.logits]
-    if isinstance(run, Difference):
-        second = run.b.logits(inquiry.query)
-        assert second is not None
-        logits.append(second[0, 0])
+    """Tokens of the prompt, and what the model says after the query; of two runs, what each of them says.
+
+    It takes one run for each prompt, and no frozen pass. Two prompts need not have as many tokens.
+    """
+    logits = inquiry.logits
+    model = inquiry.view
     target = inquiry.target
     foils = [runner_up(of, target["target"]) for of in logits]
+    prompts = inquiry.prompts
     view = {
-        "tokens": run.str_tokens[0],
+        "tokens": prompts[0].str_tokens[0],
         "query": inquiry.query,
-        "next": _likeliest(frozen, [of.double().softmax(-1) for of in logits]),
-        **{name: _token(frozen, token) for name, token in target.items()},
-        "runners_up": [_token(frozen, token) for token in foils if token is not None],
+        "next": _likeliest(model, [of.double().softmax(-1) for of in logits]),
+        **{name: _token(model, token) for name, token in target.items()},
+        "runners_up": [_token(model, token) for token in foils if token is not None],
         "second_choice": inquiry.second_choice not in (None, target["target"]),
-        "proof": max(run.errors.values(), default=0.0),
         "numbers": [float(of[target["target"]] - (of[target["minus"]] if "minus" in target else 0)) for of in logits],
     }
-    if not isinstance(run, Difference):
+    if not inquiry.question.is_comparison:
         inquiry.calls.append(f"result = run.logits({inquiry.query})")
         return view
+    if not inquiry.is_aligned:
+        inquiry.calls.append("result = [of.logits() for of in (run, other)]")
+        return view | {"aligned": aligned(*prompts)}
     inquiry.calls.append(f"result = [of.logits({inquiry.query}) for of in run.runs]")
-    return view | {"changed": (frozen.tokens != run.b.tokens)[0].tolist()}
+    return view | {"changed": (prompts[0].tokens != prompts[1].tokens)[0].tolist()}
 
 
-def _token(frozen: FrozenPass, token: int) -> View:
+def _token(model: ModelView, token: int) -> View:
     """A token's number and text."""
-    return {"id": token, "text": token_label(frozen.view, token)}
+    return {"id": token, "text": token_label(model, token)}
 
 
-def _likeliest(frozen: FrozenPass, chances: list[Float[Tensor, "d_vocab"]]) -> list[View]:
+def _likeliest(model: ModelView, chances: list[Float[Tensor, "d_vocab"]]) -> list[View]:
     """The tokens that one of the runs finds likeliest, with their probability in each."""
     best = torch.stack(chances).amax(0).argsort(descending=True)[:BEST].tolist()
     names = ("chance", "other_chance")
     return [
-        _token(frozen, token) | {name: float(of[token]) for name, of in zip(names, chances, strict=False)}
+        _token(model, token) | {name: float(of[token]) for name, of in zip(names, chances, strict=False)}
         for token in best
     ]
+
+
+def mends_view(inquiry: Inquiry) -> View:
+    """How two prompts of different lengths become equally long, and what the model says then."""
+    question = inquiry.question
+    if not question.is_comparison or inquiry.is_aligned:
+        raise InvalidInputError("explorer: there is nothing to mend; both prompts have the same number of tokens.")
+    if question.chat or inquiry.view.tokenizer is None:
+        return {"mends": []}
+
+    def say(prompt: Prompt, which: int) -> Float[Tensor, "d_vocab"]:
+        logits = inquiry.passes.predictor(second=bool(which)).logits(prompt, -1)
+        assert logits is not None  # of a model that gave some
+        return logits
+
+    return {"mends": mends(inquiry.prompts, inquiry.passes.predictor(), say)}
 
 
 def tokens_view(inquiry: Inquiry) -> View:
@@ -106,6 +125,7 @@ def tokens_view(inquiry: Inquiry) -> View:
     attribution = inquiry.result(inquiry.run, "attribute", method=method, **options)
     view: View = {"scores": attribution.scores[0, 0].tolist(), "label": attribution.target, "method": method}
     view["additive"] = attribution.additive
+    view["proof"] = max(inquiry.run.errors.values(), default=0.0)
     for name in ("bias", "total", "gap"):
         value = getattr(attribution, name)
         view[name] = None if value is None else float(value[0, 0])
@@ -218,7 +238,7 @@ def _promotes(frozen: FrozenPass, layer: int, head: int, key: int) -> list[View]
     row = circuit.A[frozen.tokens[0, key]] @ circuit.B
     best = row.topk(min(TOP, len(row)))
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [_token(frozen, token) | {"score": score} for token, score in pairs]
+    return [_token(frozen.view, token) | {"score": score} for token, score in pairs]
 
 
 def routes_view(inquiry: Inquiry) -> View:
@@ -436,6 +456,7 @@ def _examples(model: ModelView) -> list[View]:
 
 VIEWS: Mapping[str, Callable[[Inquiry], View]] = {
     "prompt": prompt_view,
+    "mends": mends_view,
     "tokens": tokens_view,
     "components": components_view,
     "head": head_view,
@@ -500,8 +521,8 @@ class Session:
         often that happened so far, is one more.
 
         Args:
-            name: ``"prompt"``, ``"tokens"``, ``"components"``, ``"head"``, ``"routes"``, ``"ablate"``, ``"graph"``,
-                ``"neurons"``, ``"features"``, ``"feature"``, ``"generated"`` or ``"image"``.
+            name: ``"prompt"``, ``"mends"``, ``"tokens"``, ``"components"``, ``"head"``, ``"routes"``, ``"ablate"``,
+                ``"graph"``, ``"neurons"``, ``"features"``, ``"feature"``, ``"generated"`` or ``"image"``.
             fields: those of a `Question`.
 
         Raises:

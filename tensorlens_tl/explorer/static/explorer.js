@@ -7,7 +7,7 @@ import { ablateView, featureView, headView, neuronsView, nothingView } from "./i
 import { begin, end } from "./jobs.js";
 import { listen, redraw } from "./keys.js";
 import { NOTHING, ask, forget, isAnswered, isPair, read, stop, write } from "./state.js";
-import { componentsView, featuresView, nextView, routesView, tokensView } from "./views.js";
+import { alignedView, componentsView, featuresView, mendsView, nextView, routesView, tokensView } from "./views.js";
 
 const find = (id) => document.getElementById(id);
 let about = { methods: [], dictionaries: [], two_models: false };
@@ -44,15 +44,18 @@ async function against(text) {
 }
 
 // Which places of the page are filled, by which questions and how; "" stands for no question.
-function places(state) {
+function places(state, prompt) {
   const two = isPair(state);
   const hasHead = state.layer !== undefined && state.head !== undefined;
   const isNode = state.node !== undefined;
   const isMlp = isNode && state.node.startsWith("MLP");
   const isGone = isNode && !two && (!isMlp || state.pick === "without");
+  const next = ["next", "", (answer, prompt) => nextView(prompt, state, go, about, against)];
+  if (prompt.aligned) return [["aligned", "", (answer, prompt) => alignedView(prompt)], next, ["mends", "mends", (answer) => mendsView(answer, state, go)]];
   const list = [
+    next,
     ["tokens", "tokens", (answer, prompt) => tokensView(prompt, answer, state, go, about)],
-    ["next", "", (answer, prompt) => nextView(prompt, state, go, about, against)],
+    ["graph", "graph", (answer) => graphView(answer, state, go)],
     ["components", "components", (answer) => {
       find("views").classList.toggle("many", Math.max(...answer.heads.map((row) => row.length)) > 8); // too wide for half a page
       return componentsView(answer, state, go);
@@ -67,12 +70,11 @@ function places(state) {
   if (!hasHead && !isNode && state.feature === undefined) list.push(["empty", "", () => nothingView()]);
   if (about.dictionaries.length && !two) list.push(["features", "features", (answer) => featuresView(answer, state, go, about)]);
   if (two) list.push(["routes", "routes", (answer) => routesView(answer)]);
-  list.push(["graph", "graph", (answer) => graphView(answer, state, go)]);
   return list;
 }
 
 // Where on the grid each stands; the middle row has two columns of cards.
-const COLUMNS = [["row", "image"], ["row", "generated"], ["row", "tokens"], ["row", "next"], ["row", "graph"], ["left", "components"], ["left", "features"], ["right", "head"], ["right", "neurons"], ["right", "ablate"], ["right", "feature"], ["right", "empty"], ["row", "routes"]];
+const COLUMNS = [["row", "image"], ["row", "generated"], ["row", "tokens"], ["row", "aligned"], ["row", "next"], ["row", "mends"], ["row", "graph"], ["left", "components"], ["left", "features"], ["right", "head"], ["right", "neurons"], ["right", "ablate"], ["right", "feature"], ["right", "empty"], ["row", "routes"]];
 const slots = {};
 
 function buildGrid() {
@@ -116,15 +118,18 @@ async function show() {
     const prompt = await ask("prompt", state);
     if (mine !== turn) return;
     title(prompt, state);
-    const list = places(state);
+    find("status").textContent = `Next tokens in ${plain((performance.now() - start) / 1000)} s, explaining them …`;
+    const list = places(state, prompt);
     const names = list.map(([name]) => name);
     for (const [name, slot] of Object.entries(slots)) { slot.hidden = !names.includes(name); if (slot.hidden) slot.replaceChildren(); }
     const asked = { ...state, query: prompt.query };
     stop(list.map(([, view]) => view));
+    let proved;
     await Promise.all(list.map(async ([name, view, draw]) => {
       if (view) wait(name);
       try {
         const answer = view ? await ask(view, asked) : null;
+        proved = answer?.proof ?? proved;
         if (mine === turn) fill(name, draw(answer, prompt));
       } catch (refusal) {
         if (mine !== turn) return;
@@ -134,15 +139,16 @@ async function show() {
     }));
     if (mine !== turn) return;
     find("status").textContent = `Answered in ${plain((performance.now() - start) / 1000)} s`;
-    find("foot").replaceChildren(`Every block was proved against the model; its largest relative error is ${error(prompt.proof)}. `, isPair(state) ? ONE_RUN : "",
+    find("foot").replaceChildren(proved === undefined ? "" : `Every block was checked against the model; the largest relative error is ${error(proved)}. `, isPair(state) ? ONE_RUN : "",
       "Keys: arrows move over tokens, cells and nodes, Enter presses, Esc closes, z undoes, / is the prompt.");
   } catch (refusal) {
     if (mine !== turn) return;
     if (refusal.name === "AbortError") return cancelled();
     find("status").textContent = "";
     find("foot").textContent = "";
-    find("question").hidden = true;
-    for (const slot of Object.values(slots)) { slot.hidden = true; slot.replaceChildren(); }
+    const isPredicted = isAnswered("prompt", state);
+    find("question").hidden = !isPredicted || Boolean(about.classes);
+    for (const [name, slot] of Object.entries(slots)) { slot.hidden = !(isPredicted && name === "next"); if (slot.hidden) slot.replaceChildren(); }
     fail(refusal.message);
   } finally {
     if (mine === turn) { end(); find("views").classList.remove("busy"); }

@@ -4,7 +4,7 @@ import { post, stop } from "./state.js";
 
 const PATIENCE = 400; // milliseconds before a question shows its progress
 const BETWEEN = 300;
-const VIEWS = { prompt: "the model", tokens: "the tokens", components: "the components", head: "the head", routes: "the routes", ablate: "the ablation", graph: "the graph", neurons: "the neurons", features: "the features", feature: "the feature", generated: "the generated text", image: "the image" };
+const VIEWS = { prompt: "the next tokens", mends: "the mends", tokens: "the tokens", components: "the components", head: "the head", routes: "the routes", ablate: "the ablation", graph: "the graph", neurons: "the neurons", features: "the features", feature: "the feature", generated: "the generated text", image: "the image" };
 let timer;
 let isNews = false; // the notice stays for the answers that it is about
 

@@ -5,7 +5,7 @@ const RUN = ["text", "other", "chat", "image", "other_image", "query", "target",
 
 // The fields that a view depends on: an answer stands until one of them changes.
 const FIELDS = {
-  prompt: RUN, components: RUN, routes: RUN,
+  prompt: RUN, mends: RUN, components: RUN, routes: RUN,
   tokens: [...RUN, "method"],
   graph: [...RUN, "nodes"],
   head: [...RUN, "layer", "head", "key"],

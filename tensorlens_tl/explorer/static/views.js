@@ -63,6 +63,27 @@ export function nextView(prompt, state, go, about, against) {
     h("p", { class: "sum row" }, h("span", {}, "Explaining ", h("b", {}, quoted(prompt.target.text))), h("label", { class: "inline" }, "against ", minus), typed));
 }
 
+// Two prompts of different lengths, token under token; what only one of them has is marked.
+export function alignedView(prompt) {
+  const count = (end) => prompt.aligned.reduce((sum, part) => sum + part[end].length, 0);
+  const token = (text, same) => h("span", { class: same ? "chip" : "chip changed" }, visible(text));
+  const row = (end, name) => h("tr", {}, h("th", { scope: "row" }, `${name}, ${count(end)} tokens`),
+    prompt.aligned.map((part) => h("td", {}, part[end].map((text) => token(text, part.same)))));
+  return card("aligned", "The two prompts differ in length", "a difference is taken token by token", null,
+    h("p", {}, `The first prompt has ${count("first")} tokens and the second ${count("second")}, so only their predictions are compared. With the same number of tokens in both, every view shows their exact difference.`),
+    h("div", { class: "scroll" }, h("table", { class: "opposite", "aria-label": "Both prompts, token under token" }, row("first", "First"), row("second", "Second"))));
+}
+
+// Ways to make them equally long, each with what the model says then.
+export function mendsView(view, state, go) {
+  const said = (mend) => `${mend.kind === "put in" ? "Put" : "Leave"} ${quoted(mend.what)} ${mend.kind === "put in" ? "into" : "out of"} the ${mend.which ? "second" : "first"} prompt`;
+  const rows = view.mends.map((mend) => h("li", {},
+    h("button", { type: "button", onclick: () => go({ ...NOTHING, query: undefined, target: undefined, minus: undefined, [mend.which ? "other" : "text"]: mend.text }) }, said(mend)),
+    h("span", { class: "soft" }, ` ${quoted(mend.choice)} ${percent(mend.before)} → ${percent(mend.after)}${mend.stays ? "" : ", no longer its first choice"}`)));
+  return card("mends", "Make them equally long", "each was tried: the probability of that prompt’s first choice before and after", null,
+    rows.length ? h("ul", {}, rows) : h("p", { class: "soft" }, "No change of a few tokens fits. Edit one of the prompts."));
+}
+
 // The probabilities of both runs, side by side on one scale.
 function bothRuns(prompt, go) {
   const most = Math.max(...prompt.next.map((of) => Math.max(of.chance, of.other_chance)));

@@ -1,0 +1,82 @@
+"""What a model says after a prompt, by one run of it: before a pass is frozen, and of two prompts of any lengths."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tensorlens_tl.hooks import (
+    hook_numbers,
+    lock_of,
+    model_points,
+    refuse_attached,
+    states_and_logits,
+    unheld_run,
+)
+from tensorlens_tl.models import ModelView
+from tensorlens_tl.models.lifecycle import WeightState, configuration, refuse_devices, refuse_dropout
+from tensorlens_tl.passes.inputs import Prompt, prepare, query_positions
+
+
+class Predictor:
+    """A model as it is now: it reads prompts, and says what follows them.
+
+    Args:
+        model: of either class of TransformerLens.
+
+    Attributes:
+        view: the model, read.
+
+    >>> from tensorlens_tl.explorer.predictions import Predictor
+    >>> predictor = Predictor(model)
+    >>> predictor.logits(predictor.prompt(text), -1).shape
+    torch.Size([2048])
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.view = ModelView(model)
+        with lock_of(model):
+            self._weights = WeightState.of(model)
+            self._configuration = configuration(model)
+            self._hooks = hook_numbers(model)
+        self._unembed_in: str | None = None
+
+    def is_current(self) -> bool:
+        """Whether the model's weights, its configuration and the hooks on it still are what they were."""
+        model = self.view.model
+        with lock_of(model):
+            is_same = self._weights.holds(model) and configuration(model) == self._configuration
+            return is_same and hook_numbers(model) == self._hooks
+
+    def prompt(self, input: Any) -> Prompt:
+        """The tokens of an input, or the patches of an image; nothing is run.
+
+        Raises:
+            InvalidInputError: what `freeze` refuses of an input.
+        """
+        return prepare(self.view, input)
+
+    def logits(self, prompt: Prompt, query: int) -> Float[Tensor, "d_vocab"] | None:
+        """The model's logits at one position, by one run; None of a model that has none.
+
+        Raises:
+            InvalidInputError: dropout is active, or parts of the model lie where no run reaches them.
+            FrozenModelError: a frozen pass is attached.
+        """
+        view = self.view
+        if view.unembedding is None:
+            return None
+        positions = prompt.in_logits(query_positions(prompt, query))
+        with torch.inference_mode(False), torch.no_grad(), unheld_run(view.model):
+            refuse_dropout(view.model)
+            refuse_devices(view.model)
+            refuse_attached(view.model)
+            if self._unembed_in is None:
+                self._unembed_in = model_points(view).unembed_in
+            if self._unembed_in is None:
+                return None
+            _, logits = states_and_logits(view.model, prompt.kwargs, self._unembed_in, positions)
+        if not isinstance(logits, Tensor) or logits.ndim != 3:
+            return None
+        return logits[0, 0].detach()
