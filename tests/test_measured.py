@@ -96,6 +96,19 @@ def test_so_are_edges(name, model_named):
     assert not everything.rest()[["off", "high", "largest"]].any(axis=None)
 
 
+@pytest.mark.parametrize("patched", ["corrupted", "both"])
+def test_so_are_they_where_the_corrupted_run_is_patched(patched, model_named):
+    clean, corrupted = two(model_named(LIVE[0]))
+    for scores_of in (circuits.patch_scores, circuits.edge_scores):
+        scores, live, gradient = (
+            scores_of(clean, corrupted, **ASKED, **method, patched=patched, **options)
+            for method, options in zip(METHODS, ({"live": 2}, {}, {}), strict=True)
+        )
+        assert 0 < int(scores.measured.sum()) < scores.measured.numel()
+        assert close(scores.scores[scores.measured], live.scores[scores.measured], tolerance(LIVE[0]))
+        assert close(scores.scores[~scores.measured], gradient.scores[~scores.measured], tolerance(LIVE[0]))
+
+
 @pytest.fixture(scope="module")
 def words():
     """Two prompts of the bundled model; the second part of each is the same."""

@@ -300,6 +300,42 @@ def test_all_methods_score_the_same_edges(name, model_named):
     assert close(numbers[1], exact.clean, error)
 
 
+EITHER_END = ("frozen", "frozen+qk", "gradient", "integrated", "atp*", "difference", "patching")
+
+
+@pytest.mark.few(7)
+@pytest.mark.parametrize("method", EITHER_END)
+@pytest.mark.parametrize("name", [LIVE[0], *LIVE_BOTH[:1]])
+def test_the_corrupted_run_patched_gains_what_it_loses_as_the_clean_one(method, name, model_named):
+    """Scores of the corrupted run are those of the two prompts in the other order, negated; of both, the mean."""
+    clean, corrupted = two(model_named(name))
+    for scores_of in (circuits.patch_scores, circuits.edge_scores):
+        if (method, scores_of) == ("atp*", circuits.edge_scores):
+            continue
+        noised = scores_of(clean, corrupted, **ASKED, method=method)
+        denoised = scores_of(clean, corrupted, **ASKED, method=method, patched="corrupted")
+        other = scores_of(corrupted, clean, **ASKED, method=method)
+        assert close(denoised.scores, -other.scores, tolerance(name))
+        both = scores_of(clean, corrupted, **ASKED, method=method, patched="both")
+        assert close(both.scores, (noised.scores + denoised.scores) / 2, tolerance(name))
+
+
+@pytest.mark.parametrize("method", ["patching", "measured"])
+def test_from_either_end_the_whole_input_is_the_whole_difference(method, model_named):
+    """A target that is not named is what the clean prompt predicts, whichever run is patched."""
+    clean, corrupted = two(model_named(LIVE[0]))
+    numbers, labels = [], []
+    for patched in ("clean", "corrupted", "both"):
+        scores = circuits.patch_scores(clean, corrupted, method=method, positions=True, patched=patched)
+        numbers.append((scores["embed"], scores.total))
+        labels.append(scores.target)
+        assert scores.keys.shape == (2, 1, len(scores), clean.tokens.shape[1])
+    change = numbers[0][1] - numbers[1][1]
+    assert all(torch.allclose(embed, change) for embed, _ in numbers)
+    assert torch.allclose(numbers[2][1], change)
+    assert [label.split(", ")[1] for label in labels] == [*circuits.compare.PATCHED.values()]
+
+
 def test_one_prompt_twice_has_no_scores(model_named):
     clean, _ = two(model_named("bridge/gpt2"))
     for method in circuits.compare.METHODS:

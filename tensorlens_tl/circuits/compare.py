@@ -5,8 +5,9 @@ away. Both are frozen, and have the same length: positions must match, so that a
 other's. The score of a node is what the target loses when the node's clean value is replaced by its corrupted one,
 ``number(clean) − number(patched)``: what helps the clean answer is positive. An edge leads from what a node writes to
 what a later one reads (names: `tensorlens_tl.results.circuit`); its score is what the target loses when the later
-node reads the earlier one's corrupted output in place of its clean one, all else as it is for the clean prompt. With
-Δa = a_clean − a_corrupted:
+node reads the earlier one's corrupted output in place of its clean one, all else as it is for the clean prompt. So the
+clean run is patched (noising); with ``patched="corrupted"`` the corrupted one is (denoising), and a score is what the
+target gains by the clean value, ``number(patched) − number(corrupted)``. With Δa = a_clean − a_corrupted:
 
 | method | score of a node with values a | score of an edge from a node that writes a | edges into queries and keys |
 | --- | --- | --- | --- |
@@ -53,7 +54,7 @@ In an encoder–decoder, edges stay within one stack, except those into keys and
 (``"L0H3 → L2.cross.H0.k"``), which read what the encoder's nodes write, through the norm at its end.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -107,6 +108,13 @@ SYNONYMS = {
 
 NEAR = 0.9
 """Where ``"measured"`` takes its gradient, as a share of the way from the corrupted to the clean embeddings."""
+
+PATCHED = {
+    "clean": "clean − patched",
+    "corrupted": "patched − corrupted",
+    "both": "mean of clean − patched and patched − corrupted",
+}
+"""The run that is patched, and what is then compared."""
 
 POINTS = {"midpoint": 0.5, "left": 0.0}
 """Where in each of the equal steps a gradient is taken, as a share of the step."""
@@ -298,6 +306,20 @@ class _Comparison:
             )  # fmt: skip
         return cls(clean, corrupted, method, chosen, shares, held, readout, (first, second), finder)
 
+    def ends(self, patched: str) -> list[tuple["_Comparison", int]]:
+        """What is asked of the run, or of both, that is patched: comparisons, and the sign that their losses count by.
+
+        The exact difference is the same from either end.
+        """
+        both: list[tuple[_Comparison, int]] = [(self, 1)]
+        if patched != "clean" and self.method != "difference":
+            stream = corrupted_stream(self.readout, self.corrupted, self.frozen_rule)
+            readout = replace(self.readout, stream=stream, total=self.numbers[1])
+            numbers = self.numbers[::-1]
+            swapped = replace(self, clean=self.corrupted, corrupted=self.clean, readout=readout, numbers=numbers)
+            both.append((swapped, -1))
+        return both[1:] if patched == "corrupted" and len(both) > 1 else both
+
     @property
     def changes(self) -> Stream:
         """The stream, its values what differs between the two runs, as frozen pulls multiply it."""
@@ -358,6 +380,7 @@ def edge_scores(
     direction: Direction = None,
     steps: int = 5,
     points: str = "midpoint",
+    patched: str = "clean",
     live: int | float | str | None = None,
     seed: int = 0,
     memory: Memory = None,
@@ -373,13 +396,13 @@ def edge_scores(
         rule: what gradients follow, as in `patch_scores`.
         positions: also each edge at each position where its destination reads, `EdgeScores.by_position`; not with
             ``"measured"`` and ``"patching"``.
-        steps, points, live, seed, memory: as in `patch_scores`.
+        steps, points, patched, live, seed, memory: as in `patch_scores`.
 
     Returns:
         Scores; of ``"measured"`` with `measured`, which of them are, and `rest()`, how far the others are off.
 
     Raises:
-        InvalidInputError: no such method, rule or points, and what `patch_scores` refuses.
+        InvalidInputError: no such method, rule, points or run to patch, and what `patch_scores` refuses.
         UnsupportedModelError: blocks in a loop, shared keys and values, a mixture of experts; under ``"difference"``
             and ``"measured"`` what `difference` refuses; along gradients a part that cannot be cut out of a run, and
             under ``"frozen+qk"`` attention that no hook points show the queries and keys of; under ``"measured"`` and
@@ -399,27 +422,22 @@ def edge_scores(
         )
     if positions and method in ("measured", "patching"):
         raise InvalidInputError("positions: patching measures whole edges; use another method, or leave it out.")
+    check_choice("patched", patched, PATCHED)
     seed, budget = whole_number("seed", seed, least=0), budget_of(live, method)
     comparison = _Comparison.of(
         clean, corrupted, target, minus, direction=direction, query=query, method=method,
         rule=rule, steps=steps, points=points,
     )  # fmt: skip
     readout = comparison.readout
-    layout = comparison.layout
+    ends = comparison.ends(patched)
     measured = dict[str, Tensor]()
     if comparison.method == "measured":
-        scores, measured = _measured_edges(comparison, budget, seed, memory)
-    elif comparison.method == "patching":
-        scores = comparison.live_edges().patched(memory)
-    elif comparison.method == "frozen+qk":
-        changes = comparison.changes  # refuses two passes that hooks tell apart, before the live model is run
-        responses = _pattern_responses(comparison, by_node=True)
-        pulled = _pull_with_patterns(readout, responses)
-        scores = _products(changes, layout, pulled, positions, responses)
-    elif comparison.shares:
-        layout, scores = _live_scores(comparison, positions)
+        layout = comparison.layout
+        scores, measured = _measured_edges(comparison, ends, budget, seed, memory)
     else:
-        scores = _products(comparison.changes, layout, readout.stream.pull(readout.seed), positions)
+        of_ends = [(_edges_of(end, positions, memory), sign) for end, sign in ends]
+        layout = of_ends[0][0][0]
+        scores = torch.stack([sign * of_end for (_, of_end), sign in of_ends]).mean(0)
     by_position = None
     if positions:
         by_position = scores
@@ -442,12 +460,12 @@ def edge_scores(
 
 
 def _measured_edges(
-    comparison: _Comparison, budget: Budget, seed: int, memory: Memory
+    comparison: _Comparison, ends: Sequence[tuple[_Comparison, int]], budget: Budget, seed: int, memory: Memory
 ) -> tuple[Float[Tensor, "batch source destination"], dict[str, Tensor]]:
     """The largest edges patched live, the others by a gradient; and what a `MeasuredEdges` has besides."""
     sources, destinations, exists = comparison.layout
     first = budget.of(int(exists.sum()), "edges")
-    live = comparison.live_edges()
+    live = [(end.live_edges(), sign) for end, sign in ends]
 
     def by_edge(layout: EdgeLayout, scores: Float[Tensor, "batch s d"]) -> Float[Tensor, "batch edge"]:
         """Scores of the edges that are patched; a difference also has what hooks add to one of the runs."""
@@ -461,13 +479,13 @@ def _measured_edges(
     readout, layout = comparison.finder.readout, comparison.finder.layout
     pulled = readout.stream.pull(readout.seed)
     differences = by_edge(layout, _products(comparison.finder.changes, layout, pulled, False))
-    gradients = by_edge(*_live_scores(comparison, False))
+    gradients = torch.stack([sign * by_edge(*_live_scores(end, False)) for end, sign in ends]).mean(0)
 
     def of_edges(values: Shaped[Tensor, "*rows edge"]) -> Shaped[Tensor, "*rows source destination"]:
         return values.new_zeros(*values.shape[:-1], *exists.shape).masked_scatter(exists, values)
 
     def patched(edges: Bool[Tensor, "run batch edge"]) -> Float[Tensor, "run batch"]:
-        return live.losses(of_edges(edges), memory)
+        return torch.stack([sign * of_end.losses(of_edges(edges), memory) for of_end, sign in live]).mean(0)
 
     result = measure(differences, gradients, patched, first, budget.error, seed)
     fields = {"measured": of_edges(result.measured), "draws": result.draws, "groups": result.groups}
@@ -612,6 +630,23 @@ def read_names(sublayer: Sublayer, letter: str = "") -> list[str]:
     if not sublayer.letter:
         return list(sublayer.nodes)
     return [f"{node}.{letter or sublayer.letter}" for node in sublayer.nodes]
+
+
+def _edges_of(
+    comparison: _Comparison, positions: bool, memory: Memory
+) -> tuple[EdgeLayout, Float[Tensor, "batch source destination *pos"]]:
+    """What the target loses in the run that is patched, by every method but ``"measured"``."""
+    readout, layout = comparison.readout, comparison.layout
+    if comparison.method == "patching":
+        return layout, comparison.live_edges().patched(memory)
+    if comparison.method == "frozen+qk":
+        changes = comparison.changes  # refuses two passes that hooks tell apart, before the live model is run
+        responses = _pattern_responses(comparison, by_node=True)
+        pulled = _pull_with_patterns(readout, responses)
+        return layout, _products(changes, layout, pulled, positions, responses)
+    if comparison.shares:
+        return _live_scores(comparison, positions)
+    return layout, _products(comparison.changes, layout, readout.stream.pull(readout.seed), positions)
 
 
 def _live_scores(
@@ -779,6 +814,7 @@ def patch_scores(
     direction: Direction = None,
     steps: int = 5,
     points: str = "midpoint",
+    patched: str = "clean",
     live: int | float | str | None = None,
     seed: int = 0,
     memory: Memory = None,
@@ -815,6 +851,10 @@ def patch_scores(
         points: where in its step a gradient is taken: at the ``"midpoint"``, or at the ``"left"`` end, k/steps for k
             from 0: the corrupted embeddings are one of them and the clean ones are not, as in the published code of
             EAP-IG and of the Mechanistic Interpretability Benchmark.
+        patched: the run whose nodes are given the other's values: the ``"clean"`` one (noising: what is needed), the
+            ``"corrupted"`` one (denoising: what suffices; a score is what the target gains), or ``"both"``, the mean of
+            the two, at twice the runs. Gradients and frozen pulls are then of that run; ``"difference"`` is the same
+            from either end, and ``"integrated"`` with midpoints is, too.
         live: of ``"measured"``, how many of the largest are patched for each prompt: a number (5 by default), or a
             share of all (0.1); or how far the others may be off, ``"error<5%"`` of the sizes of all scores: then as
             many as it takes until the stated error's upper end is below that. As many others are drawn at random and
@@ -823,14 +863,15 @@ def patch_scores(
         memory: what the runs of ``"measured"`` and ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
-        Terms that are not additive: what goes through two nodes counts for both. `Terms.total` is the clean number, of
-        ``"difference"`` what it is more than the corrupted one. Under ``"measured"`` they have `measured`, which scores
-        are those of live runs, and `rest()`, how far the others are off.
+        Terms that are not additive: what goes through two nodes counts for both. `Terms.total` is the number of the run
+        that is patched; of ``"both"`` and of ``"difference"``, what the clean one is more than the corrupted. Under
+        ``"measured"`` they have `measured`, which scores are those of live runs, and `rest()`, how far the others are
+        off.
 
     Raises:
-        InvalidInputError: no such `by`, method, rule or points, a rule for a method without gradients, prompts that
-            cannot be compared (see `check_pair`), `live` with another method, or of more nodes than there are, and what
-            `logit_attribution` refuses.
+        InvalidInputError: no such `by`, method, rule, points or run to patch, a rule for a method without gradients,
+            prompts that cannot be compared (see `check_pair`), `live` with another method, or of more nodes than there
+            are, and what `logit_attribution` refuses.
         UnsupportedModelError: blocks in a loop, shared keys and values, a mixture of experts, or, except under
             ``"frozen"``, a part that no hook reaches; under ``"measured"`` what `difference` refuses; under
             ``"frozen+qk"`` what `edge_scores` refuses.
@@ -849,27 +890,42 @@ def patch_scores(
             f"by='qkv', method={method!r}, positions={positions}: queries, keys and values are nodes of method='atp*' "
             "and 'patching', each at all positions together; use one of these, or by='head'."
         )
+    check_choice("patched", patched, PATCHED)
     seed, budget = whole_number("seed", seed, least=0), budget_of(live, method)
     comparison = _Comparison.of(
         clean, corrupted, target, minus, direction=direction, query=query, method=method,
         rule=rule, steps=steps, points=points,
     )  # fmt: skip
-    readout = comparison.readout
-    keys = None
+    ends = comparison.ends(patched)
     if comparison.method == "measured":
-        return _measured_nodes(comparison, by, positions, budget, seed, memory)
-    if comparison.method in ("atp*", "patching"):
-        names, scores, keys = _of_live_nodes(comparison, by, positions, memory)
-    else:
-        along = _along_gradients if comparison.method in ("gradient", "integrated") else _along_pull
-        names, by_position = along(comparison, by)
-        scores = by_position.sum(-1)[:, None]
-        if positions:
-            keys = by_position[:, None]
-    terms = Terms(names=names, scores=scores, keys=keys, **readout.fields())
+        return _measured_nodes(comparison, ends, by, positions, budget, seed, memory, _fields(comparison, patched))
+    of_ends = [(_nodes_of(end, by, positions, memory), sign) for end, sign in ends]
+    names = of_ends[0][0][0]
+    scores = torch.stack([sign * of_end for (_, of_end, _), sign in of_ends]).mean(0)
+    keys = None
+    if positions:
+        keys = torch.stack([sign * of_end for (_, _, of_end), sign in of_ends if of_end is not None]).mean(0)
+    return Terms(names=names, scores=scores, keys=keys, **_fields(comparison, patched))
+
+
+def _fields(comparison: _Comparison, patched: str) -> dict[str, Any]:
+    """What a result says of its target: which run is patched, and the number that is compared."""
+    readout, (clean, corrupted) = comparison.readout, comparison.numbers
     if comparison.method == "difference":
-        return replace(terms, target=f"change of the {readout.label}, clean − corrupted")
-    return replace(terms, target=f"{readout.label}, clean − patched")
+        return readout.fields() | {"target": f"change of the {readout.label}, clean − corrupted"}
+    totals = {"clean": clean, "corrupted": corrupted, "both": clean - corrupted}
+    return readout.fields() | {"target": f"{readout.label}, {PATCHED[patched]}", "total": totals[patched]}
+
+
+def _nodes_of(
+    comparison: _Comparison, by: str, positions: bool, memory: Memory
+) -> tuple[list[str], Float[Tensor, "batch 1 node"], Float[Tensor, "batch 1 node pos"] | None]:
+    """Names of nodes and what the target loses in the run that is patched, by every method but ``"measured"``."""
+    if comparison.method in ("atp*", "patching"):
+        return _of_live_nodes(comparison, by, positions, memory)
+    along = _along_gradients if comparison.method in ("gradient", "integrated") else _along_pull
+    names, by_position = along(comparison, by)
+    return names, by_position.sum(-1)[:, None], by_position[:, None]
 
 
 def _along_pull(comparison: _Comparison, by: str) -> tuple[list[str], Float[Tensor, "batch node pos"]]:
@@ -985,22 +1041,26 @@ def _in_columns(
 
 
 def _measured_nodes(
-    comparison: _Comparison, by: str, positions: bool, budget: Budget, seed: int, memory: Memory
-) -> MeasuredTerms:
+    comparison: _Comparison, ends: Sequence[tuple[_Comparison, int]], by: str, positions: bool, budget: Budget,
+    seed: int, memory: Memory, of_target: Mapping[str, Any],
+) -> MeasuredTerms:  # fmt: skip
     """The largest nodes patched live, the others by a gradient; and so each at each position, where asked for."""
-    nodes, other = _live_nodes(comparison, by, budget)
+    at_ends = [(end, *_live_nodes(end, by, budget), sign) for end, sign in ends]
+    nodes = at_ends[0][1]
     assert comparison.finder is not None
     of_finder, differences = _along_pull(comparison.finder, by)
     names = [node.name for node in nodes.nodes]
     differences = differences[:, [of_finder.index(name) for name in names]]
-    gradients = _gradient_products(comparison, nodes, other)
+    by_end = [sign * _gradient_products(end, of_end, other) for end, of_end, other, sign in at_ends]
+    gradients = torch.stack(by_end).mean(0)
 
     def measured(differences: Tensor, gradients: Tensor, changes: Sequence[NodeChange], first: int) -> Measurement:
         def patched(parts: Bool[Tensor, "run batch part"]) -> Float[Tensor, "run batch"]:
             runs: list[list[NodeChange]] = [[] for _ in parts]
             for run, prompt, part in parts.nonzero().tolist():
                 runs[run].append(changes[part]._replace(prompt=prompt))
-            return nodes.live.losses(runs, other, memory, "patches")[:, 0].T
+            losses = [sign * of_end.live.losses(runs, other, memory, "patches") for _, of_end, other, sign in at_ends]
+            return torch.stack(losses).mean(0)[:, 0].T
 
         return measure(differences, gradients.to(differences), patched, first, budget.error, seed)
 
@@ -1022,14 +1082,13 @@ def _measured_nodes(
             "draws_of_keys": of_keys.draws,
             "groups_of_keys": of_keys.groups,
         }
-    of_target = comparison.readout.fields()
     return MeasuredTerms(
         names=names,
         scores=of_nodes.scores[:, None],
         measured=of_nodes.measured[:, None],
         draws=of_nodes.draws,
         groups=of_nodes.groups,
-        **of_target | {"target": f"{comparison.readout.label}, clean − patched"},
+        **of_target,
         **fields,
     )
 
