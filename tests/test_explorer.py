@@ -228,19 +228,51 @@ def test_a_typed_token_is_compared_with_as_its_number_is(model, session, fields)
     assert typed["minus"] == {"id": token, "text": " file"}
 
 
-def test_ablation_is_the_live_model_without_the_node(model, session):
-    fields = {"text": PROMPT, "node": "L1H0"}
+@pytest.mark.parametrize("by", ["zero", "mean", "other"])
+@pytest.mark.parametrize("other", [None, OTHER])
+def test_ablation_is_the_live_model_without_the_nodes(model, session, by, other):
+    fields = {"text": PROMPT, "other": other, "without": "L1H0,MLP2,L1H3", "by": by}
+    if by == "other" and other is None:
+        with pytest.raises(tlens.InvalidInputError, match="type a second prompt"):
+            session.view("ablate", fields)
+        return
     view = session.view("ablate", fields)
+    points = {"blocks.1.attn.hook_z": (0, 3), "blocks.2.mlp.hook_post": None}
+    texts = [PROMPT] if other is None else [PROMPT, other]
+    caches = [model.run_with_cache(text)[1] for text in texts]
 
-    def without(z, hook):
-        z[:, :, 0] = 0
-        return z
+    def changed(value, hook, cache):
+        instead = {"zero": 0 * value, "mean": cache[hook.name][:, 1:].mean(1, keepdim=True).expand_as(value)}
+        instead["other"] = caches[-1][hook.name]
+        if points[hook.name] is None:
+            return instead[by]
+        value = value.clone()
+        for head in points[hook.name]:
+            value[:, :, head] = instead[by][:, :, head]
+        return value
 
-    logits = model.run_with_hooks(PROMPT, fwd_hooks=[("blocks.1.attn.hook_z", without)])[0, -1].detach()
     prompt = session.view("prompt", fields)
-    assert view["after"] == pytest.approx(
-        float(logits[prompt["target"]["id"]] - logits[prompt["minus"]["id"]]), abs=1e-4
-    )
+    ids = [prompt[name]["id"] for name in ("target", "minus")]
+    numbers = []
+    for at, (text, cache) in enumerate(zip(texts, caches, strict=True)):
+        hooks = [(point, lambda value, hook, cache=cache: changed(value, hook, cache)) for point in points]
+        if by == "other" and at:
+            hooks = []
+        logits = model.run_with_hooks(text, fwd_hooks=hooks)[0, -1].detach().double()
+        numbers.append(float(logits[ids[0]] - logits[ids[1]]))
+        chances = logits.softmax(-1)
+        for answer, token in zip(view["answers"], ids, strict=True):
+            assert answer["after"][at] == pytest.approx(float(chances[token]), rel=1e-4)
+        best = view["next"][at]
+        assert max(best, key=lambda token: token["other_chance"])["id"] == int(chances.argmax())
+    before = prompt["numbers"][0] - sum(prompt["numbers"][1:])
+    assert view["after"] == pytest.approx(numbers[0] - sum(numbers[1:]), abs=1e-4)
+    assert view["before"] == pytest.approx(before, abs=1e-5)
+    assert view["share"] == pytest.approx(view["after"] / before, rel=1e-4)
+    names = {"model": model}
+    exec(view["code"], names)
+    chances = names["result"][0, 0].double().softmax(-1)
+    assert float(chances[ids[0]]) == pytest.approx(view["answers"][0]["after"][0], rel=1e-5)
 
 
 @pytest.mark.parametrize("fields", [{}, {"other": OTHER}, {"query": 20, "nodes": 15}], ids=str)
@@ -378,7 +410,6 @@ def test_chosen_nodes_have_the_effects_that_they_have_among_all(model):
         ("tokens", {"method": "rollout"}),
         ("components", {"query": 12}),
         ("head", HEAD),
-        ("ablate", {"node": "MLP1"}),
         ("tokens", {"other": OTHER}),
         ("components", {"other": OTHER}),
         ("head", {"other": OTHER, **HEAD}),
@@ -446,9 +477,11 @@ def test_passes_are_bounded(model):
         ("prompt", {"text": PROMPT, "minus": "first-choice"}, "minus='first-choice' is .* tokens"),
         ("prompt", {"text": PROMPT, "minus": "a" * 999}, "minus is 999 characters long"),
         ("prompt", {"text": PROMPT, "minus": 1.5}, "minus is 1.5; send a whole number"),
-        ("ablate", {"text": PROMPT, "other": OTHER, "node": "L1H0"}, "of one run"),
-        ("ablate", {"text": PROMPT}, "node is missing"),
-        ("ablate", {"text": PROMPT, "node": "L9H9"}, "name some of"),
+        ("ablate", {"text": PROMPT}, "without is missing"),
+        ("ablate", {"text": PROMPT, "without": "L9H9"}, "name some of"),
+        ("ablate", {"text": PROMPT, "without": "L1H0,"}, "name some of"),
+        ("ablate", {"text": PROMPT, "without": "L1H0", "by": "half"}, "by='half'"),
+        ("ablate", {"text": PROMPT, "without": "L1H0," * 999}, "without is 4995 characters long"),
         ("routes", {"text": PROMPT}, "type a second prompt"),
         ("neurons", {"text": PROMPT}, "node is missing; click an MLP"),
         ("neurons", {"text": PROMPT, "node": "L1H0"}, "node is 'L1H0'; click an MLP, which has neurons"),
@@ -580,7 +613,7 @@ def test_a_web_socket_is_refused(opened, capfd):
 
 
 def test_a_long_name_is_not_sent_back(opened):
-    status, answer, _ = send(opened, "/api/ablate", {"text": PROMPT, "node": "L" * 9000})
+    status, answer, _ = send(opened, "/api/ablate", {"text": PROMPT, "without": "L" * 9000})
     assert status == 400
     assert len(answer) < 300
 
@@ -738,9 +771,10 @@ def test_type_click_ablate_undo_reload(browser, opened, session):
     assert attention == pytest.approx(head["pattern"])
     one(browser, "#ablate").click()
     wait(browser, lambda: several(browser, ".ablate"))
-    ablated = session.view("ablate", {"text": PROMPT, "query": 20, "node": "L1H0"})
-    shown = [float(value.get_attribute("title")) for value in several(browser, ".ablate .bars .value")]
-    assert shown == pytest.approx([ablated["live"], ablated["frozen"]], abs=1e-5)
+    ablated = session.view("ablate", {"text": PROMPT, "query": 20, "without": "L1H0"})
+    shown = [float(value.get_attribute("title")) for value in several(browser, ".ablate .answer b")]
+    assert shown == pytest.approx([of[when][0] for of in ablated["answers"] for when in ("before", "after")], rel=1e-4)
+    assert f"{100 * ablated['share']:.0f} % is left" in one(browser, ".ablate").text.replace("−", "-")
     browser.refresh()  # the address holds all of it
     wait(browser, lambda: several(browser, ".ablate") and several(browser, ".head"))
     one(browser, "#undo").click()
@@ -811,10 +845,17 @@ def test_what_is_pressed_opens_in_the_window(browser, opened, width):
     try:
         load(browser, opened, text=PROMPT)
         for selector, opens in (('.components [data-cell="3,1"]', ".head"), ("#ablate", ".ablate")):
-            one(browser, selector).click()
+            control = one(browser, selector)
+            browser.execute_script("arguments[0].scrollIntoView({block: 'nearest'})", control)
+            before = browser.execute_script("return scrollY")
+            control.click()
             wait(browser, lambda opens=opens: several(browser, opens))
             settled(browser)
             wait(browser, lambda opens=opens: -1 <= browser.execute_script(script, opens) < 700)
+            assert browser.execute_script("return scrollY") == before
+        one(browser, "#close").click()
+        wait(browser, lambda: not one(browser, ".panel").is_displayed())
+        assert "without" not in browser.current_url
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 

@@ -94,7 +94,7 @@ def test_two_models_are_compared_on_one_image(digits, pixels):
         ("tokens", {"other_image": "2", "text": "If"}, "choose the first image, too"),
         ("tokens", {"image": "2", "other": "If"}, "send other_image to compare two images"),
         ("tokens", {"image": "2", "other_image": "99"}, "not here any more"),
-        ("ablate", {**PAIR, "node": "MLP1"}, "an ablation is of one run"),
+        ("ablate", {**PAIR, "without": "MLP9"}, "name some of"),
         ("generated", {**PAIR, "new": 3}, "generated text is of one run"),
         ("routes", {"image": "2"}, "choose a second image"),
     ],

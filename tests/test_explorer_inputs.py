@@ -176,7 +176,7 @@ def test_an_image_has_the_scores_that_the_library_gives(digits, digit_images):
     assert drawn["picture"].startswith("data:image/png;base64,")
     head = session.view("head", {"image": "2", "layer": 1, "head": 0, "key": 9})
     assert head["pattern"] == pytest.approx(frozen.pattern(1)[0, 0, 0].tolist(), rel=1e-4, abs=1e-6)
-    assert session.view("ablate", {"image": "2", "node": "L1H0"})["before"] == pytest.approx(view["total"], abs=1e-3)
+    assert session.view("ablate", {"image": "2", "without": "L1H0"})["before"] == pytest.approx(view["total"], abs=1e-3)
 
 
 def file_of(array, kind="PNG"):

@@ -164,6 +164,47 @@ def test_prompts_of_different_lengths_stand_opposite(browser, opened):
     assert one(browser, f"#{name}").get_attribute("value") == mends[0]["text"]
 
 
+def test_several_heads_of_two_runs_are_ablated_together(browser, opened):
+    fields = {"text": PROMPT, "other": OTHER}
+    load(browser, opened, **fields, layer=1, head=0)
+    one(browser, "#ablate").click()
+    wait(browser, lambda: several(browser, ".ablate"))
+    one(browser, '.components [data-cell="1,2"]').click()
+    wait(browser, lambda: "L1H2" in one(browser, ".head h2").text)
+    settled(browser)
+    one(browser, "#ablate").click()
+    for by in ("zero", "mean", "other"):
+        one(browser, f"#by option[value={by}]").click()
+        wait(browser, lambda by=by: one(browser, "#by").get_attribute("value") == by)
+        wait(browser, lambda: "L1H2" in one(browser, ".ablate h2").text)
+        settled(browser)
+        view = opened._session.view("ablate", {**fields, "without": "L1H0,L1H2", "by": by})
+        shown = float(several(browser, ".ablate .sum b")[2].get_attribute("title"))
+        assert shown == pytest.approx(view["share"], rel=1e-3)
+        assert len(several(browser, ".ablate .runs")) == (1 if by == "other" else 2)
+    one(browser, ".gone").click()
+    wait(browser, lambda: one(browser, ".ablate h2").text == "Without L1H2")
+
+
+def test_a_map_of_many_heads_reads_its_numbers(browser, opened):
+    load(browser, opened, text="If")
+    script = (
+        "const done = arguments[0]; import('/static/draw.js').then(({ map }) => {"
+        "const values = [...Array(30).keys()].map((layer) => [layer, null, -layer]);"
+        "const drawn = map(values.map((_, layer) => `L${layer}`), ['H0', 'H1', 'MLP'], values, {"
+        "pick: (...cell) => { window.picked = cell; }, selected: (layer) => layer === 3, label: 'map' });"
+        "document.body.replaceChildren(drawn); done(); })"
+    )
+    browser.execute_async_script(script)
+    assert len(several(browser, ".map button")) == 60
+    cell = one(browser, '.map [data-cell="20,2"]')
+    cell.click()
+    assert one(browser, "output").text == "L20 MLP −20.0"
+    assert browser.execute_script("return window.picked") == [20, 2]
+    assert cell.get_attribute("title") == "L20 MLP: -20"
+    assert len(several(browser, ".map [aria-pressed=true]")) == 2
+
+
 # ------------------------------------------------------------------ files
 
 

@@ -54,6 +54,7 @@ from tensorlens_tl.models.parameters import NormWeights, norm_epsilon
 from tensorlens_tl.passes import Difference, FrozenPass, PassLike, PassOrDifference, check_pass, one_question
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.passes.target import chosen_head, resolve_target
+from tensorlens_tl.passes.texts import special_positions
 from tensorlens_tl.registry import frozen_rule, is_of_run
 from tensorlens_tl.requirements import check_rule
 from tensorlens_tl.results import Paths, Terms
@@ -316,6 +317,68 @@ def _in_live_model(
     at_nodes = gradients.at({name: frozen.activation(name) for name in frozen.capture.stream_names(0)}, memory)
     scores = gradients.products(gradients.values, at_nodes).sum(-1)  # over positions
     return names, scores.transpose(0, 1)
+
+
+ABLATIONS = ("zero", "mean", "other")
+
+
+def ablated_logits(
+    frozen: FrozenPass, nodes: Sequence[str], by: str = "zero", other: FrozenPass | None = None, query: Query = -1
+) -> Float[Tensor, "batch query d_vocab"]:
+    """The live model's logits with several heads and MLPs ablated together, at every position.
+
+    Args:
+        frozen: the pass whose prompts are run again.
+        nodes: such as ``["L1H0", "MLP2"]``.
+        by: what a node's hidden vector is replaced by: ``"zero"``; ``"mean"``, its mean over the prompt's tokens but
+            special ones; or ``"other"``, what it is in another pass.
+        other: that pass, of as many prompts and tokens; with ``by="other"`` only.
+        query: positions of the logits.
+
+    Raises:
+        InvalidInputError: no such node or ablation, no other pass of the same shape, or an expert that is to be
+            replaced by anything but zero.
+        UnsupportedModelError: the model has no logits, ignores hooks, or a node is out of their reach.
+
+    >>> from tensorlens_tl.circuits.effects import ablated_logits
+    >>> ablated_logits(frozen, ["L1H0", "L1H2"], by="mean").shape
+    torch.Size([1, 1, 2048])
+    """
+    check_choice("by", by, ABLATIONS)
+    if (other is not None) != (by == "other") or (other is not None and other.tokens.shape != frozen.tokens.shape):
+        raise InvalidInputError("ablated_logits: by='other' takes another pass with as many prompts and tokens.")
+    readout = stream_target(frozen, None, None, None, query, "frozen", one=False)
+    question = "ablated_logits"
+    changes = list(sublayer_nodes(readout, question, "head", "Name other nodes."))
+    changes = [changes[number] for number in _chosen([change.name for change in changes], nodes)]
+    if by != "zero" and any(change.expert is not None for change in changes):
+        raise InvalidInputError("ablated_logits: an expert has no hidden vector that a hook shows; use by='zero'.")
+    live = LiveTarget(readout, question)
+    values = None
+    if by != "zero":
+        points = [point for change in changes for point in change.points]
+        shown = live.run_of(other or frozen, points)
+        values = {
+            point: shown[point].reshape(*frozen.tokens[:, frozen.capture.span(point)].shape, -1) for point in points
+        }
+    if values is not None and by == "mean":
+        values = {point: _mean_of_tokens(frozen, point, value) for point, value in values.items()}
+    logits = live.logits(changes, values)
+    if logits is None:
+        raise UnsupportedModelError(f"{question}: {frozen.view.description} has no logits.")
+    return logits
+
+
+def _mean_of_tokens(
+    frozen: FrozenPass, point: str, value: Float[Tensor, "batch some width"]
+) -> Float[Tensor, "batch some width"]:
+    """A hook point's vectors, each prompt's own mean over its real tokens, at every position."""
+    counted = frozen.mask.clone()
+    for row, special in zip(counted, special_positions(frozen.view, frozen.prompt) or (), strict=False):
+        row[special] = False
+    counted = torch.where(counted.any(1, keepdim=True), counted, frozen.mask)
+    weights = counted[:, frozen.capture.span(point), None].to(value)
+    return ((value * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True).clamp_min(1)).expand_as(value)
 
 
 # ------------------------------------------------------------------ one head by itself

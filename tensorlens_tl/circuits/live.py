@@ -23,7 +23,16 @@ from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.stream import StreamTarget, Sublayer
 from tensorlens_tl.core import Rule, refuse_other_functions, ruled
 from tensorlens_tl.errors import NumericalError, UnsupportedModelError
-from tensorlens_tl.hooks import CallChange, CallPoint, FwdHook, capture, changed_calls, in_this_thread, run_until
+from tensorlens_tl.hooks import (
+    CallChange,
+    CallPoint,
+    FwdHook,
+    capture,
+    changed_calls,
+    in_this_thread,
+    run_until,
+    states_and_logits,
+)
 from tensorlens_tl.models.offload import saved_by_name
 from tensorlens_tl.models.sublayers import ExpertsWeights, Routing
 from tensorlens_tl.passes import FrozenPass, PassLike, note_rounding
@@ -227,6 +236,24 @@ class LiveTarget:
 
         runs = self._model.changed(len(changes), run, self._error, self._bytes_per_copy, memory, title)
         return self.readout.total[..., None] - torch.cat([numbers for _, numbers in runs]).permute(1, 2, 0)
+
+    def logits(
+        self, changes: Sequence[NodeChange], values: NodeValues | None
+    ) -> Float[Tensor, "batch query d_vocab"] | None:
+        """The model's logits at the queries in one run with all of some nodes changed; None of a model without any.
+
+        `changes` and `values` are as in `losses`.
+        """
+        frozen = self.frozen
+        if frozen.view.unembedding is None or frozen.points.unembed_in is None:
+            return None
+        numbered = [(0, change) for change in changes]
+        experts = [(0, change.expert) for change in changes if change.expert is not None]
+        hooks = self._hooks(numbered, 1, values)
+        positions = frozen.prompt.in_logits(self.readout.positions)
+        with changed_calls(without_experts(experts, 1, frozen.tokens)):
+            _, logits = states_and_logits(frozen.model, frozen.inputs, frozen.points.unembed_in, positions, hooks)
+        return logits if isinstance(logits, Tensor) and logits.ndim == 3 else None
 
     def _run(
         self, changes: Sequence[tuple[int, NodeChange]], copies: int, values: NodeValues | None

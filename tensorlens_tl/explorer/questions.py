@@ -28,6 +28,8 @@ LONGEST_TEXT = 20_000
 """Characters of a prompt: more is refused before a tokenizer reads it."""
 LONGEST_NAME = 200
 """Characters of a method's or a node's name."""
+LONGEST_LIST = 2_000
+"""Characters of the names of ablated nodes."""
 MOST_NEW = 200
 """Tokens that the model may be asked to write."""
 MOST_BYTES = 2**29
@@ -55,7 +57,9 @@ class Question:
         method: of the token scores.
         layer, head: the head that is looked at, or None.
         key: the position that the head attends to, or None: the one it attends to most.
-        node: what is ablated or taken apart, such as ``"L1H3"`` or ``"MLP2"``, or None.
+        node: the MLP that is taken apart, such as ``"MLP2"``, or None.
+        without: the heads and MLPs that are ablated together, such as ``"L1H3,MLP2"``, or None.
+        by: what takes their place: ``"zero"``, ``"mean"``, or ``"other"``, the value of the second run.
         nodes: how many the graph has.
         dictionary: which of the session's dictionaries the features are of, counted from 0.
         feature, at: a feature, and the position that it is active at; None for the query.
@@ -78,6 +82,8 @@ class Question:
     head: int | None = None
     key: int | None = None
     node: str | None = None
+    without: str | None = None
+    by: str = "zero"
     nodes: int | None = None
     dictionary: int | None = None
     feature: int | None = None
@@ -146,6 +152,8 @@ class Question:
             runner_up=runner_up,
             method=_text(fields, "method", LONGEST_NAME) or "tensorlens",
             node=_text(fields, "node", LONGEST_NAME),
+            without=_text(fields, "without", LONGEST_LIST),
+            by=_text(fields, "by", LONGEST_NAME) or "zero",
             chat=bool(chat),
             hops=hops,
             **texts,

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.circuits import Features, full_ov
+from tensorlens_tl.circuits.effects import ablated_logits
 from tensorlens_tl.drawing.marks import short
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, TensorLensError
 from tensorlens_tl.explorer.images import Images, on_image
@@ -258,19 +259,50 @@ def routes_view(inquiry: Inquiry) -> View:
 
 
 def ablate_view(inquiry: Inquiry) -> View:
-    """What the target loses without one node, in the frozen model and in the live one."""
-    node = inquiry.question.node
-    if node is None:
-        raise InvalidInputError("explorer: node is missing; click a head or an MLP.")
-    if inquiry.question.is_comparison:
-        raise InvalidInputError("explorer: an ablation is of one run; leave the second prompt or image out.")
-    losses: View = {}
-    total = 0.0
-    for name, live in (("frozen", False), ("live", True)):
-        terms = inquiry.result(inquiry.frozen, "circuits.total_effects", nodes=[node], live=live, **inquiry.aim)
-        losses[name] = float(terms.scores[0, 0, 0])
-        total = float(terms.total[0, 0])
-    return {"node": node, "before": total, "after": total - losses["live"], **losses}
+    """What the live model says with heads and MLPs ablated together, and how much of the explained number is left.
+
+    Of two runs both are ablated, unless the first one is given the values of the second.
+    """
+    question = inquiry.question
+    if question.without is None:
+        raise InvalidInputError("explorer: without is missing; click a head or an MLP, and ablate it.")
+    patched = question.by == "other"
+    if patched and not question.is_comparison:
+        raise InvalidInputError("explorer: by is 'other'; type a second prompt, whose values can be taken.")
+    nodes = question.without.split(",")
+    runs = inquiry.change.runs if question.is_comparison else [inquiry.frozen]
+    others = {"other": runs[1]} if patched else {}
+    after = [
+        ablated_logits(run, nodes, question.by, **others, query=inquiry.query)[0, 0]
+        for run in runs[: 1 if patched else 2]
+    ]
+    after += inquiry.logits[len(after) :]
+    before = inquiry.logits
+    target = inquiry.target
+    numbers = [
+        [float(of[target["target"]] - (of[target["minus"]] if "minus" in target else 0)) for of in side]
+        for side in (before, after)
+    ]
+    whole, left = (of[0] - sum(of[1:]) for of in numbers)
+    chances = [[of.double().softmax(-1) for of in side] for side in (before, after)]
+    model = inquiry.view
+    arguments = f"{nodes!r}, by={question.by!r}{', other=run.b' if patched else ''}, query={inquiry.query}"
+    subject = "run.a" if question.is_comparison else "run"
+    inquiry.calls.append("from tensorlens_tl.circuits.effects import ablated_logits")
+    inquiry.calls.append(f"result = ablated_logits({subject}, {arguments})")
+    return {
+        "nodes": nodes,
+        "by": question.by,
+        "before": whole,
+        "after": left,
+        "share": left / whole if whole else None,
+        "answers": [
+            _token(model, token)
+            | {"before": [float(of[token]) for of in chances[0]], "after": [float(of[token]) for of in chances[1]]}
+            for token in target.values()
+        ],
+        "next": [_likeliest(model, [*pair]) for pair in zip(*chances, strict=True)],
+    }
 
 
 def graph_view(inquiry: Inquiry) -> View:

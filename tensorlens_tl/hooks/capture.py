@@ -482,14 +482,20 @@ def _stop(tensor: Tensor, *, hook: Any) -> None:
 
 
 def states_and_logits(
-    model: HookedModel, inputs: Mapping[str, Any], unembed_in: str, positions: Int[Tensor, "batch query"]
+    model: HookedModel,
+    inputs: Mapping[str, Any],
+    unembed_in: str,
+    positions: Int[Tensor, "batch query"],
+    hooks: Sequence[FwdHook] = (),
 ) -> tuple[Tensor, Any]:
     """One run: the stream that is unembedded, `[batch, pos, d_model]`, and the logits at some positions.
+
+    `hooks` are further hooks of the run.
 
     Logits that are no tensor `[batch, pos, d_vocab]` are handed back as they are.
     """
     some = SomeLogits(model, unembed_in, positions)
-    activations, logits = capture(model, inputs, [unembed_in], hooks=some.hooks)
+    activations, logits = capture(model, inputs, [unembed_in], hooks=[*hooks, *some.hooks])
     return activations[unembed_in], some.of(logits)
 
 

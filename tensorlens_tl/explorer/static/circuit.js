@@ -44,7 +44,7 @@ function drawn(view, state, go) {
     `${view.label}; the ${view.count} nodes drawn carry ${percent(view.coverage)} of what enters the answer, all others are summed by layers`,
     h("div", { class: "row" }, h("label", { class: "inline" }, "Nodes ", count), menu("graph", "graph", table, view.code, () => window.tensorlensGraphs.svg(holder.firstChild))),
     holder, h("p", { class: "soft hint" }),
-    sum([["nodes drawn", view.total - view.others - bias], ["+ all others", view.others], ["+ bias", bias || null], ["=", view.total], ["gap of all parts", error(view.gap), view.gap]]),
+    sum([["nodes drawn", view.total - view.others - bias], ["+ all others", view.others], ["+ bias", bias || null], ["=", view.total], ["relative error of all parts", error(view.gap), view.gap]]),
     h("p", { class: "soft" }, "Node totals overlap, so they do not add up. The inputs of any one node do. A head is followed by the token that it attends to most.",
       isPair(state) ? " A head is .v for its values, .q and .k for where its queries and keys made it attend." : ""));
 }

@@ -103,6 +103,23 @@ export function bars(rows, { pick, label, unsigned, selected, shown } = {}) {
   return h("div", { class: "bars", role: "group", "aria-label": label }, cells);
 }
 
+// Probabilities of two runs, side by side on one scale.
+export function sideBySide(rows, names, { label, selected, pick }) {
+  const most = Math.max(...rows.map((of) => Math.max(of.chance, of.other_chance)));
+  const bar = (chance, kind) => [
+    h("span", { class: "bars-bar", "aria-hidden": "true" }, h("i", { class: kind, style: { width: `${100 * chance / most}%` } })),
+    h("span", { class: "value", title: String(chance) }, percent(chance))];
+  return h("div", { class: "bars runs", role: "group", "aria-label": label },
+    h("span", {}), h("small", {}, names[0]), h("span", {}), h("small", {}, names[1]), h("span", {}),
+    rows.flatMap((of) => {
+      const { kind, name } = spaced(visible(of.text));
+      const title = visible(of.text);
+      return [
+        pick ? h("button", { type: "button", class: `name${kind}`, title, "aria-pressed": String(of.id === selected), onclick: () => pick(of.id) }, name) : h("span", { class: `name${kind}`, title }, name),
+        ...bar(of.chance, "first"), ...bar(of.other_chance, "second")];
+    }));
+}
+
 export function matrix(rows, columns, values, { pick, selected, label }) {
   const most = largest(values.flat());
   const shown = together(most);
@@ -119,6 +136,24 @@ export function matrix(rows, columns, values, { pick, selected, label }) {
       first = false;
       return h("td", { style: tint(value, most) }, inside);
     })))));
+}
+
+// The same with a column for each layer and no numbers: these are read where the pointer or the keyboard is.
+export function map(rows, columns, values, { pick, selected, label }) {
+  const most = largest(values.flat());
+  const shown = together(most);
+  const read = h("output", { class: "soft" }, "Point at a cell to read its number.");
+  const say = (r, c) => { read.textContent = `${rows[r]}${columns[c] === "MLP" ? " MLP" : columns[c]} ${shown(values[r][c])}`; };
+  const cells = columns.map((name, c) => h("tr", {}, h("th", { scope: "row" }, name), rows.map((row, r) => {
+    const value = values[r][c];
+    if (value === null || value === undefined) return h("td", { class: "empty" });
+    return h("td", { style: tint(value, most) }, h("button", {
+      type: "button", title: `${row} ${name}: ${value}`, "aria-label": `${row} ${name}: ${number(value)}`, "aria-pressed": String(Boolean(selected(r, c))),
+      "data-cell": `${r},${c}`, "data-item": "", tabindex: r || c ? -1 : 0, onclick: () => pick(r, c), onpointerenter: () => say(r, c), onfocus: () => say(r, c),
+    }));
+  })));
+  const layers = h("tr", {}, h("th", {}), rows.map((row, r) => h("th", { scope: "col" }, r % 5 ? "" : row)));
+  return h("div", {}, h("div", { class: "scroll" }, h("table", { class: "matrix map", "aria-label": label, "data-rove": "" }, cells, layers)), read);
 }
 
 // An equation: each part is [what it is, value, what the pointer shows]; "=" begins the total.

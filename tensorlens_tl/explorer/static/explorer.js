@@ -3,7 +3,7 @@ import { copy, card, error, h, percent, plain, quoted } from "./draw.js";
 import { generatedView, showModes } from "./generated.js";
 import { graphView } from "./circuit.js";
 import { gallery, imageControls, imageView } from "./images.js";
-import { ablateView, featureView, headView, neuronsView, nothingView } from "./inspect.js";
+import { ablateView, featureView, headView, neuronsView } from "./inspect.js";
 import { begin, end } from "./jobs.js";
 import { listen, redraw } from "./keys.js";
 import { NOTHING, ask, forget, isAnswered, isPair, read, stop, write } from "./state.js";
@@ -21,16 +21,14 @@ function changed(state, change) {
   return { ...next, [change.target === undefined ? "target" : "minus"]: undefined };
 }
 
-// What a click opens is brought into the window; a node of the graph is answered beside the graph.
+// What a click opens stands in the panel, which is always in view; nothing of the page scrolls away.
 const go = async (change) => {
   write(changed(read(), change));
   await show();
-  const opened = change.pick?.includes("@") ? [] : OPENED.filter((name) => OPENS[name].some((field) => change[field] !== undefined));
-  const slot = opened.map((name) => slots[name]).find((of) => !of.hidden);
-  const box = slot?.getBoundingClientRect();
-  if (box && (box.top < 0 || box.top > innerHeight - Math.min(200, box.height))) slot.scrollIntoView({ block: "start" });
+  const opened = OPENED.find((name) => OPENS[name].some((field) => change[field] !== undefined) && !slots[name].hidden);
+  if (opened) panel.scrollTop = slots[opened].offsetTop - panel.firstChild.offsetTop;
 };
-const OPENS = { ablate: ["node"], head: ["head", "key"], neurons: ["node"], feature: ["feature"] };
+const OPENS = { ablate: ["without", "by"], head: ["head", "key"], neurons: ["node"], feature: ["feature"] };
 const OPENED = Object.keys(OPENS);
 
 // What is typed is read by the model's tokenizer; the address has the token's number, as it has that of a chosen one.
@@ -49,44 +47,47 @@ function places(state, prompt) {
   const hasHead = state.layer !== undefined && state.head !== undefined;
   const isNode = state.node !== undefined;
   const isMlp = isNode && state.node.startsWith("MLP");
-  const isGone = isNode && !two && (!isMlp || state.pick === "without");
   const next = ["next", "", (answer, prompt) => nextView(prompt, state, go, about, against)];
   if (prompt.aligned) return [["aligned", "", (answer, prompt) => alignedView(prompt)], next, ["mends", "mends", (answer) => mendsView(answer, state, go)]];
   const list = [
     next,
     ["tokens", "tokens", (answer, prompt) => tokensView(prompt, answer, state, go, about)],
     ["graph", "graph", (answer) => graphView(answer, state, go)],
-    ["components", "components", (answer) => {
-      find("views").classList.toggle("many", Math.max(...answer.heads.map((row) => row.length)) > 8); // too wide for half a page
-      return componentsView(answer, state, go);
-    }],
+    ["components", "components", (answer) => componentsView(answer, state, go)],
   ];
   if (state.image) list.push(["image", "image", (answer, prompt) => imageView(answer, prompt, state, about, go)]);
   if (state.new && !two) list.push(["generated", "generated", (answer) => generatedView(answer, state, go)]);
   if (hasHead) list.push(["head", "head", (answer, prompt) => headView(prompt, answer, state, go)]);
   if (isMlp) list.push(["neurons", "neurons", (answer) => neuronsView(answer, state, go)]);
-  if (isGone) list.push(["ablate", "ablate", (answer) => ablateView(answer)]);
+  if (state.without) list.push(["ablate", "ablate", (answer) => ablateView(answer, state, go)]);
   if (state.feature !== undefined && !two) list.push(["feature", "feature", (answer, prompt) => featureView(prompt, answer, state)]);
-  if (!hasHead && !isNode && state.feature === undefined) list.push(["empty", "", () => nothingView()]);
   if (about.dictionaries.length && !two) list.push(["features", "features", (answer) => featuresView(answer, state, go, about)]);
   if (two) list.push(["routes", "routes", (answer) => routesView(answer)]);
   return list;
 }
 
-// Where on the grid each stands; the middle row has two columns of cards.
-const COLUMNS = [["row", "image"], ["row", "generated"], ["row", "tokens"], ["row", "aligned"], ["row", "next"], ["row", "mends"], ["row", "graph"], ["left", "components"], ["left", "features"], ["right", "head"], ["right", "neurons"], ["right", "ablate"], ["right", "feature"], ["right", "empty"], ["row", "routes"]];
+// The rows of the page, and what the panel beside them holds.
+const ROWS = ["image", "generated", "tokens", "aligned", "next", "mends", "graph", "components", "features", "routes"];
 const slots = {};
+const panel = h("aside", { class: "panel", "aria-label": "What is opened", hidden: true });
 
 function buildGrid() {
-  const sides = { left: h("div", { class: "stack left" }), right: h("div", { class: "stack right" }) };
-  for (const [side, name] of COLUMNS) {
+  const rows = h("div", { class: "rows" });
+  for (const name of [...ROWS, ...OPENED]) {
     slots[name] = h("div", { class: `slot ${name}-slot`, hidden: true });
-    if (side === "row") find("views").append(slots[name]);
-    else { sides[side].append(slots[name]); if (!sides[side].isConnected) find("views").append(sides[side]); }
+    (ROWS.includes(name) ? rows : panel).append(slots[name]);
   }
+  const close = () => go({ ...NOTHING, without: undefined, by: undefined });
+  panel.prepend(h("button", { type: "button", id: "close", class: "quiet", title: "Close (Esc)", onclick: close }, "Close"));
+  find("views").append(rows, panel);
 }
 
-const ONE_RUN = "Generated text, features and ablations are of one run; a comparison does not show them. ";
+function showPanel() {
+  panel.hidden = OPENED.every((name) => slots[name].hidden);
+  find("views").classList.toggle("open", !panel.hidden);
+}
+
+const ONE_RUN = "Generated text and features are of one run; a comparison does not show them. ";
 const WAITING = { graph: "Following the strongest nodes back …" };
 
 function wait(name) {
@@ -122,6 +123,7 @@ async function show() {
     const list = places(state, prompt);
     const names = list.map(([name]) => name);
     for (const [name, slot] of Object.entries(slots)) { slot.hidden = !names.includes(name); if (slot.hidden) slot.replaceChildren(); }
+    showPanel();
     const asked = { ...state, query: prompt.query };
     stop(list.map(([, view]) => view));
     let proved;
@@ -149,6 +151,7 @@ async function show() {
     const isPredicted = isAnswered("prompt", state);
     find("question").hidden = !isPredicted || Boolean(about.classes);
     for (const [name, slot] of Object.entries(slots)) { slot.hidden = !(isPredicted && name === "next"); if (slot.hidden) slot.replaceChildren(); }
+    showPanel();
     fail(refusal.message);
   } finally {
     if (mine === turn) { end(); find("views").classList.remove("busy"); }
@@ -160,6 +163,7 @@ function cancelled() {
   find("status").textContent = "Cancelled";
   if (!isAnswered("prompt", read())) { // every view is of the question before
     for (const [name, slot] of Object.entries(slots)) { slot.hidden = name !== "tokens"; slot.replaceChildren(); }
+    showPanel();
     slots.tokens.classList.add("busy");
   }
   for (const slot of Object.values(slots)) {
@@ -187,13 +191,14 @@ function title(prompt, state) {
 
 function examples() {
   find("examples").replaceChildren("Examples:", ...about.examples.map(({ name, text, other }) =>
-    h("button", { type: "button", class: "example quiet", onclick: () => { drafts.clear(); go({ ...NOTHING, query: undefined, target: undefined, minus: undefined, new: undefined, chat: undefined, text, other }); } }, name)));
+    h("button", { type: "button", class: "example quiet", onclick: () => { drafts.clear(); go({ ...NOTHING, query: undefined, target: undefined, minus: undefined, new: undefined, chat: undefined, without: undefined, by: undefined, text, other }); } }, name)));
 }
 
 function welcome() {
   find("question").hidden = true;
   find("examples").hidden = !about.examples.length;
   for (const [name, slot] of Object.entries(slots)) slot.hidden = name !== "tokens";
+  showPanel();
   const image = Boolean(about.classes);
   const example = image ? gallery(about, go) : null;
   fill("tokens", card("welcome", image ? "Choose an image" : "Type a prompt and press Enter", null, null, h("p", { class: "soft" },
@@ -232,12 +237,12 @@ find("compare").addEventListener("click", () => {
   open(two);
   if (two) { drafts.add("other"); find("other").value ||= find("text").value; find("other").focus(); return; }
   drafts.delete("other");
-  if (read().other) go({ ...NOTHING, other: undefined });
+  if (read().other) go({ ...NOTHING, other: undefined, by: read().by === "other" ? undefined : read().by });
 });
 find("undo").addEventListener("click", () => history.back());
 find("redo").addEventListener("click", () => history.forward());
 find("link").addEventListener("click", (event) => copy(location.href, event.target));
-listen({ escape: () => go(NOTHING), undo: () => history.back(), redo: () => history.forward(), prompt: () => find("text").focus() });
+listen({ escape: () => go({ ...NOTHING, without: undefined, by: undefined }), undo: () => history.back(), redo: () => history.forward(), prompt: () => find("text").focus() });
 addEventListener("popstate", show);
 addEventListener("changed", show);
 

@@ -51,5 +51,5 @@ export function generatedView(view, state, go) {
       h("button", { type: "button", id: "all", onclick: () => go(NO_SPAN) }, "All of it"), menu(view.label, "generated", table, view.code)),
     h("p", { class: "soft" }, "Press a generated token, or with Shift a stretch, to see what it came from. Hops send what reached generated tokens on to what these came from."),
     tokens, h("h3", {}, "Largest"), bars(top, { label: "Largest sources" }),
-    sum([["tokens", view.scores.reduce((a, b) => a + b, 0)], ["+ bias", view.bias], ["= ", view.total], ["gap", error(view.gap), view.gap]]));
+    sum([["tokens", view.scores.reduce((a, b) => a + b, 0)], ["+ bias", view.bias], ["= ", view.total], ["relative error", error(view.gap), view.gap]]));
 }

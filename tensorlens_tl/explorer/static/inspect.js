@@ -1,11 +1,9 @@
 // What was pressed, opened: a head, the neurons of an MLP, a feature, and the model without one of them.
-import { bars, card, chips, error, h, largest, menu, number, plain, quoted, sum, together, visible } from "./draw.js";
-import { isPair } from "./state.js";
+import { bars, card, chips, error, h, largest, menu, number, percent, plain, quoted, sideBySide, sum, together, visible } from "./draw.js";
+import { ablated, isPair, toggled } from "./state.js";
 
-export function nothingView() {
-  return card("empty", "Look inside", null, null, h("p", { class: "soft" },
-    "Press a head or an MLP in the table, or a node of the graph: here you see where a head attends, what it moves and why, and which neurons of an MLP write to the answer."));
-}
+const ablateButton = (name, state, go) => h("button", { type: "button", id: "ablate", "aria-pressed": String(ablated(state).includes(name)), onclick: () => go(toggled(state, name)) },
+  ablated(state).includes(name) ? "Do not ablate" : ablated(state).length ? "Ablate it, too" : "Ablate");
 
 export function headView(prompt, view, state, go) {
   const moved = { columns: ["token", "attention", "moved"], rows: prompt.tokens.map((token, at) => [`${at} ${visible(token)}`, view.pattern[at], view.moved[at]]) };
@@ -15,17 +13,17 @@ export function headView(prompt, view, state, go) {
   const why = view.why.refused
     ? h("p", { class: "soft" }, view.why.refused)
     : h("div", {}, bars(view.why.rows, { label: "Why it attends there", shown: whyShown }),
-      sum([[view.why.of === "pattern" ? "all: change of attention" : "all: attention score", view.why.total], ["gap", error(view.why.gap), view.why.gap]], whyShown));
+      sum([[view.why.of === "pattern" ? "all: change of attention" : "all: attention score", view.why.total], ["relative error", error(view.why.gap), view.why.gap]], whyShown));
   const total = view.moved.reduce((a, b) => a + b, 0);
   return card("head", `Head ${view.name}`, `${isPair(state) ? "change of its" : "its"} direct effect ${number(view.score)}`,
     h("div", { class: "row" },
-      isPair(state) ? null : h("button", { type: "button", id: "ablate", onclick: () => go({ node: view.name }) }, "Take it away"),
+      ablateButton(view.name, state, go),
       menu(`Head ${view.name}`, view.name, moved, view.code)),
     h("h3", {}, change ? "How its attention changed" : "Where it attends"),
     chips(prompt.tokens, { values: change ?? view.pattern, selected: view.key, label: "Attention; press a token to ask why", pick: (at) => go({ key: at }) }),
     h("h3", {}, "What it moves to the answer, by source token"),
     chips(prompt.tokens, { values: view.moved, label: "Effects by source token" }),
-    sum([["tokens", total], ["=", view.score], ["gap", error(Math.abs(total - view.score)), total - view.score]]),
+    sum([["tokens", total], ["=", view.score], ["relative error", error(Math.abs(total - view.score)), total - view.score]]),
     h("div", { class: "pair" },
       h("div", {}, h("h3", {}, `Why it ${change ? "turned" : "attends"} to ${key}`),
         h("small", {}, change ? "by what its query and its keys read" : "source read by the query × source read by the key"), why),
@@ -39,19 +37,30 @@ export function neuronsView(view, state, go) {
   const table = { columns: ["neuron", "score"], rows: rows.map((row) => [row.name, row.score]) };
   return card("neurons", view.node, `${view.label}; direct effects of its neurons`,
     h("div", { class: "row" },
-      isPair(state) ? null : h("button", { type: "button", id: "ablate", onclick: () => go({ layer: undefined, head: undefined, node: view.node, pick: "without" }) }, "Take it away"),
+      ablateButton(view.node, state, go),
       menu(view.node, view.node, table, view.code)),
     bars(short, { label: `Neurons of ${view.node}` }),
-    sum([["neurons listed", view.total - view.others], ["+ others", view.others], ["=", view.total], ["gap", error(view.gap), view.gap]]));
+    sum([["neurons listed", view.total - view.others], ["+ others", view.others], ["=", view.total], ["relative error", error(view.gap), view.gap]]));
 }
 
-export function ablateView(view) {
-  const rows = [{ name: "live model", score: view.live }, { name: "frozen model", score: view.frozen }];
-  const table = { columns: ["model", "loss"], rows: rows.map((row) => [row.name, row.score]) };
-  return card("ablate", `Without ${view.node}`, "what the answer loses when its output is taken away",
-    menu(`Without ${view.node}`, "ablation", table, view.code), bars(rows, { label: "Losses" }),
-    sum([["before", view.before], ["− lost, live", view.live], ["= after", view.after]]),
-    h("p", { class: "soft" }, "In the live model attention, activations and norms respond; the frozen model holds them."));
+const VALUES = { zero: "by zero", mean: "by the mean over the prompt’s tokens", other: "by the second run’s value" };
+
+// The live model without some heads and MLPs: what it says then, and how much of the explained number is left.
+export function ablateView(view, state, go) {
+  const two = isPair(state);
+  const runs = view.next.map((next, at) => ({ next, at, name: view.next.length > 1 ? ["first prompt", "second prompt"][at] : "" })).filter(({ at }) => !at || view.by !== "other");
+  const title = `Without ${view.nodes.join(", ")}`;
+  const columns = ["token", "before", "ablated"];
+  const table = { columns, rows: view.next[0].map((of) => [of.text, of.chance, of.other_chance]) };
+  const by = h("select", { id: "by", "aria-label": "Ablated by", onchange: (event) => go({ by: event.target.value === "zero" ? undefined : event.target.value }) },
+    Object.entries(VALUES).filter(([value]) => two || value !== "other").map(([value, name]) => h("option", { value, selected: value === view.by }, name)));
+  const of = two ? "difference of the two runs" : "number explained";
+  return card("ablate", title, "in the live model: attention, activations and norms respond", menu(title, "ablation", table, view.code),
+    h("div", { class: "row" }, view.nodes.map((name) => h("button", { type: "button", class: "gone", title: `Do not ablate ${name}`, onclick: () => go(toggled(state, name)) }, `${name} ×`)), by),
+    runs.map(({ at, name }) => h("p", {}, name ? `After the ${name}: ` : "", view.answers.map((answer, number) => h("span", { class: "answer" }, number ? " · " : "", quoted(answer.text), " ", h("b", { title: String(answer.before[at]) }, percent(answer.before[at])), " → ", h("b", { title: String(answer.after[at]) }, percent(answer.after[at])))))),
+    sum([["before", view.before], ["ablated", view.after], ...(view.share === null ? [] : [[`of the ${of}`, `${(100 * view.share).toFixed(0).replace("-", "−")} % is left`, view.share]])]),
+    runs.map(({ next, name }) => h("div", {}, h("h3", {}, name ? `Next tokens after the ${name}` : "Next tokens"),
+      sideBySide(next.slice(0, 6), ["before", "ablated"], { label: `Next tokens before and after${name ? ` the ablation, ${name}` : ""}` }))));
 }
 
 export function featureView(prompt, view, state) {
@@ -62,7 +71,7 @@ export function featureView(prompt, view, state) {
     menu(name, view.name, table, view.code),
     h("h3", {}, "Which tokens its pre-activation comes from"),
     chips(prompt.tokens, { values: view.scores, label: "Tokens that make it active" }),
-    sum([["tokens", parts], ["+ bias", view.bias], ["=", view.total], ["gap", error(view.gap), view.gap]]),
+    sum([["tokens", parts], ["+ bias", view.bias], ["=", view.total], ["relative error", error(view.gap), view.gap]]),
     h("h3", {}, "What it promotes"), h("small", {}, "logits for one unit of its decoder, by the weights alone: no part of a sum"),
     bars(view.promotes.map((of) => ({ name: of.text, score: of.score })), { label: "Promoted tokens" }));
 }

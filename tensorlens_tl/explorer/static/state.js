@@ -1,6 +1,6 @@
 // What the page shows is in its address, so that a link, a reload, undo and redo all give the same page.
 const NUMBERS = ["query", "target", "layer", "head", "key", "nodes", "dictionary", "feature", "at", "new", "start", "stop"];
-const TEXTS = ["text", "other", "method", "node", "pick", "image", "other_image", "hops", "chat"];
+const TEXTS = ["text", "other", "method", "node", "without", "by", "pick", "image", "other_image", "hops", "chat"];
 const RUN = ["text", "other", "chat", "image", "other_image", "query", "target", "minus"];
 
 // The fields that a view depends on: an answer stands until one of them changes.
@@ -9,7 +9,7 @@ const FIELDS = {
   tokens: [...RUN, "method"],
   graph: [...RUN, "nodes"],
   head: [...RUN, "layer", "head", "key"],
-  ablate: [...RUN, "node"], neurons: [...RUN, "node"],
+  ablate: [...RUN, "without", "by"], neurons: [...RUN, "node"],
   features: [...RUN, "dictionary"],
   feature: [...RUN, "dictionary", "feature", "at"],
   generated: ["text", "chat", "minus", "new", "start", "stop", "hops"],
@@ -18,6 +18,14 @@ const FIELDS = {
 
 // What is selected; a new question leaves it behind.
 export const NOTHING = { layer: undefined, head: undefined, key: undefined, node: undefined, pick: undefined, feature: undefined, at: undefined };
+
+// The heads and MLPs that are ablated, and the change that takes one of them in or out.
+export const ablated = (state) => state.without?.split(",") ?? [];
+export function toggled(state, name) {
+  const nodes = ablated(state);
+  const next = nodes.includes(name) ? nodes.filter((of) => of !== name) : [...nodes, name];
+  return { without: next.join(",") || undefined, by: next.length ? state.by : undefined };
+}
 
 // Whether two runs are compared.
 export const isPair = (state) => Boolean(state.other || state.other_image);

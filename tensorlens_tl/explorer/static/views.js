@@ -1,5 +1,5 @@
 // The views that are always there: tokens, next tokens, components; of two runs, routes; of dictionaries, features.
-import { alike, bars, card, chips, error, h, matrix, menu, number, percent, plain, quoted, spaced, sum, visible } from "./draw.js";
+import { alike, bars, card, chips, error, h, map, matrix, menu, number, percent, plain, quoted, sideBySide, sum, visible } from "./draw.js";
 import { NOTHING, isPair } from "./state.js";
 
 const LISTED = 8;
@@ -33,7 +33,7 @@ function tokenSum(prompt, view, two) {
   const line = view.additive ? [["tokens", parts], ["+ bias", view.bias], ["=", parts + view.bias]] : [["tokens", parts], ["+ bias", view.bias], ["not the whole of it", parts + view.bias]];
   const runs = view.baseline ? [["live model", live], [`− with ${view.baseline}`, live - view.total], ["=", view.total]] : two ? [["first run", prompt.numbers[0]], ["− second run", prompt.numbers[1]], ["=", live]] : [["live model", live]];
   const shown = alike([...line, ...runs].map((part) => part[1]));
-  return h("div", {}, sum([...line, [view.additive ? "gap" : "short by", error(view.gap), view.gap]], shown), sum(runs, shown));
+  return h("div", {}, sum([...line, [view.additive ? "relative error" : "short by", error(view.gap), view.gap]], shown), sum(runs, shown));
 }
 
 export function nextView(prompt, state, go, about, against) {
@@ -57,7 +57,7 @@ export function nextView(prompt, state, go, about, against) {
   const title = about.classes ? "Classes" : `After ${quoted(prompt.tokens[prompt.query])}`;
   return card("next", title, two ? "what each run predicts; the target is the first run’s choice unless you press another" : about.classes ? "what the model says of the image" : "the model’s next token",
     menu("next token", "next", table, prompt.code),
-    two ? bothRuns(prompt, go) : bars(prompt.next.map((of) => ({ name: of.text, score: of.chance, shown: percent(of.chance), pick: of.id })), {
+    two ? sideBySide(prompt.next, ["first run", "second run"], { label: "Next tokens of both runs; press one to explain it", selected: prompt.target.id, pick: (id) => go({ target: id }) }) : bars(prompt.next.map((of) => ({ name: of.text, score: of.chance, shown: percent(of.chance), pick: of.id })), {
       unsigned: true, label: "Next tokens; press one to explain it", selected: prompt.target.id, pick: (id) => go({ target: id }),
     }),
     h("p", { class: "sum row" }, h("span", {}, "Explaining ", h("b", {}, quoted(prompt.target.text))), h("label", { class: "inline" }, "against ", minus), typed));
@@ -84,21 +84,7 @@ export function mendsView(view, state, go) {
     rows.length ? h("ul", {}, rows) : h("p", { class: "soft" }, "No change of a few tokens fits. Edit one of the prompts."));
 }
 
-// The probabilities of both runs, side by side on one scale.
-function bothRuns(prompt, go) {
-  const most = Math.max(...prompt.next.map((of) => Math.max(of.chance, of.other_chance)));
-  const bar = (chance, kind) => [
-    h("span", { class: "bars-bar", "aria-hidden": "true" }, h("i", { class: kind, style: { width: `${100 * chance / most}%` } })),
-    h("span", { class: "value", title: String(chance) }, percent(chance))];
-  return h("div", { class: "bars runs", role: "group", "aria-label": "Next tokens of both runs; press one to explain it" },
-    h("span", {}), h("small", {}, "first run"), h("span", {}), h("small", {}, "second run"), h("span", {}),
-    prompt.next.flatMap((of) => {
-      const { kind, name } = spaced(visible(of.text));
-      return [
-        h("button", { type: "button", class: `name${kind}`, title: visible(of.text), "aria-pressed": String(of.id === prompt.target.id), onclick: () => go({ target: of.id }) }, name),
-        ...bar(of.chance, "first"), ...bar(of.other_chance, "second")];
-    }));
-}
+const FEW = 8; // layers and heads whose numbers are all written out
 
 export function componentsView(view, state, go) {
   const count = Math.max(...view.heads.map((row) => row.length));
@@ -107,23 +93,28 @@ export function componentsView(view, state, go) {
   const names = view.heads.map((_, layer) => `L${layer}`);
   const others = view.rest.reduce((total, term) => total + term.score, 0);
   const table = { columns: ["layer", ...columns], rows: values.map((row, at) => [names[at], ...row.map((value) => value ?? "")]) };
+  const open = (layer, column) => (column < count ? go({ ...NOTHING, layer, head: column }) : go({ ...NOTHING, node: `MLP${layer}` }));
+  const drawing = count > FEW || names.length > FEW ? map : matrix;
+  const all = values.flatMap((row, layer) => row.map((score, column) => ({ name: column < count ? `L${layer}H${column}` : `MLP${layer}`, score, pick: [layer, column] }))).filter((row) => row.score);
+  const top = all.sort((a, b) => Math.abs(b.score) - Math.abs(a.score)).slice(0, LISTED);
+  const rest = all.slice(LISTED);
+  if (rest.length) top.push({ name: `${rest.length} others`, score: rest.reduce((total, row) => total + row.score, 0), muted: true });
   return card("components", isPair(state) ? "What changed the answer, by component" : "Which components write it",
     `${view.label}; direct effects`, menu(view.label, "components", table, view.code),
-    matrix(names, columns, values, {
-      label: "Direct effects, layers by heads and MLP",
+    h("div", { class: "beside" }, drawing(names, columns, values, {
+      label: "Direct effects, layers by heads and MLP", pick: open,
       selected: (layer, column) => (column < count ? state.layer === layer && state.head === column : state.node === `MLP${layer}`),
-      pick: (layer, column) => (column < count ? go({ ...NOTHING, layer, head: column }) : go({ ...NOTHING, node: `MLP${layer}` })),
-    }),
-    h("p", { class: "soft hint" }, "Press a head or an MLP to look into it."),
+    }), bars(top, { label: "Largest components; press one to look into it", pick: ([layer, column]) => open(layer, column) })),
+    h("p", { class: "soft hint" }, "Press a head or an MLP to see where it attends, what it moves and why, and to ablate it."),
     h("details", { class: "soft" }, h("summary", {}, `Embeddings and biases ${number(others)}`), bars(view.rest, { label: "Other terms" })),
-    sum([["heads and MLPs", view.total - others], ["+ embeddings and biases", others], ["=", view.total], ["gap", error(view.gap), view.gap]]));
+    sum([["heads and MLPs", view.total - others], ["+ embeddings and biases", others], ["=", view.total], ["relative error", error(view.gap), view.gap]]));
 }
 
 export function routesView(view) {
   const table = { columns: ["layer", ...view.routes], rows: view.scores.map((row, at) => [view.layers[at], ...row]) };
   return card("routes", "By which routes it passes each layer", "each row sums to the whole change; rows are cuts at different depths and do not add up",
     menu("routes", "routes", table, view.code), matrix(view.layers, view.routes, view.scores, { label: "Routes" }),
-    sum([["each row =", view.total], ["gap", error(view.gap), view.gap]]));
+    sum([["each row =", view.total], ["relative error", error(view.gap), view.gap]]));
 }
 
 const named = (row) => [row.name, row.label].filter(Boolean).join(" · ");
@@ -143,5 +134,5 @@ export function featuresView(view, state, go, about) {
       pick: (name) => { const row = view.top.find((of) => of.name === name); go({ ...NOTHING, feature: row.feature, at: row.at }); },
     }),
     h("details", { class: "soft" }, h("summary", {}, `Error, b_dec and biases ${number(rest)}`), bars(view.rest, { label: "What belongs to no feature" })),
-    sum([["features", view.total], ["+ what is no feature", rest], ["=", view.whole], ["gap", error(view.gap), view.gap]]));
+    sum([["features", view.total], ["+ what is no feature", rest], ["=", view.whole], ["relative error", error(view.gap), view.gap]]));
 }
