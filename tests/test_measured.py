@@ -1,4 +1,4 @@
-"""method="measured": what is measured is patching's, what is not is the gradient's, and the stated error is true.
+"""method="measured": what is measured is patching's, what is not is the middle estimate, and the stated error is true.
 
 The independent computation is a live run of every node and edge (`method="patching"`), which test_patching.py compares
 with hooks. Draws, intervals and bounds are tried on numbers of which all misses are known.
@@ -31,12 +31,30 @@ PROMPTS = [
 
 @pytest.fixture(autouse=True)
 def a_gradient_near_the_clean_prompt(monkeypatch):
-    """What fills in is the integrated gradient of one step, where measured scores take theirs."""
-    monkeypatch.setitem(compare.POINTS, "near", compare.NEAR)
+    """One of the estimates is the integrated gradient of one step, near the clean prompt."""
+    monkeypatch.setitem(compare.POINTS, "near", compare.NEAR[1])
 
 
-NEAR = {"method": "integrated", "steps": 1, "points": "near"}
-METHODS = ({"method": "measured"}, {"method": "patching"}, NEAR)
+ESTIMATES = (
+    {"method": "difference"},
+    {"method": "gradient"},
+    {"method": "integrated", "steps": 1, "points": "near"},
+)
+METHODS = ({"method": "measured"}, {"method": "patching"})
+
+
+def estimated(scores_of, *passes, part="scores", **options):
+    """The three estimates of each score."""
+    return torch.stack([getattr(scores_of(*passes, **options, **method), part) for method in ESTIMATES])
+
+
+def middle(estimates):
+    return estimates.sort(0).values[1]
+
+
+def largest_of(estimates):
+    """How large each score may be."""
+    return estimates.abs().amax(0) + estimates.amax(0) - estimates.amin(0)
 
 
 def correlation(first, second):
@@ -48,20 +66,18 @@ def correlation(first, second):
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("name", [*NAMES, *BOTH])
-def test_nodes_are_patchings_where_they_are_measured_and_the_gradients_elsewhere(name, model_named):
+def test_nodes_are_patchings_where_they_are_measured_and_the_middle_estimate_elsewhere(name, model_named):
     clean, corrupted = two(model_named(name))
     options = ASKED | {"by": BY.get(name, "head")}
     scores = circuits.patch_scores(clean, corrupted, **options, method="measured", live=2, seed=3)
     patched = circuits.patch_scores(clean, corrupted, **options, method="patching")
-    gradient = circuits.patch_scores(clean, corrupted, **options, **NEAR)
-    difference = circuits.patch_scores(clean, corrupted, **options, method="difference")
+    estimates = estimated(circuits.patch_scores, clean, corrupted, **options)
     measured = scores.measured
     assert scores.names == patched.names
     assert close(scores.scores[measured], patched.scores[measured], tolerance(name))
     if not bool(measured.all()):
-        assert close(scores.scores[~measured], gradient.scores[~measured], tolerance(name))
-    found = torch.stack([difference[node] for node in scores.names], dim=-1).abs()
-    largest = torch.maximum(found, gradient.scores.abs())[..., 1:].topk(2).indices + 1
+        assert close(scores.scores[~measured], middle(estimates)[~measured], tolerance(name))
+    largest = largest_of(estimates)[..., 1:].topk(2).indices + 1
     assert bool(measured.gather(2, largest).all())
     assert bool(measured[..., 0].all())  # the whole input
     assert bool((measured.sum(-1) <= 2 * (1 + 2)).all()) or bool(measured.all())
@@ -71,13 +87,13 @@ def test_nodes_are_patchings_where_they_are_measured_and_the_gradients_elsewhere
 @pytest.mark.parametrize("name", [*LIVE, *LIVE_BOTH])
 def test_so_are_nodes_at_positions(name, model_named):
     clean, corrupted = two(model_named(name))
-    scores, patched, gradient = (
-        circuits.patch_scores(clean, corrupted, **ASKED, positions=True, **method) for method in METHODS
-    )
+    options = ASKED | {"positions": True}
+    scores, patched = (circuits.patch_scores(clean, corrupted, **options, **method) for method in METHODS)
+    estimates = estimated(circuits.patch_scores, clean, corrupted, **options, part="keys")
     measured = scores.measured_keys
-    assert 5 <= int(measured[0].sum()) <= 10
+    assert 10 <= int(measured[0].sum()) <= 15
     assert close(scores.keys[measured], patched.keys[measured], tolerance(name))
-    assert close(scores.keys[~measured], gradient.keys[~measured], tolerance(name))
+    assert close(scores.keys[~measured], middle(estimates)[~measured], tolerance(name))
     assert scores.rest(keys=True)["measured"].tolist() == measured.flatten(1).sum(1).tolist()
 
 
@@ -85,12 +101,13 @@ def test_so_are_nodes_at_positions(name, model_named):
 @pytest.mark.parametrize("name", [*LIVE, *LIVE_BOTH])
 def test_so_are_edges(name, model_named):
     clean, corrupted = two(model_named(name))
-    scores, patched, gradient = (circuits.edge_scores(clean, corrupted, **ASKED, **method) for method in METHODS)
+    scores, patched = (circuits.edge_scores(clean, corrupted, **ASKED, **method) for method in METHODS)
+    estimates = estimated(circuits.edge_scores, clean, corrupted, **ASKED)
     measured = scores.measured
     assert not bool(measured[:, ~scores.exists].any())
-    assert 5 <= int(measured[0].sum()) <= 10
+    assert 10 <= int(measured[0].sum()) <= 15
     assert close(scores.scores[measured], patched.scores[measured], tolerance(name))
-    assert close(scores.scores[~measured], gradient.scores[~measured], tolerance(name))
+    assert close(scores.scores[~measured], middle(estimates)[~measured], tolerance(name))
     everything = circuits.edge_scores(clean, corrupted, **ASKED, method="measured", live=1.0)
     assert close(everything.scores, patched.scores, tolerance(name))
     assert not everything.rest()[["off", "high", "largest"]].any(axis=None)
@@ -100,13 +117,13 @@ def test_so_are_edges(name, model_named):
 def test_so_are_they_where_the_corrupted_run_is_patched(patched, model_named):
     clean, corrupted = two(model_named(LIVE[0]))
     for scores_of in (circuits.patch_scores, circuits.edge_scores):
-        scores, live, gradient = (
-            scores_of(clean, corrupted, **ASKED, **method, patched=patched, **options)
-            for method, options in zip(METHODS, ({"live": 2}, {}, {}), strict=True)
-        )
+        options = ASKED | {"patched": patched}
+        scores = scores_of(clean, corrupted, **options, method="measured", live=2)
+        live = scores_of(clean, corrupted, **options, method="patching")
+        estimates = estimated(scores_of, clean, corrupted, **options)
         assert 0 < int(scores.measured.sum()) < scores.measured.numel()
         assert close(scores.scores[scores.measured], live.scores[scores.measured], tolerance(LIVE[0]))
-        assert close(scores.scores[~scores.measured], gradient.scores[~scores.measured], tolerance(LIVE[0]))
+        assert close(scores.scores[~scores.measured], middle(estimates)[~scores.measured], tolerance(LIVE[0]))
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +145,11 @@ def test_scores_of_a_trained_model_agree_and_state_their_error(words, patched, s
     assert correlation(scores.scores, patched.scores) > 0.999
     assert correlation(scores.scores, patched.scores) >= correlation(found.scores, patched.scores)
     rest = scores.rest().iloc[0]
-    gradient = circuits.patch_scores(*words, "N", "Error", **NEAR)
-    size = torch.maximum(found.scores.abs(), gradient.scores.abs())[0, 0]
-    others = size.argsort(descending=True)[6:]
-    truth = (gradient.scores - patched.scores)[0, 0, others].abs().sum() / scores.scores.abs().sum()
+    estimates = estimated(circuits.patch_scores, *words, target="N", minus="Error")[:, 0, 0]
+    size = largest_of(estimates)
+    size[0] = torch.inf  # the whole input is measured
+    others = size.argsort(descending=True)[1 + 10 :]
+    truth = (middle(estimates) - patched.scores[0, 0])[others].abs().sum() / scores.scores.abs().sum()
     assert rest["low"] <= float(truth) <= rest["high"]
     assert float((scores.scores - patched.scores).abs().max()) <= rest["largest"]
 
@@ -164,34 +182,34 @@ def test_prompts_of_a_batch_have_nodes_of_their_own(words):
 # ------------------------------------------------------------------ draws, intervals and bounds
 
 
-def drawn(seed, parts=200, live=5):
-    """Scores of a truth that is known, of which the two estimates are off by long tails; and its misses."""
+def drawn(seed, parts=200, live=10):
+    """Scores of a truth that is known, of which three estimates are off by long tails; it, and they."""
     generator = torch.Generator().manual_seed(seed)
-    gradients, size, other, sign = torch.randn(4, 1, parts, generator=generator, dtype=torch.float64)
+    gradients, size, above, below, sign = torch.randn(5, 1, parts, generator=generator, dtype=torch.float64)
     misses = 0.05 * torch.exp(1.2 * size) * sign.sign()
-    differences = gradients + misses * torch.exp(other)
+    estimates = torch.stack([gradients, gradients + misses * above.exp(), gradients - misses * below.exp()])
     truth = gradients + misses
 
     def patched(masks):
         return (masks * truth).sum(-1)
 
-    return measure(differences, gradients, patched, live, None, seed), truth, gradients, differences
+    return measure(estimates, patched, live, None, seed), truth, estimates
 
 
 def test_draws_are_unbiased_and_intervals_and_bounds_hold():
     """Over many seeds: the mean of the draws is the sum of misses, and 90 % of statements are true."""
     ratios, covered, bounded = [], [], []
     for seed in range(600):
-        result, truth, gradients, differences = drawn(seed)
-        largest = torch.maximum(differences.abs(), gradients.abs()).topk(5).indices
-        expected = (truth - gradients).abs().scatter(1, largest, 0).sum()
+        result, truth, estimates = drawn(seed)
+        largest = largest_of(estimates).topk(10).indices
+        expected = (truth - middle(estimates)).abs().scatter(1, largest, 0).sum()
         ratios.append(float(result.draws.mean() / expected))
         size = float(result.scores.abs().sum())
         low, high, bound = as_terms(result).rest()[["low", "high", "largest"]].iloc[0]
         covered.append(low <= float(expected) / size <= high)
         bounded.append(float((truth - result.scores).abs().max()) <= bound)
         assert torch.equal(result.scores[result.measured], truth[result.measured])
-        assert torch.equal(result.scores[~result.measured], gradients[~result.measured])
+        assert torch.equal(result.scores[~result.measured], middle(estimates)[~result.measured])
     ratios = torch.tensor(ratios, dtype=torch.float64)
     assert abs(float(ratios.mean()) - 1) < 4 * float(ratios.std()) / len(ratios) ** 0.5 < 0.2
     assert sum(covered) >= 0.9 * len(covered)
@@ -216,17 +234,17 @@ def as_terms(result):
 
 
 def test_a_group_shows_a_large_part_that_both_estimates_miss():
-    zeros = torch.zeros(1, 100, dtype=torch.float64)
+    zeros = torch.zeros(3, 1, 100, dtype=torch.float64)
     truth = torch.randn(1, 100, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 0.01
     truth[0, 57] = 3.0
-    result = measure(zeros, zeros, lambda masks: (masks * truth).sum(-1), 5, None, 0)
+    result = measure(zeros, lambda masks: (masks * truth).sum(-1), 5, None, 0)
     assert not bool(result.measured[0, 57])
     assert float(as_terms(result).rest()["largest"].iloc[0]) >= 3.0
 
 
 def test_parts_without_any_effect_are_off_by_nothing():
-    zeros = torch.zeros(2, 30)
-    result = measure(zeros, zeros, lambda masks: torch.zeros(masks.shape[:2]), 3, 0.5, 0)
+    zeros = torch.zeros(3, 2, 30)
+    result = measure(zeros, lambda masks: torch.zeros(masks.shape[:2]), 3, 0.5, 0)
     assert not result.scores.any()
     assert not result.draws.any()
     assert torch.isfinite(result.groups).all()

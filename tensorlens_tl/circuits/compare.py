@@ -17,7 +17,7 @@ target gains by the clean value, ``number(patched) − number(corrupted)``. With
 | `integrated` | the same, averaged from the corrupted to the clean embeddings | the same | the same |
 | `atp*` | as `gradient`, queries and keys through their softmax, sizes by GradDrop | – | – |
 | `difference` | Δa · pull of the target through the exact difference of the runs | the same | the same |
-| `measured` | of the largest as `patching`, of the others as a gradient near the clean prompt | the same | the same |
+| `measured` | of the largest as `patching`, of the others the middle of three estimates | the same | the same |
 | `patching` | target(clean) − target(node patched), a live run each | a live run for each edge | the same |
 
 `frozen` is exact in the model frozen at the clean prompt, where everything later is linear, whatever the two prompts
@@ -46,9 +46,10 @@ own answer, takes all others at the clean prompt.
 `atp*` is for nodes (`tensorlens_tl.circuits.atp_star`): with ``by="qkv"`` queries, keys and values of heads are nodes
 of their own, whose effect on their head is exact.
 
-`measured` patches those that `difference` or a gradient takes for the largest, and says how far the others are off
-(`tensorlens_tl.circuits.measured`). Its gradient is that of `integrated`, at one point: a tenth of the way from the
-clean to the corrupted embeddings, where a softmax that is sure at the clean prompt begins to respond.
+`measured` patches those that may be the largest, and says how far the others are off
+(`tensorlens_tl.circuits.measured`). These have the middle one of three estimates: `difference`, `gradient`, and the
+gradient of `integrated` at one point, a tenth of the way from the clean to the corrupted embeddings, where a softmax
+that is sure at the clean prompt begins to respond.
 
 In an encoder–decoder, edges stay within one stack, except those into keys and values of cross-attention
 (``"L0H3 → L2.cross.H0.k"``), which read what the encoder's nodes write, through the norm at its end.
@@ -106,8 +107,8 @@ SYNONYMS = {
 }
 """What the literature calls these."""
 
-NEAR = 0.9
-"""Where ``"measured"`` takes its gradient, as a share of the way from the corrupted to the clean embeddings."""
+NEAR = (1.0, 0.9)
+"""Where ``"measured"`` takes gradients, as shares of the way from the corrupted to the clean embeddings."""
 
 PATCHED = {
     "clean": "clean − patched",
@@ -131,7 +132,7 @@ def gradient_shares(method: str, steps: Whole, points: str = "midpoint") -> list
     steps = whole_number("steps", steps, least=1)
     on_the_way = [(step + POINTS[points]) / steps for step in range(steps)]
     if method == "measured":
-        return [NEAR]
+        return [*NEAR]
     if method in ("gradient", "atp*"):
         return [1.0]
     return on_the_way if method in ("integrated", "frozen+qk") else []
@@ -462,7 +463,7 @@ def edge_scores(
 def _measured_edges(
     comparison: _Comparison, ends: Sequence[tuple[_Comparison, int]], budget: Budget, seed: int, memory: Memory
 ) -> tuple[Float[Tensor, "batch source destination"], dict[str, Tensor]]:
-    """The largest edges patched live, the others by a gradient; and what a `MeasuredEdges` has besides."""
+    """The largest edges patched live, the others by estimates; and what a `MeasuredEdges` has besides."""
     sources, destinations, exists = comparison.layout
     first = budget.of(int(exists.sum()), "edges")
     live = [(end.live_edges(), sign) for end, sign in ends]
@@ -479,7 +480,8 @@ def _measured_edges(
     readout, layout = comparison.finder.readout, comparison.finder.layout
     pulled = readout.stream.pull(readout.seed)
     differences = by_edge(layout, _products(comparison.finder.changes, layout, pulled, False))
-    gradients = torch.stack([sign * by_edge(*_live_scores(end, False)) for end, sign in ends]).mean(0)
+    by_end = [torch.stack([sign * by_edge(*of_share) for of_share in _live_scores(end, False)]) for end, sign in ends]
+    estimates = torch.cat([differences[None], torch.stack(by_end).mean(0)])
 
     def of_edges(values: Shaped[Tensor, "*rows edge"]) -> Shaped[Tensor, "*rows source destination"]:
         return values.new_zeros(*values.shape[:-1], *exists.shape).masked_scatter(exists, values)
@@ -487,7 +489,7 @@ def _measured_edges(
     def patched(edges: Bool[Tensor, "run batch edge"]) -> Float[Tensor, "run batch"]:
         return torch.stack([sign * of_end.losses(of_edges(edges), memory) for of_end, sign in live]).mean(0)
 
-    result = measure(differences, gradients, patched, first, budget.error, seed)
+    result = measure(estimates, patched, first, budget.error, seed)
     fields = {"measured": of_edges(result.measured), "draws": result.draws, "groups": result.groups}
     return of_edges(result.scores), fields
 
@@ -645,28 +647,26 @@ def _edges_of(
         pulled = _pull_with_patterns(readout, responses)
         return layout, _products(changes, layout, pulled, positions, responses)
     if comparison.shares:
-        return _live_scores(comparison, positions)
+        of_shares = [*_live_scores(comparison, positions)]
+        return of_shares[0][0], torch.stack([scores for _, scores in of_shares]).mean(0)
     return layout, _products(comparison.changes, layout, readout.stream.pull(readout.seed), positions)
 
 
 def _live_scores(
     comparison: _Comparison, positions: bool
-) -> tuple[EdgeLayout, Float[Tensor, "batch source destination *pos"]]:
-    """Edges along gradients of the live model, averaged over shares of the way; its parts are those of its own run."""
+) -> Iterator[tuple[EdgeLayout, Float[Tensor, "batch source destination *pos"]]]:
+    """Edges along gradients of the live model, for each share of the way; its parts are those of its own run."""
     entering = comparison.clean.resid_pre(0) - comparison.corrupted.resid_pre(0)
     differences = dict[str, Tensor]()
-    of_shares = list[Tensor]()
-    layout = comparison.layout
     for one, pulled in comparison.live_targets():
-        layout = edge_layout(one.stream, one.positions)
         differences = differences or _live_differences(one.stream, comparison.corrupted)
         hidden = [  # what heads give changes as a whole, by their values
             tuple(differences[part.point] * (part.kind not in ("query", "key")) for part in step.sublayers)
             for step in one.stream.steps
         ]
         changes = replace(one.stream, values=([entering], hidden))
-        of_shares.append(_products(changes, layout, pulled, positions) / len(comparison.shares))
-    return layout, torch.stack(of_shares).sum(0)
+        layout = edge_layout(one.stream, one.positions)
+        yield layout, _products(changes, layout, pulled, positions)
 
 
 def _live_differences(stream: Stream, corrupted: FrozenPass) -> dict[str, Float[Tensor, "batch pos _width"]]:
@@ -855,10 +855,10 @@ def patch_scores(
             ``"corrupted"`` one (denoising: what suffices; a score is what the target gains), or ``"both"``, the mean of
             the two, at twice the runs. Gradients and frozen pulls are then of that run; ``"difference"`` is the same
             from either end, and ``"integrated"`` with midpoints is, too.
-        live: of ``"measured"``, how many of the largest are patched for each prompt: a number (5 by default), or a
+        live: of ``"measured"``, how many of the largest are patched for each prompt: a number (10 by default), or a
             share of all (0.1); or how far the others may be off, ``"error<5%"`` of the sizes of all scores: then as
-            many as it takes until the stated error's upper end is below that. As many others are drawn at random and
-            patched, and the rest in as many groups. The whole input is patched besides.
+            many as it takes until the stated error's upper end is below that. Half as many others are drawn at random
+            and patched, and the rest in as many groups. The whole input is patched besides.
         seed: of ``"measured"``, of draws and groups.
         memory: what the runs of ``"measured"`` and ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
 
@@ -992,20 +992,17 @@ def _of_live_nodes(
 def _along_gradients(comparison: _Comparison, by: str) -> tuple[list[str], Float[Tensor, "batch node pos"]]:
     """(a_clean − a_corrupted) · mean gradient, on the way from the corrupted to the clean embeddings."""
     nodes, other = _live_nodes(comparison, by)
-    return [node.name for node in nodes.nodes], _gradient_products(comparison, nodes, other)
+    of_shares = [*_gradient_products(comparison, nodes, other)]
+    return [node.name for node in nodes.nodes], torch.stack(of_shares).mean(0)
 
 
 def _gradient_products(
     comparison: _Comparison, nodes: NodeGradients, other: NodeValues
-) -> Float[Tensor, "batch node pos"]:
-    """The same for nodes of the live model."""
-    summed: dict[str, Tensor] = {}
+) -> Iterator[Float[Tensor, "batch node pos"]]:
+    """The same for nodes of the live model, for each share of the way."""
+    changes = {point: nodes.values[point] - other[point] for point in nodes.points}
     for start in comparison.starts():
-        for point, gradient in nodes.at(start).items():
-            summed[point] = summed[point] + gradient if point in summed else gradient
-    mean = {point: gradient[0] / len(comparison.shares) for point, gradient in summed.items()}
-    changes = {point: nodes.values[point] - other[point] for point in mean}
-    return nodes.products(changes, mean)
+        yield nodes.products(changes, {point: gradient[0] for point, gradient in nodes.at(start).items()})
 
 
 def _patched_at_positions(
@@ -1044,17 +1041,21 @@ def _measured_nodes(
     comparison: _Comparison, ends: Sequence[tuple[_Comparison, int]], by: str, positions: bool, budget: Budget,
     seed: int, memory: Memory, of_target: Mapping[str, Any],
 ) -> MeasuredTerms:  # fmt: skip
-    """The largest nodes patched live, the others by a gradient; and so each at each position, where asked for."""
+    """The largest nodes patched live, the others by estimates; and so each at each position, where asked for."""
     at_ends = [(end, *_live_nodes(end, by, budget), sign) for end, sign in ends]
     nodes = at_ends[0][1]
     assert comparison.finder is not None
     of_finder, differences = _along_pull(comparison.finder, by)
     names = [node.name for node in nodes.nodes]
     differences = differences[:, [of_finder.index(name) for name in names]]
-    by_end = [sign * _gradient_products(end, of_end, other) for end, of_end, other, sign in at_ends]
+    by_end = [
+        torch.stack([sign * of_share for of_share in _gradient_products(end, of_end, other)])
+        for end, of_end, other, sign in at_ends
+    ]
     gradients = torch.stack(by_end).mean(0)
+    estimates = torch.cat([differences[None], gradients.to(differences)])
 
-    def measured(differences: Tensor, gradients: Tensor, changes: Sequence[NodeChange], first: int) -> Measurement:
+    def measured(estimates: Tensor, changes: Sequence[NodeChange], first: int) -> Measurement:
         def patched(parts: Bool[Tensor, "run batch part"]) -> Float[Tensor, "run batch"]:
             runs: list[list[NodeChange]] = [[] for _ in parts]
             for run, prompt, part in parts.nonzero().tolist():
@@ -1062,20 +1063,15 @@ def _measured_nodes(
             losses = [sign * of_end.live.losses(runs, other, memory, "patches") for _, of_end, other, sign in at_ends]
             return torch.stack(losses).mean(0)[:, 0].T
 
-        return measure(differences, gradients.to(differences), patched, first, budget.error, seed)
+        return measure(estimates, patched, first, budget.error, seed)
 
-    sums = differences.sum(-1)
-    sums[:, 0] = torch.inf  # the whole input is measured, and counts for none of the largest
-    of_nodes = measured(sums, gradients.sum(-1), nodes.nodes, 1 + budget.of(len(names) - 1, NODES))
+    sums = estimates.sum(-1)
+    sums[0, :, 0] = torch.inf  # the whole input is measured, and counts for none of the largest
+    of_nodes = measured(sums, nodes.nodes, 1 + budget.of(len(names) - 1, NODES))
     fields: dict[str, Any] = {}
     if positions:
         changes, columns = _at_positions(nodes)
-        of_keys = measured(
-            differences.flatten(1)[:, columns],
-            gradients.flatten(1)[:, columns],
-            changes,
-            budget.of(len(columns), NODES),
-        )
+        of_keys = measured(estimates.flatten(2)[..., columns], changes, budget.of(len(columns), NODES))
         fields = {
             "keys": _in_columns(nodes, of_keys.scores, columns)[:, None],
             "measured_keys": _in_columns(nodes, of_keys.measured, columns)[:, None],

@@ -1,23 +1,24 @@
 """Scores of which the largest are measured by patching the live model, and how far the others are off.
 
-Two estimates of every score cost a few runs together: the exact difference of the two runs, which hardly ever misses a
-large node and overrates what the model repairs, and the gradient near the prompt that is patched, which is right about
-small nodes. At that very prompt it would be blind to nodes behind a saturated softmax; a tenth of the way to the other
-prompt it hardly is, and right about small nodes still (measured on trained models: docs/evaluation.md). So
+Three estimates of every score cost a few runs together. The exact difference of the two runs hardly ever misses a large
+node, and overrates what the model repairs. The gradient at the prompt that is patched is right about small nodes, and
+blind to nodes behind a saturated softmax. The gradient a tenth of the way to the other prompt hardly is; where all of a
+prompt changes, it may be several times too large for early nodes (measured on trained models: docs/evaluation.md). So
 
-1. the nodes that either estimate takes for the largest are patched live, each by itself;
-2. the gradient is the score of the others;
-3. of the others, some are drawn at random and patched as well. With x_i = abs(live score − gradient) and p_i the
+1. the nodes that may be the largest are patched live, each by itself: those with the largest sum of the size of an
+   estimate and how far the estimates are apart;
+2. the middle one of the three is the score of the others;
+3. of the others, some are drawn at random and patched as well. With x_i = abs(live score − score) and p_i the
    probability of a draw, x_i / p_i is an unbiased estimate of Σx, whatever the p_i are (Hansen and Hurwitz 1943). They
-   are larger where the two estimates differ, p_i ∝ abs(difference_i − gradient_i) + a quarter of its mean: where misses
-   are, so that draws scatter less;
+   are larger where the estimates differ, p_i ∝ how far they are apart + half of its mean: where misses are, so
+   that draws scatter less;
 4. what is then still unmeasured is divided at random into groups, each of which is patched as a whole, so that a large
-   node which both estimates miss shows in the run of its group, without a run of its own. AtP* (Kramár et al. 2024)
+   node which all estimates miss shows in the run of its group, without a run of its own. AtP* (Kramár et al. 2024)
    tells by random subsets in the same way.
 
-`live` largest are patched for each prompt, and of nodes the whole input besides; there are as many draws, and as many
-groups, at least 2. `tensorlens_tl.results.measured` says how they become an interval and a bound. Each prompt has
-nodes of its own in a run, so that several prompts take no more runs than one.
+`live` largest are patched for each prompt, and of nodes the whole input besides; there are half as many draws, and as
+many groups as draws, at least 2. `tensorlens_tl.results.measured` says how they become an interval and a bound. Each
+prompt has nodes of its own in a run, so that several prompts take no more runs than one.
 """
 
 import re
@@ -33,11 +34,11 @@ from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results import rest_interval
 
-LARGEST = 5
+LARGEST = 10
 """How many of the largest are patched where `live` does not say."""
 
-EVERYWHERE = 0.25
-"""What is added to every probability of a draw, as a share of the mean difference of the two estimates."""
+EVERYWHERE = 0.5
+"""What is added to every probability of a draw, as a share of how far estimates are apart on average."""
 
 WAYS = "how many of the largest are patched, a share of all (0.1), or the largest error of the rest ('error<5%')"
 
@@ -114,8 +115,7 @@ class Measurement(NamedTuple):
 
 
 def measure(
-    differences: Float[Tensor, "batch part"],
-    gradients: Float[Tensor, "batch part"],
+    estimates: Float[Tensor, "estimate batch part"],
     patched: Patched,
     first: int,
     error: float | None,
@@ -124,31 +124,32 @@ def measure(
     """Measure the largest, fill in the others, and see how far these are off.
 
     Args:
-        differences: an estimate that finds large parts.
-        gradients: the scores of what is not measured.
+        estimates: of every score, three; the middle one is the score of what is not measured.
         patched: the live model.
         first: how many of the largest are measured, at first.
         error: how large the stated error may be, as a share of the sizes of all scores; twice as many are measured
             until it is smaller.
         seed: of draws and groups.
     """
-    scores = gradients.clone()
-    measured = torch.zeros_like(gradients, dtype=torch.bool)
+    guesses = estimates.median(0).values
+    scores = guesses.clone()
+    measured = torch.zeros_like(guesses, dtype=torch.bool)
     generator = torch.Generator().manual_seed(seed)
-    size = torch.maximum(differences.abs(), gradients.abs())
-    count, left = first, gradients.shape[1]
+    apart = estimates.amax(0) - estimates.amin(0)
+    size = estimates.abs().amax(0) + apart
+    count, left = first, guesses.shape[1]
     while True:
         count = min(count, left)
         largest = size.masked_fill(measured, -1).topk(count).indices.sort(1).values
         measured.scatter_(1, largest, True)
         rest = ~measured
-        drawn, chances = _drawn(differences - gradients, rest, max(count, 2) if count < left else 0, generator)
+        drawn, chances = _drawn(apart, rest, max(count // 2, 2) if count < left else 0, generator)
         measured.scatter_(1, drawn, True)
-        groups = _groups(~measured, max(first, 2), generator)
+        groups = _groups(~measured, max(first // 2, 2), generator)
         runs = torch.cat([largest, drawn], dim=1)
-        lost = patched(torch.cat([_one_by_one(runs, gradients.shape[1]), groups])).T.to(scores)
+        lost = patched(torch.cat([_one_by_one(runs, guesses.shape[1]), groups])).T.to(scores)
         alone, together = lost[:, : runs.shape[1]], lost[:, runs.shape[1] :]
-        misses = (alone[:, count:] - gradients.gather(1, drawn)).abs()
+        misses = (alone[:, count:] - guesses.gather(1, drawn)).abs()
         draws = misses / chances.to(scores) * rest.any(1, keepdim=True)
         scores.scatter_(1, runs, alone)
         left = int((~measured).sum(1).max())
@@ -170,11 +171,11 @@ def _one_by_one(parts: Int[Tensor, "batch run"], count: int) -> Bool[Tensor, "ru
 
 
 def _drawn(
-    differing: Float[Tensor, "batch part"], rest: Bool[Tensor, "batch part"], count: int, generator: torch.Generator
+    apart: Float[Tensor, "batch part"], rest: Bool[Tensor, "batch part"], count: int, generator: torch.Generator
 ) -> tuple[Int[Tensor, "batch draw"], Float[Tensor, "batch draw"]]:
-    """Draws with replacement from the rest, more often where two estimates differ, and the probability of each."""
+    """Draws with replacement from the rest, more often where estimates differ, and the probability of each."""
     left = rest | ~rest.any(1, keepdim=True)  # a prompt that has nothing left draws anything, which counts nothing
-    off = differing.abs().double().where(rest, 0)
+    off = apart.double().where(rest, 0)
     mean = off.sum(1, keepdim=True) / left.sum(1, keepdim=True)
     weights = (off + EVERYWHERE * mean.where(mean > 0, 1)) * left
     chances = weights / weights.sum(1, keepdim=True)

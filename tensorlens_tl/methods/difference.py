@@ -51,7 +51,7 @@ def difference(
     baseline: Any = None,
     memory: Memory = None,
 ) -> Attribution:
-    """Each token's part in the exact difference between a prompt and a baseline.
+    """Each token's part in what changed between two runs: two prompts, two models, or a prompt and a baseline.
 
     Signed scores and `bias`, the constants that belong to no token, sum to `total`, the change of the model's number.
 

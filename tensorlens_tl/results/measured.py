@@ -5,7 +5,9 @@ unbiased. Misses have a long tail: an interval of a mean that takes them for nor
 log-normal (Cox's, as of Zhou and Gao 1997) around the mean, with v the variance of log x over n draws, of which none
 counts less than a tenth of the mean:
 
-    mean · exp(±t √(v/n + v²/(2(n − 1)))),  t of Student with n − 1 degrees of freedom
+    mean · exp(±t √((v + v²/2) / (n − 1))),  t of Student with n − 1 degrees of freedom
+
+Cox has v/n there; n − 1 covers the truth at the level also where there are two draws.
 
 The unmeasured parts are in groups, patched as a whole; r is what a group gives more than the sum of its scores: the
 misses of its parts, and what they do together. Where the largest miss of one part is θ, its group has r = θ + ε, with ε
@@ -45,7 +47,7 @@ def rest_interval(
     mean = draws.double().mean(1)
     least = (LEAST * mean).clamp_min(torch.finfo(torch.float64).tiny)
     variance = torch.maximum(draws.double(), least[:, None]).log().var(1)
-    error = (variance / count + variance**2 / (2 * (count - 1))).sqrt()
+    error = ((variance + variance**2 / 2) / (count - 1)).sqrt()
     width = (student((1 + level) / 2, count - 1) * error).exp()
     return mean, mean / width, mean * width
 

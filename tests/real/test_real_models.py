@@ -340,13 +340,13 @@ PAIRS = {
 
 @pytest.mark.parametrize("texts", PAIRS, ids=lambda texts: texts[0])
 def test_scores_that_are_measured_agree_with_patching(real, texts, monkeypatch):
-    """Five of the largest nodes and six others in live runs of 301 or 91, and the error of the rest as it is stated."""
+    """Ten of the largest nodes and five others in live runs of 301 or 91, and the error of the rest as it is stated."""
     clean, corrupted = (tlens.freeze(real.bridge(), torch.tensor([real.ids(text)])) for text in texts)
     question = [real.token(word) for word in PAIRS[texts]]
-    monkeypatch.setitem(compare.POINTS, "near", compare.NEAR)
-    measured, patched, found, gradient = (
+    monkeypatch.setitem(compare.POINTS, "near", compare.NEAR[1])
+    measured, patched, *others = (
         circuits.patch_scores(clean, corrupted, *question, method=method, steps=1, points="near")
-        for method in ("measured", "patching", "difference", "integrated")
+        for method in ("measured", "patching", "difference", "gradient", "integrated")
     )
     truth = patched.scores[0, 0, 1:].double()
 
@@ -354,12 +354,13 @@ def test_scores_that_are_measured_agree_with_patching(real, texts, monkeypatch):
         return float(torch.corrcoef(torch.stack([scores.scores[0, 0, 1:].double(), truth]))[0, 1])
 
     assert agreement(measured) > 0.98
-    assert agreement(measured) > max(agreement(found), agreement(gradient))
+    assert agreement(measured) > max(map(agreement, others))
     live = measured.measured
-    assert 6 < int(live.sum()) <= 12
+    assert 11 < int(live.sum()) <= 16
     assert float((measured.scores - patched.scores)[live].abs().max()) <= real.allowed
-    size = torch.maximum(found.scores.abs(), gradient.scores.abs())[0, 0, 1:]
-    misses = (gradient.scores[0, 0, 1:] - truth).abs().scatter(0, size.topk(5).indices, 0)
+    estimates = torch.stack([other.scores[0, 0, 1:].double() for other in others])
+    size = estimates.abs().amax(0) + estimates.amax(0) - estimates.amin(0)
+    misses = (estimates.median(0).values - truth).abs().scatter(0, size.topk(10).indices, 0)
     rest = measured.rest().iloc[0]
     assert rest["low"] <= float(misses.sum() / measured.scores.abs().sum()) <= rest["high"]
     assert float((measured.scores - patched.scores).abs().max()) <= rest["largest"]
