@@ -51,6 +51,9 @@ def waits(model: Any, tokens: int) -> dict[str, float]:
     ids = model.tokenizer.encode(WORDS * 9)[: tokens - 1]
     texts = [model.tokenizer.decode([*ids[:-1], at], skip_special_tokens=True) for at in range(600, 600 + 2 * ROUNDS)]
     session = Session(model)
+    session.view("prompt", {"text": WORDS})  # the model has been read once
+    several = iter(texts)
+    predicted = seconds(lambda: session.view("prompt", {"text": next(several)}))
     first = seconds(partial(first_answer, session, iter(texts)))
     prompt = {"text": texts[0]}
     clicks = {
@@ -58,15 +61,18 @@ def waits(model: Any, tokens: int) -> dict[str, float]:
         "20 new tokens": ("generated", {"new": 20}),
         "three of them, hops": ("generated", {"new": 20, "start": 4, "stop": 7, "hops": "all"}),
         "a head": ("head", {"layer": 1, "head": 0}),
-        "ablate it": ("ablate", {"node": "L1H0"}),
+        "ablate it": ("ablate", {"without": "L1H0"}),
         "the graph": ("graph", {}),
         "neurons of an MLP": ("neurons", {"node": "MLP1"}),
+        "two heads, by the second run": ("ablate", {"other": texts[1], "without": "L1H0,L1H1", "by": "other"}),
         "two prompts, tokens": ("tokens", {"other": texts[1]}),
         "two prompts, graph": ("graph", {"other": texts[1]}),
         "two prompts, routes": ("routes", {"other": texts[1]}),
     }
     views = {what: partial(session.view, view, prompt | fields) for what, (view, fields) in clicks.items()}
-    return {"the first answer to a prompt": first} | {what: seconds(view) for what, view in views.items()}
+    return {"next tokens of a new prompt": predicted, "the first answer to a prompt": first} | {
+        what: seconds(view) for what, view in views.items()
+    }
 
 
 def growth_of_memory(model: Any) -> float:

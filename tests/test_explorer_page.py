@@ -272,6 +272,26 @@ def test_the_baseline_of_a_difference_stands_beside_its_number(browser, opened):
     assert change == pytest.approx(view["total"], abs=1e-5)
 
 
+def test_methods_stand_in_groups_and_tokens_are_written_in_one_way(browser, opened):
+    load(browser, opened, text=PROMPT)
+    about = opened._session.about()["methods"]
+    groups = {
+        group.get_attribute("label"): [
+            of.get_attribute("value") for of in group.find_elements("css selector", "option")
+        ]
+        for group in several(browser, "#method optgroup")
+    }
+    assert groups == {label: [of["name"] for of in about if of["group"] == label] for label in groups}
+    assert sorted(name for names in groups.values() for name in names) == sorted(tlens.list_methods())
+    (removal,) = (names for label, names in groups.items() if label.startswith("Removal"))
+    assert removal == [name for name in tlens.list_methods() if tlens.get_method(name).perturbs]
+    view = opened._session.view("prompt", {"text": PROMPT})
+    target, minus = (f"“{view[name]['text'].strip(' ').replace(chr(10), '↵')}”" for name in ("target", "minus"))
+    assert one(browser, "#question").text.startswith(f"Why {target} and not {minus}?")
+    for place in (".tokens", ".components", ".graph-card"):
+        assert f"{target} − {minus}" in one(browser, f"{place} header small").text
+
+
 def test_a_link_names_what_the_target_is_compared_with(browser, opened):
     listed = [token["id"] for token in opened._session.view("prompt", {"text": PROMPT})["next"]]
     assert 5 not in listed

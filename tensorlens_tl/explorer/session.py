@@ -22,7 +22,7 @@ from tensorlens_tl.models import RUNNER_UP, ModelView
 from tensorlens_tl.passes import Difference, FrozenPass
 from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.target import chosen_head, token_label
-from tensorlens_tl.registry import get_method, list_methods
+from tensorlens_tl.registry import DEFAULT, Method, get_method, list_methods
 from tensorlens_tl.results import COVERED, SHOWN_EDGES, ScoreAttribution, ScoreChange, Terms
 
 View = dict[str, Any]
@@ -478,6 +478,15 @@ def image_view(inquiry: Inquiry) -> View:
     return view
 
 
+def _group(method: Method) -> str:
+    """What a method's scores are, by what is registered of it."""
+    if method.perturbs:
+        return "Removal: what is lost without a token"
+    if method.explains_prediction():
+        return "Prediction: what a token adds to it"
+    return "Flow: how much reaches the output, whatever it predicts"
+
+
 def _examples(model: ModelView) -> list[View]:
     """Questions to begin with, the first of them of two prompts, in words that the model's tokenizer knows."""
     if model.reads != "tokens" or model.unembedding is None or model.classes is not None or model.tokenizer is None:
@@ -583,9 +592,9 @@ class Session:
     def about(self) -> View:
         """The model, the methods that the page offers, and which inputs it takes."""
         methods: list[View] = []
-        for method in list_methods():
+        for method in sorted(list_methods(), key=lambda name: name != DEFAULT):
             sentence = (get_method(method).__doc__ or "").split("\n\n")[0].replace("\n", " ").replace("`", "")
-            methods.append({"name": method, "about": sentence})
+            methods.append({"name": method, "about": sentence, "group": _group(get_method(method))})
         view: View = {
             "name": self.name,
             "two_models": self.other is not None,

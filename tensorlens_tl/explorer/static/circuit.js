@@ -1,5 +1,5 @@
 // The contribution graph: the picture that pages of results have too (graph.js), and what else a chosen node selects.
-import { card, error, h, menu, percent, sum } from "./draw.js";
+import { card, error, h, menu, percent, sum, worded } from "./draw.js";
 import { NOTHING, isPair } from "./state.js";
 
 const STEPS = [20, 40, 80, 120];
@@ -41,7 +41,7 @@ function drawn(view, state, go) {
   const part = view.covered ? "" : ` (partial: ${percent(view.coverage)})`;
   const { bias } = nodes.at(-1);
   return card("graph-card", `${isPair(state) ? "How the change reached the answer" : "How the answer came about"}${part}`,
-    `${view.label}; the ${view.count} nodes drawn carry ${percent(view.coverage)} of what enters the answer, all others are summed by layers`,
+    `${worded(view.label)}; the ${view.count} nodes drawn carry ${percent(view.coverage)} of what enters the answer, all others are summed by layers`,
     h("div", { class: "row" }, h("label", { class: "inline" }, "Nodes ", count), menu("graph", "graph", table, view.code, () => window.tensorlensGraphs.svg(holder.firstChild))),
     holder, h("p", { class: "soft hint" }),
     sum([["nodes drawn", view.total - view.others - bias], ["+ all others", view.others], ["+ bias", bias || null], ["=", view.total], ["relative error of all parts", error(view.gap), view.gap]]),

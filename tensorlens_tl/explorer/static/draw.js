@@ -62,6 +62,9 @@ export const printable = (text) => text.replace(/[\0-\x1f]/g, (sign) => String.f
 export const visible = (token) => printable(token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/ {2,}/g, (spaces) => "·".repeat(spaces.length))) || "∅";
 export const quoted = (token) => `“${visible(token).trim() || visible(token)}”`;
 
+// A label of the library, with tokens written as everywhere on the page.
+export const worded = (label) => label.replace(/'((?:[^'\\]|\\.)*)'/g, (_, text) => quoted(text.replaceAll("\\n", "\n").replaceAll("\\'", "'")));
+
 export function chips(tokens, { values, selected, changed, linked, pick, label }) {
   const most = values ? largest(values) : 1;
   const start = selected ?? 0;

@@ -243,6 +243,7 @@ find("undo").addEventListener("click", () => history.back());
 find("redo").addEventListener("click", () => history.forward());
 find("link").addEventListener("click", (event) => copy(location.href, event.target));
 listen({ escape: () => go({ ...NOTHING, without: undefined, by: undefined }), undo: () => history.back(), redo: () => history.forward(), prompt: () => find("text").focus() });
+addEventListener("resize", () => open(!find("second").hidden));
 addEventListener("popstate", show);
 addEventListener("changed", show);
 

@@ -1,5 +1,5 @@
 // Text that the model writes: how many tokens, a stretch of them, hops; and whether prompts are a chat.
-import { bars, card, chips, error, h, menu, number, quoted, sum } from "./draw.js";
+import { bars, card, chips, error, h, menu, number, quoted, sum, worded } from "./draw.js";
 import { isPair } from "./state.js";
 
 const NO_SPAN = { start: undefined, stop: undefined };
@@ -46,7 +46,7 @@ export function generatedView(view, state, go) {
     chip.classList.add("new");
     chip.addEventListener("click", (event) => pick(at, event.shiftKey));
   });
-  return card("generated", "What the model writes", view.label,
+  return card("generated", "What the model writes", worded(view.label),
     h("div", { class: "row" }, hops,
       h("button", { type: "button", id: "all", onclick: () => go(NO_SPAN) }, "All of it"), menu(view.label, "generated", table, view.code)),
     h("p", { class: "soft" }, "Press a generated token, or with Shift a stretch, to see what it came from. Hops send what reached generated tokens on to what these came from."),

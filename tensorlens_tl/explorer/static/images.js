@@ -1,5 +1,5 @@
 // A model that reads images: choose or upload one or two, their patches' scores over the first, and the class that is explained.
-import { card, h, largest, menu, number, tint } from "./draw.js";
+import { card, h, largest, menu, number, tint, worded } from "./draw.js";
 import { NOTHING, isPair, post } from "./state.js";
 
 const FRESH = { ...NOTHING, query: undefined, target: undefined, minus: undefined };
@@ -83,7 +83,7 @@ export function imageView(view, prompt, state, about, go) {
     about.classes.map((name, id) => h("option", { value: id, selected: id === prompt.target.id }, name)));
   const columns = Array.from({ length: view.columns }, (_, at) => String(at));
   const rows = Array.from({ length: view.rows }, (_, at) => [`row ${at}`, ...scores.slice(at * view.columns, (at + 1) * view.columns)]);
-  return card("picture", two ? "Where the change comes from" : "Where on the image", view.label,
+  return card("picture", two ? "Where the change comes from" : "Where on the image", worded(view.label),
     h("div", { class: "row" }, h("label", { class: "mode" }, "Explain ", classes), menu(view.label, "image", { columns: ["row", ...columns], rows }, view.code)),
     h("div", { class: "pictures" },
       figure(two ? "scores of the patches, over the first image" : "scores of the patches, over the image",

@@ -1,5 +1,5 @@
 // What was pressed, opened: a head, the neurons of an MLP, a feature, and the model without one of them.
-import { bars, card, chips, error, h, largest, menu, number, percent, plain, quoted, sideBySide, sum, together, visible } from "./draw.js";
+import { bars, card, chips, error, h, largest, menu, number, percent, plain, quoted, sideBySide, sum, together, visible, worded } from "./draw.js";
 import { ablated, isPair, toggled } from "./state.js";
 
 const ablateButton = (name, state, go) => h("button", { type: "button", id: "ablate", "aria-pressed": String(ablated(state).includes(name)), onclick: () => go(toggled(state, name)) },
@@ -35,7 +35,7 @@ export function neuronsView(view, state, go) {
   const rows = [...view.top, ...(view.count ? [{ name: `${view.count} other neurons`, score: view.others, muted: true }] : [])];
   const short = rows.map((row) => ({ ...row, name: row.name.replace(`${view.node}.`, "") }));
   const table = { columns: ["neuron", "score"], rows: rows.map((row) => [row.name, row.score]) };
-  return card("neurons", view.node, `${view.label}; direct effects of its neurons`,
+  return card("neurons", view.node, `${worded(view.label)}; direct effects of its neurons`,
     h("div", { class: "row" },
       ablateButton(view.node, state, go),
       menu(view.node, view.node, table, view.code)),

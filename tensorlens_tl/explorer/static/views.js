@@ -1,5 +1,5 @@
 // The views that are always there: tokens, next tokens, components; of two runs, routes; of dictionaries, features.
-import { alike, bars, card, chips, error, h, map, matrix, menu, number, percent, plain, quoted, sideBySide, sum, visible } from "./draw.js";
+import { alike, bars, card, chips, error, h, map, matrix, menu, number, percent, plain, quoted, sideBySide, sum, visible, worded } from "./draw.js";
 import { NOTHING, isPair } from "./state.js";
 
 const LISTED = 8;
@@ -11,9 +11,10 @@ export function tokensView(prompt, view, state, go, about) {
   const top = [...scores].sort((a, b) => Math.abs(b.score) - Math.abs(a.score)).slice(0, LISTED).filter((row) => row.score);
   const table = { columns: ["token", "score"], rows: prompt.tokens.map((token, at) => [`${at} ${visible(token)}`, view.scores[at]]) };
   const method = two ? null : h("select", { id: "method", "aria-label": "Method", onchange: (event) => go({ method: event.target.value }) },
-    about.methods.map((of) => h("option", { value: of.name, selected: of.name === view.method }, of.name)));
+    [...new Set(about.methods.map((of) => of.group))].map((label) => h("optgroup", { label },
+      about.methods.filter((of) => of.group === label).map((of) => h("option", { value: of.name, selected: of.name === view.method }, of.name)))));
   const says = two ? "Each part of the exact change, with nothing held fixed." : about.methods.find((of) => of.name === view.method)?.about;
-  return card("tokens", two ? `What changed the answer, by ${unit}` : `Which ${unit}${unit === "token" ? "s" : "es"} matter`, view.label,
+  return card("tokens", two ? `What changed the answer, by ${unit}` : `Which ${unit}${unit === "token" ? "s" : "es"} matter`, worded(view.label),
     h("div", { class: "row" }, method, menu(view.label, "tokens", table, view.code)),
     chips(prompt.tokens, {
       values: view.scores, selected: prompt.query, changed: prompt.changed, linked: state.at,
@@ -100,7 +101,7 @@ export function componentsView(view, state, go) {
   const rest = all.slice(LISTED);
   if (rest.length) top.push({ name: `${rest.length} others`, score: rest.reduce((total, row) => total + row.score, 0), muted: true });
   return card("components", isPair(state) ? "What changed the answer, by component" : "Which components write it",
-    `${view.label}; direct effects`, menu(view.label, "components", table, view.code),
+    `${worded(view.label)}; direct effects`, menu(view.label, "components", table, view.code),
     h("div", { class: "beside" }, drawing(names, columns, values, {
       label: "Direct effects, layers by heads and MLP", pick: open,
       selected: (layer, column) => (column < count ? state.layer === layer && state.head === column : state.node === `MLP${layer}`),
@@ -127,7 +128,7 @@ export function featuresView(view, state, go, about) {
   const table = { columns: ["feature", "score"], rows: [...[...view.top, ...others].map((row) => [named(row), row.score]), ...view.rest.map((row) => [row.name, row.score])] };
   const rest = view.rest.reduce((total, row) => total + row.score, 0);
   const picked = state.feature === undefined ? undefined : `F${state.feature}@${state.at}`;
-  return card("features", "Which features write it", `${view.label}; ${view.hook} explains ${percent(view.explained)} of the variance, ${plain(view.active)} active at a token`,
+  return card("features", "Which features write it", `${worded(view.label)}; ${view.hook} explains ${percent(view.explained)} of the variance, ${plain(view.active)} active at a token`,
     h("div", { class: "row" }, choice, menu(view.label, "features", table, view.code)),
     bars([...rows, ...others], {
       label: "Features; press one to look into it", selected: picked,
