@@ -1068,3 +1068,21 @@ def test_scores_that_are_rounding_are_refused_by_position(monkeypatch):
     with pytest.raises(tlens.NumericalError, match=r"At position 1 one run's stream is up to 10000 times as long"):
         tlens.methods.difference(frozen, target=7, baseline=short)
     assert tlens.methods.difference(frozen, target=7, baseline=[5, 6, 7]).scores.any()
+
+
+def test_a_difference_of_two_dtypes_that_is_refused_names_them(monkeypatch):
+    wide = tiny_model("bridge/gpt2").to(torch.float32)
+    narrow = copy.deepcopy(wide).to(torch.bfloat16)
+    runs = [tlens.freeze(model, some_tokens()[:1]) for model in (wide, narrow)]
+    monkeypatch.setattr(tlens.Difference, "tolerance", 1e-6)
+    with pytest.raises(tlens.UnsupportedModelError, match=r"in float32, the other in bfloat16.*one dtype"):
+        tlens.difference(*runs)
+
+
+@pytest.mark.parametrize("method", ["tensorlens", "attnlrp"])
+def test_what_a_sum_misses_is_printed_whether_or_not_it_should_be_exact(demo_model, capsys, method):
+    scores = tlens.attribute(demo_model, "The value is not found, a", 5, method=method)
+    scores.show()
+    title = capsys.readouterr().out.splitlines()[0]
+    assert f"gap {float(scores.gap.max()):.1e}" in title
+    assert scores.additive is not title.endswith("no exact sum")

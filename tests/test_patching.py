@@ -139,7 +139,7 @@ def stream_point(frozen, layer):
 @pytest.mark.parametrize("name", [*NAMES, *BOTH])
 def test_patching_a_node_of_the_frozen_model_costs_its_score(name, model_named):
     clean, corrupted = two(model_named(name))
-    scores = circuits.patch_scores(clean, corrupted, **ASKED)
+    scores = circuits.patch_scores(clean, corrupted, **ASKED, method="frozen")
     before, hooks = number(clean, []), node_hooks(clean, corrupted)
     assert scores.names == list(hooks)
     assert not scores.additive
@@ -159,7 +159,7 @@ def test_so_do_neurons_positions_and_the_stream(name, model_named):
     before, points = number(clean, []), clean.points.blocks
     streams = [stream_point(clean, layer) for layer in range(clean.n_layers)]
     other = values(corrupted, [points[1].post, points[1].z, *streams])
-    neurons = circuits.patch_scores(clean, corrupted, **ASKED, by="neuron", positions=True)
+    neurons = circuits.patch_scores(clean, corrupted, **ASKED, method="frozen", by="neuron", positions=True)
     hook = (points[1].post, put(other[points[1].post], part=3))
     assert close(before - number(clean, [hook]), neurons["MLP1.N3"][:, 0], tolerance(name))
     place = neurons.names.index("L1H2")
@@ -167,11 +167,11 @@ def test_so_do_neurons_positions_and_the_stream(name, model_named):
     hook = (points[1].z, put(other[points[1].z], part=2, pos=-1, heads=4))
     assert close(before - number(clean, [hook]), neurons.keys[:, 0, place, last], tolerance(name))
     assert close(neurons.keys.sum(-1), neurons.scores, 1e-12)
-    stream = circuits.patch_scores(clean, corrupted, **ASKED, by="stream")
+    stream = circuits.patch_scores(clean, corrupted, **ASKED, method="frozen", by="stream")
     for layer, point in enumerate(streams):
         hook = (point, put(other[point]))
         assert close(before - number(clean, [hook]), stream[f"L{layer}.stream"][:, 0], tolerance(name))
-    whole = circuits.patch_scores(clean, corrupted, **ASKED, by="component")
+    whole = circuits.patch_scores(clean, corrupted, **ASKED, method="frozen", by="component")
     heads = [neurons[f"L1H{head}"] for head in range(4)]
     assert close(sum(heads), whole["L1.attn"], 1e-12)
 
@@ -291,8 +291,8 @@ def test_all_methods_score_the_same_edges(name, model_named):
     assert close(frozen.corrupted, exact.corrupted, 1e-9)
     nodes = [circuits.patch_scores(clean, corrupted, **ASKED, method=m) for m in ("frozen", "difference")]
     assert nodes[0].names == nodes[1].names
-    assert nodes[0].target == f"{frozen.target}, clean − patched"
-    assert nodes[1].target == f"change of the {frozen.target}, clean − corrupted"
+    assert nodes[0].target == f"{frozen.target}, clean − patched, by frozen"
+    assert nodes[1].target == f"change of the {frozen.target}, clean − corrupted, by difference"
     assert close(nodes[0].total, exact.clean[:, None], 1e-9)
     assert close(nodes[1].total, (exact.clean - exact.corrupted)[:, None], 1e-9)
     numbers = circuits.run_circuits(clean, corrupted, [exact.circuit(0), exact.circuit(len(exact))], **ASKED)
@@ -344,8 +344,8 @@ def test_one_prompt_twice_has_no_scores(model_named):
 
 def test_mixers_have_scores_by_the_frozen_model_and_by_gradients(model_named):
     clean, corrupted = two(model_named("bridge/lfm2"))
-    nodes = circuits.patch_scores(clean, corrupted, **ASKED)
-    edges = circuits.edge_scores(clean, corrupted, **ASKED)
+    nodes = circuits.patch_scores(clean, corrupted, **ASKED, method="frozen")
+    edges = circuits.edge_scores(clean, corrupted, **ASKED, method="frozen")
     assert "L0.mixer" in nodes.names
     assert close(nodes.scores[:, 0], edges.scores.sum(-1), 1e-9)
     with pytest.raises(tlens.UnsupportedModelError, match=r"L0\.mixer"):
@@ -380,7 +380,7 @@ ACROSS = [
 @pytest.mark.few(16)
 def test_patching_an_edge_of_the_frozen_steps_costs_its_score(name, edge, model_named):
     clean, corrupted = two(model_named(name))
-    edges = circuits.edge_scores(clean, corrupted, **ASKED, positions=True)
+    edges = circuits.edge_scores(clean, corrupted, **ASKED, method="frozen", positions=True)
     assert close(edges.by_position.sum(-1), edges.scores, 1e-12)
     asked = pair_target(clean, corrupted, 5, 7, None, -1)
     before = rerun(asked, corrupted, None, None)
@@ -397,7 +397,7 @@ def test_patching_an_edge_of_the_frozen_steps_costs_its_score(name, edge, model_
 def test_patching_an_edge_by_hooks_on_the_frozen_model_costs_its_score(name, edge, model_named):
     """What the embedding gives a head's values, an MLP's neurons, and the end, taken away at their own hook points."""
     clean, corrupted = two(model_named(name))
-    edges, before = circuits.edge_scores(clean, corrupted, **ASKED), number(clean, [])
+    edges, before = circuits.edge_scores(clean, corrupted, **ASKED, method="frozen"), number(clean, [])
     start, points = clean.capture.stream_names(0)[0], clean.points.blocks[1]
     away = values(clean, [start])[start] - values(corrupted, [start])[start]
     block = clean.view.blocks[1]
@@ -425,7 +425,7 @@ def test_patching_an_edge_by_hooks_on_the_frozen_model_costs_its_score(name, edg
 def test_patching_an_edge_across_the_stacks_by_hooks_costs_its_score(name, edge, model_named):
     """Where no norm lies between, what a node writes is in the stream as it is, up to the norm at the encoder's end."""
     clean, corrupted = two(model_named(name))
-    edges = circuits.edge_scores(clean, corrupted, **ASKED)
+    edges = circuits.edge_scores(clean, corrupted, **ASKED, method="frozen")
     source, destination = edge.split(" → ")
     away = written(clean, source) - written(corrupted, source)
     held = clean.fwd_hooks()
@@ -562,7 +562,7 @@ def test_a_direction_may_read_the_encoder(name, model_named):
 def test_a_circuit_of_a_target_in_the_other_stack_is_refused(name, model_named):
     """All of its edges would not give the clean number: those into the target are others."""
     clean, corrupted = two(model_named(name))
-    circuit = circuits.edge_scores(clean, corrupted, **ASKED).circuit(20)
+    circuit = circuits.edge_scores(clean, corrupted, **ASKED, method="frozen").circuit(20)
     direction = torch.randn(16, dtype=torch.float64)
     with pytest.raises(tlens.InvalidInputError, match="number 0 is of a target that reads elsewhere"):
         circuits.run_circuits(clean, corrupted, circuit, direction=direction, query=3)
@@ -811,7 +811,7 @@ def test_a_circuit_may_attend_where_every_probability_underflowed(name):
     clean, corrupted = sharp(name)
     closed = [frozen.pattern(0) == 0 for frozen in (clean, corrupted)]
     assert bool((closed[0] & closed[1]).all(1).tril().any())  # probabilities of the causal part, zero in every head
-    scores = circuits.edge_scores(clean, corrupted, **ASKED)
+    scores = circuits.edge_scores(clean, corrupted, **ASKED, method="frozen")
     kept = scores.exists.clone()
     kept[:, [end.startswith("L0") and end.endswith(".q") for end in scores.destinations]] = False
     some = circuits.Circuit(scores.sources, scores.destinations, scores.scores[0], scores.exists, kept, scores.config)
@@ -827,7 +827,7 @@ def test_a_circuit_may_attend_where_every_probability_underflowed(name):
 @pytest.mark.parametrize("name", [*LIVE, *LIVE_BOTH])
 def test_all_edges_give_the_clean_number_and_none_the_corrupted(name, model_named):
     clean, corrupted = two(model_named(name))
-    scores = circuits.edge_scores(clean, corrupted, **ASKED)
+    scores = circuits.edge_scores(clean, corrupted, **ASKED, method="frozen")
     both = [scores.circuit(len(scores)), scores.circuit(0)]
     made = circuits.run_circuits(clean, corrupted, both, **ASKED)
     error = 1e-6 if name == "bridge/opt" else tolerance(name)

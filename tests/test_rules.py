@@ -174,7 +174,7 @@ def test_a_rule_that_changes_values_is_refused():
         lambda: circuits.patch_scores(clean, corrupted, **ASKED, rule=doubled),
         lambda: circuits.edge_scores(clean, corrupted, **ASKED, rule=doubled),
     ):
-        with pytest.raises(tlens.NumericalError, match="rule"):
+        with pytest.raises(tlens.NumericalError, match="has to return the operation's own value"):
             ask()
     assert not hooks_left(clean.model)
 

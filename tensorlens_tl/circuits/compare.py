@@ -110,6 +110,9 @@ SYNONYMS = {
 NEAR = (1.0, 0.9)
 """Where ``"measured"`` takes gradients, as shares of the way from the corrupted to the clean embeddings."""
 
+DEFAULT = "difference"
+"""The method where none is named: exact between the two runs, and at the cost of a few."""
+
 PATCHED = {
     "clean": "clean − patched",
     "corrupted": "patched − corrupted",
@@ -146,7 +149,7 @@ def ruled_method(method: str | None, rule: Any, clean: PassLike) -> tuple[str, R
         UnsupportedModelError: the rule says nothing of this model.
     """
     if rule is None:
-        return method or "frozen", None
+        return method or DEFAULT, None
     follows = is_of_run(rule)
     method = method or ("gradient" if follows else "frozen")
     if not follows and method in ("frozen", "frozen+qk"):
@@ -393,7 +396,7 @@ def edge_scores(
         method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by averaged gradients),
             ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"difference"`` (exact between the two
             runs), ``"measured"`` (the largest by live runs) or ``"patching"`` (a live run for each edge). None is
-            ``"frozen"``, and with a rule of gradients ``"gradient"``.
+            as in `patch_scores`.
         rule: what gradients follow, as in `patch_scores`.
         positions: also each edge at each position where its destination reads, `EdgeScores.by_position`; not with
             ``"measured"`` and ``"patching"``.
@@ -839,8 +842,8 @@ def patch_scores(
         method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by gradients),
             ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"atp*"`` (AtP*: a gradient without each
             layer), ``"difference"`` (exact between the two runs), ``"measured"`` (the largest by live runs) or
-            ``"patching"`` (a live run for each node). None is ``"frozen"``, and with a rule of gradients
-            ``"gradient"``.
+            ``"patching"`` (a live run for each node). None is ``"difference"``; with a rule of gradients it is
+            ``"gradient"``, with one of the frozen model ``"frozen"``.
         rule: of the frozen methods, a rule of the frozen model; of ``"gradient"`` and ``"integrated"``, what gradients
             follow in place of the model's own: one of ``tlens.list_rules()``, or a `Rule`.
         positions: also each node at each position, in `Terms.keys`, `[batch, query, node, pos]`. They sum to the
@@ -911,10 +914,11 @@ def patch_scores(
 def _fields(comparison: _Comparison, patched: str) -> dict[str, Any]:
     """What a result says of its target: which run is patched, and the number that is compared."""
     readout, (clean, corrupted) = comparison.readout, comparison.numbers
-    if comparison.method == "difference":
-        return readout.fields() | {"target": f"change of the {readout.label}, clean − corrupted"}
     totals = {"clean": clean, "corrupted": corrupted, "both": clean - corrupted}
-    return readout.fields() | {"target": f"{readout.label}, {PATCHED[patched]}", "total": totals[patched]}
+    target, total = f"{readout.label}, {PATCHED[patched]}", totals[patched]
+    if comparison.method == "difference":
+        target, total = f"change of the {readout.label}, clean − corrupted", clean - corrupted
+    return readout.fields() | {"target": f"{target}, by {comparison.method}", "total": total}
 
 
 def _nodes_of(

@@ -575,6 +575,5 @@ def refuse_other_values(frozen: PassLike, under_rule: Tensor, plain: Tensor) -> 
     error = float((under_rule - plain).abs().max())
     if not error <= frozen.tolerance * max(float(plain.abs().max()), 1.0):
         raise NumericalError(
-            f"{frozen.view.description}: under the rule the model gives another number, {error:.1e} off. A rule says "
-            "what gradients an operation passes on, and returns the operation's own value: stands(f(x), …) does."
+            f"{frozen.view.description}: under the rule the model gives another number, {error:.1e} off. {OWN_VALUE}"
         )

@@ -316,7 +316,7 @@ class _RuledRun:
         self.uncut = torch.cat([part.flatten(3).to(tokens.device) for part in pulled], dim=2)
         if not start:
             live = frozen.activation(self.read_at)
-            self._refuse_error(relative_error(value.to(live), live), "under the rule it computes something else")
+            self._refuse_error(relative_error(value.to(live), live), "under the rule it computes something else", OWN_VALUE)
         error = relative_error(self.arrived[self.read_at].detach(), value)
         self._refuse_error(error, "where it is cut, it computes something else")
 
@@ -330,9 +330,9 @@ class _RuledRun:
         error = relative_error(pulled.flatten(0, 1), self.uncut.to(pulled).flatten(0, 1))
         self._refuse_error(error, "the parts of a run are not the whole: pulled through them, the target differs")
 
-    def _refuse_error(self, error: float, what: str) -> None:
+    def _refuse_error(self, error: float, what: str, advice: str = "Leave rule out.") -> None:
         if not error <= self.frozen.tolerance * self.frozen.n_layers:
-            raise NumericalError(f"{self.frozen.view.description}: {what}, by {error:.1e}. Leave rule out.")
+            raise NumericalError(f"{self.frozen.view.description}: {what}, by {error:.1e}. {advice}")
 
     # ------------------------------------------------------------------ its parts
 

@@ -23,6 +23,12 @@ from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 Operation = Callable[..., Tensor]
 
 
+OWN_VALUE = (
+    "A rule says what gradients an operation passes on, and returns the operation's own value: stands(f(x), …) does."
+)
+"""What to do where a model under a rule gives another number."""
+
+
 def unchanged(f: Operation, *inputs: Any) -> Tensor:
     """The operation with its own gradient."""
     return f(*inputs)

@@ -206,15 +206,15 @@ def note_rounding(
 
 
 def _check_run(frozen: FrozenPass, outputs: list[Tensor]) -> None:
-    """The run repeats the pass."""
+    """Refuse a run that does not repeat the pass, whose operations a rule may differentiate otherwise, not change."""
     expected = [frozen.activation(name) for name in _ends(frozen)]
     masks = frozen.mask.split([output.shape[1] for output in outputs], dim=1)
     error = max(relative_error(*ends) for ends in zip([y.detach() for y in outputs], expected, masks, strict=True))
     allowed = frozen.tolerance * frozen.n_layers  # errors of blocks add up
     if not error <= allowed:
         raise NumericalError(
-            f"{frozen.view.description}: the run with a backward rule differs from the frozen pass by {error:.1e} "
-            f"(allowed {allowed:.0e}); a hook that changes activations, or something random?"
+            f"{frozen.view.description}: the run under a rule differs from the frozen pass by {error:.1e} (allowed "
+            f"{allowed:.0e}). {OWN_VALUE} Or a hook changes activations, or something is random."
         )
 
 

@@ -498,8 +498,9 @@ class Attribution(Explained, QueryScores):
         if batch is not None:
             target = self._target_of_prompt(batch, row)
         notes = [": ".join(filter(None, [self.method, target]))]
-        if self.additive and self.gap is not None:
-            notes.append(f"gap {float(self.gap.max()):.1e}{self._shown_miss()}")
+        if self.gap is not None:
+            exact = self._shown_miss() if self.additive else ", no exact sum"
+            notes.append(f"gap {float(self.gap.max()):.1e}{exact}")
         return " · ".join(notes)
 
     def _shown_miss(self) -> str:

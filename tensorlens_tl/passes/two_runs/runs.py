@@ -441,6 +441,12 @@ def _suspects(a: FrozenPass, b: FrozenPass) -> str:
             f"Hooks stood on the model ({', '.join(hooks)}), and what they change inside a block is not read: freeze "
             "both runs without them, or ask about each run by itself."
         )
+    dtypes = [str(frozen.resid_pre(0).dtype).removeprefix("torch.") for frozen in (a, b)]
+    if dtypes[0] != dtypes[1]:
+        return (
+            f"One run is in {dtypes[0]}, the other in {dtypes[1]}: what differs is mostly rounding. Load both models "
+            "in one dtype."
+        )
     if a.model is not b.model:
         return "The two models seem to be of two architectures: ask about each run by itself."
     return "A part responds to another input in another way than its weights say: ask about each run by itself."
