@@ -21,7 +21,7 @@ from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import refuse_nan
 from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.stream import StreamTarget, Sublayer
-from tensorlens_tl.core import Rule, refuse_other_functions, ruled
+from tensorlens_tl.core import OWN_VALUE, Rule, refuse_other_functions, ruled
 from tensorlens_tl.errors import NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import (
     CallChange,

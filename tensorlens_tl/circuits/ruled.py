@@ -24,6 +24,7 @@ from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.arguments import RuleLike
 from tensorlens_tl.circuits.stream import Kind, Pulled, Step, StreamTarget, Sublayer
 from tensorlens_tl.core import (
+    OWN_VALUE,
     Cuts,
     Recorded,
     Rule,
@@ -316,7 +317,9 @@ class _RuledRun:
         self.uncut = torch.cat([part.flatten(3).to(tokens.device) for part in pulled], dim=2)
         if not start:
             live = frozen.activation(self.read_at)
-            self._refuse_error(relative_error(value.to(live), live), "under the rule it computes something else", OWN_VALUE)
+            self._refuse_error(
+                relative_error(value.to(live), live), "under the rule it computes something else", OWN_VALUE
+            )
         error = relative_error(self.arrived[self.read_at].detach(), value)
         self._refuse_error(error, "where it is cut, it computes something else")
 
