@@ -19,6 +19,7 @@ from torch.autograd.function import FunctionCtx
 from tensorlens_tl._arguments import nearest
 from tensorlens_tl.algebra.secants import logarithmic_mean, slope
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.models import FrozenRule
 
 Operation = Callable[..., Tensor]
 
@@ -66,7 +67,7 @@ class Rule:
     softmax: Operation = unchanged
     mean: Operation = Tensor.detach
     runs: int = 1
-    head: str = "frozen-tangent"
+    head: FrozenRule = "frozen-tangent"
     needs: tuple[str, ...] = ("attention_products",)
     affine: bool = False
 
