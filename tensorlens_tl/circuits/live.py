@@ -21,7 +21,7 @@ from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import refuse_nan
 from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.stream import StreamTarget, Sublayer
-from tensorlens_tl.core import OWN_VALUE, Rule, refuse_other_functions, ruled
+from tensorlens_tl.core import SAME_VALUE, Rule, refuse_other_functions, ruled
 from tensorlens_tl.errors import NumericalError, UnsupportedModelError
 from tensorlens_tl.hooks import (
     CallChange,
@@ -575,5 +575,5 @@ def refuse_other_values(frozen: PassLike, under_rule: Tensor, plain: Tensor) -> 
     error = float((under_rule - plain).abs().max())
     if not error <= frozen.tolerance * max(float(plain.abs().max()), 1.0):
         raise NumericalError(
-            f"{frozen.view.description}: under the rule the model gives another number, {error:.1e} off. {OWN_VALUE}"
+            f"{frozen.view.description}: under the rule the model gives another number, {error:.1e} off. {SAME_VALUE}"
         )

@@ -24,7 +24,7 @@ from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.circuits.arguments import RuleLike
 from tensorlens_tl.circuits.stream import Kind, Pulled, Step, StreamTarget, Sublayer
 from tensorlens_tl.core import (
-    OWN_VALUE,
+    SAME_VALUE,
     Cuts,
     Recorded,
     Rule,
@@ -318,7 +318,7 @@ class _RuledRun:
         if not start:
             live = frozen.activation(self.read_at)
             self._refuse_error(
-                relative_error(value.to(live), live), "under the rule it computes something else", OWN_VALUE
+                relative_error(value.to(live), live), "under the rule it computes something else", SAME_VALUE
             )
         error = relative_error(self.arrived[self.read_at].detach(), value)
         self._refuse_error(error, "where it is cut, it computes something else")

@@ -24,7 +24,7 @@ from tensorlens_tl.models import FrozenRule
 Operation = Callable[..., Tensor]
 
 
-OWN_VALUE = (
+SAME_VALUE = (
     "A rule says what gradients an operation passes on, and returns the operation's own value: stands(f(x), …) does."
 )
 """What to do where a model under a rule gives another number."""

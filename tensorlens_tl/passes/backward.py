@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import refuse_nan, relative_error, relative_gap, upcast
-from tensorlens_tl.core import OWN_VALUE, Rule, refuse_other_functions, ruled
+from tensorlens_tl.core import SAME_VALUE, Rule, refuse_other_functions, ruled
 from tensorlens_tl.errors import GapWarning, NumericalError, warn_caller
 from tensorlens_tl.hooks import FwdHook, graph_of, in_this_thread
 from tensorlens_tl.models import Query, TokenLike
@@ -214,7 +214,7 @@ def _check_run(frozen: FrozenPass, outputs: list[Tensor]) -> None:
     if not error <= allowed:
         raise NumericalError(
             f"{frozen.view.description}: the run under a rule differs from the frozen pass by {error:.1e} (allowed "
-            f"{allowed:.0e}). {OWN_VALUE} Or a hook changes activations, or something is random."
+            f"{allowed:.0e}). {SAME_VALUE} Or a hook changes activations, or something is random."
         )
 
 
