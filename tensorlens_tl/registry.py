@@ -642,6 +642,7 @@ DEFAULT_OF_DIFFERENCES = "difference"
 _BUILT_IN = frozenset(RULES) | frozenset(FROZEN_RULES)
 
 
+@checked_names
 def attribute(
     model: ModelLike | FrozenPass | Difference,
     input: Any = None,

@@ -866,3 +866,22 @@ def test_the_largest_heads_can_be_asked_for(model_named):
     assert sorted(term.name for term in heads) == [f"L{layer}H{head}" for layer in range(2) for head in range(4)]
     assert [term for term in terms.top(100) if term in heads] == heads
     assert [term.name[:2] for term in terms.top(3, names="L1H*")] == ["L1"] * 3
+
+
+def test_the_title_of_a_score_says_which_occurrence_of_a_text_is_meant():
+    frozen = tlens.freeze(tlens.load_demo_model(), "Return the value. Return the")
+    by_text = circuits.qk_attribution(frozen, 1, 0, query=" the", key=" value")
+    by_number = circuits.qk_attribution(frozen, 1, 0, query=6, key=3)
+    assert "6 ' the' (the last of 2) → 3 ' value'" in by_text.heading
+    assert "the last of" not in by_number.heading
+    assert torch.equal(by_text.pairs, by_number.pairs)
+
+
+@pytest.mark.parametrize(("name", "lines"), [("bridge/llama", 0), ("bridge/gpt2", 3)])
+def test_a_score_has_lines_for_biases_where_the_model_has_biases(name, lines, capsys):
+    model = tiny_model(name)
+    with torch.no_grad():
+        for weight in [weight for path, weight in model.named_parameters() if path.endswith("bias")]:
+            weight.normal_()
+    circuits.qk_attribution(tlens.freeze(model, some_tokens(batch=1)), 0, 0).show()
+    assert capsys.readouterr().out.count("bias") == lines

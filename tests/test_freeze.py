@@ -96,6 +96,15 @@ def test_weights_that_are_not_finite(bad):
     assert hooks_left(model) == 0
 
 
+def test_the_block_that_wrote_what_is_not_finite_is_named():
+    model = tiny_model("bridge/llama")
+    with torch.no_grad():
+        model.blocks[0].mlp.original_component.down_proj.weight[0, 0] = float("nan")
+    where = r"at blocks\.1\.hook_resid_pre, in what blocks\.0 wrote: .* weights of blocks\.0"
+    with pytest.raises(tlens.NumericalError, match=where):
+        tlens.freeze(model, some_tokens())
+
+
 def test_a_cache_of_something_else(model_named):
     model = model_named(GPT2)
     _, cache = model.run_with_cache(some_tokens())

@@ -173,6 +173,13 @@ MISTAKES = {
         "cfg",
         "TransformerBridge.boot_transformers",
     ),
+    "an empty text": (lambda c: tlens.attribute(c.model, ""), "empty", "text number 0", "pass their token ids"),
+    "an activation misspelt": (
+        lambda c: c.frozen.activation("blocks.3.hook_resid_pri"),
+        "'blocks.3.hook_resid_pri'",
+        "activation",
+        "Did you mean 'blocks.3.hook_resid_pre'?",
+    ),
     "a target without text": (lambda c: tlens.attribute(c.frozen, ""), "''", "target", "the text of one token"),
     "a file as a run": (
         lambda c: tlens.load_results(single_result(c)),
@@ -240,9 +247,9 @@ MISTAKES = {
     # ------------------------------------------------------------------ inputs
     "no text": (
         lambda c: tlens.freeze(c.model, ["a", ""], prepend_bos=False),
-        "has no token",
+        "is empty",
         "text number 1",
-        "prepend_bos=True",
+        "token ids",
     ),
     "a log-probability": (
         lambda c: tlens.attribute(c.model, TEXT, " the", of="log_probability"),
@@ -825,6 +832,8 @@ def test_the_table_is_long_enough():
 
 
 WRONG_CALLS = {
+    "two targets": (lambda s: tlens.attribute(s.model, TEXT, " value", " name"), "too many", "attribute(model, input="),
+    "a head by its name": (lambda s: circuits.qk_attribution(s.frozen, "L1H0"), "'head'", "(frozen, layer, head, "),
     "freeze": (lambda s: tlens.freeze(s.model, TEXT, prepend_boss=True), "prepend_boss", "'prepend_bos'"),
     "no text": (lambda s: tlens.freeze(s.model), "missing a required argument", "freeze(model, input"),
     "total_effects": (lambda s: circuits.total_effects(s.frozen, " value", abblation=1), "abblation", "(frozen, "),

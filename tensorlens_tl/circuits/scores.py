@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice, formerly
+from tensorlens_tl._arguments import check_choice, checked_names, formerly
 from tensorlens_tl.algebra import AffineMap, Chain, RowPositions, Segment, stages_of
 from tensorlens_tl.algebra.memory import chunks
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
@@ -48,7 +48,7 @@ from tensorlens_tl.passes import (
     one_check,
 )
 from tensorlens_tl.passes.attention_scores import CrossStreams, ScoreReading
-from tensorlens_tl.passes.inputs import one_query
+from tensorlens_tl.passes.inputs import occurrence_counts, one_query
 from tensorlens_tl.passes.target import chosen_head
 from tensorlens_tl.results import ScoreAttribution, ScoreChange
 
@@ -64,6 +64,7 @@ class ScorePlace:
         cross: whether it is one of cross-attention.
         query, key: positions, those of a decoder after the encoder's.
         queries, keys: where the layer has its queries, and its keys: the first position, and the one after the last.
+        occurrences: how often a query and a key that were passed as texts occur in each prompt; 1 of a position.
     """
 
     layer: int
@@ -73,6 +74,7 @@ class ScorePlace:
     key: Int[Tensor, "batch"]
     queries: tuple[int, int]
     keys: tuple[int, int]
+    occurrences: tuple[list[int], list[int]]
 
     @classmethod
     def of(
@@ -89,7 +91,8 @@ class ScorePlace:
         keys = (0, queries[0]) if cross else queries
         at_query = one_query(frozen.prompt, query, "query")[:, 0]
         at_key = one_query(frozen.prompt, key, "key")[:, 0]
-        place = cls(layer, head, cross, at_query, at_key, queries, keys)
+        occurrences = occurrence_counts(frozen.prompt, query), occurrence_counts(frozen.prompt, key)
+        place = cls(layer, head, cross, at_query, at_key, queries, keys, occurrences)
         place._check_side("query", query, at_query, queries)
         place._check_side("key", key, at_key, keys)
         if not cross and capture.is_causal_at(layer) and bool((at_key > at_query).any()):
@@ -123,10 +126,19 @@ class ScorePlace:
         return pattern[torch.arange(len(query), device=query.device), self.head, query]
 
     def words(self, tokens: Sequence[Sequence[str]]) -> list[str]:
-        """Head, query and key of each prompt in words: ``"L1H0, 5 ' the' → 2 ' value'"``."""
+        """Head, query and key of each prompt in words: ``"L1H0, 5 ' the' → 2 ' value'"``.
+
+        Of a text that occurs several times, it says that the last occurrence is meant.
+        """
         head = f"L{self.layer}.cross.H{self.head}" if self.cross else f"L{self.layer}H{self.head}"
         pairs = zip(tokens, self.query.tolist(), self.key.tolist(), strict=True)
-        return [f"{head}, {q} {row[q]!r} → {k} {row[k]!r}" for row, q, k in pairs]
+        texts = [(f"{q} {row[q]!r}", f"{k} {row[k]!r}") for row, q, k in pairs]
+        counted = zip(texts, *self.occurrences, strict=True)
+        return [f"{head}, {q}{_of_several(many)} → {k}{_of_several(more)}" for (q, k), many, more in counted]
+
+
+def _of_several(count: int) -> str:
+    return f" (the last of {count})" if count > 1 else ""
 
 
 # ------------------------------------------------------------------ how a head makes a score
@@ -438,6 +450,7 @@ def qk_attribution(
 
 
 @formerly(ONCE_ACTIVATION)
+@checked_names
 def qk_attribution(
     frozen: PassOrDifference,
     layer: Whole,
@@ -462,8 +475,9 @@ def qk_attribution(
     Args:
         frozen: the pass, or the difference of two.
         layer, head: which head (with grouped-query attention a query head).
-        query, key: one position each; see `tensorlens_tl.passes.inputs.query_positions`. Positions of a decoder follow
-            those of the encoder.
+        query, key: one position each; see `tensorlens_tl.passes.inputs.query_positions`. A text stands for its last
+            occurrence, which the title of the result says where there are several. Positions of a decoder follow those
+            of the encoder.
         by: ``"token"`` (source tokens, through everything before), ``"component"`` (embeddings, each earlier layer's
             attention and MLP, and their biases) or ``"head"`` (attention by head).
         of: of a difference what changes: ``"score"``, before a soft cap and ALiBi, or ``"pattern"``, the share of

@@ -561,13 +561,19 @@ def from_cache(cache: Any, names: Sequence[str], batch: int, lengths: Mapping[st
     return activations
 
 
-def check_finite(activations: Mapping[str, Tensor]) -> None:
-    """Raise `NumericalError` for the first activation with a NaN or Inf, in the order of the forward pass."""
+def check_finite(activations: Mapping[str, Tensor], writers: Mapping[str, str] | None = None) -> None:
+    """Raise `NumericalError` for the first activation with a NaN or Inf, in the order of the forward pass.
+
+    `writers` names the block that wrote what is seen at some of the points.
+    """
     for name, tensor in activations.items():
         # a sum shows most of what is not finite in one pass; only one that may have overflowed needs every number
         if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
             what = "NaN" if bool(torch.isnan(tensor).any()) else "Inf"
+            writer = (writers or {}).get(name)
+            place = f"{name}, in what {writer} wrote" if writer else name
+            where = f"of {writer}" if writer else "before that point"
             raise NumericalError(
-                f"{what} at {name}: the first activation of this pass that is not finite. Check the weights before "
-                "that point, or run in a wider dtype (bfloat16 and float16 overflow)."
+                f"{what} at {place}: the first activation of this pass that is not finite. Check the weights "
+                f"{where}, or run in a wider dtype (bfloat16 and float16 overflow)."
             )

@@ -190,6 +190,15 @@ class ModelPoints:
         names += [self.last_output, self.final_scale, self.head_scale, self.output, self.unembed_in]
         return _given(names)
 
+    def writers(self, view: ModelView) -> dict[str, str]:
+        """The block that wrote what each block but the first of a stack reads, by hook point."""
+        names = [block.name for block in view.blocks]
+        return {
+            block.resid_pre: names[number - 1]
+            for number, block in enumerate(self.blocks)
+            if number not in (0, view.encoder_layers)
+        }
+
     @property
     def proved(self) -> list[str]:
         """What only the proofs of its blocks compare; a hook point that does not fire is left out."""

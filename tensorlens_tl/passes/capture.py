@@ -11,13 +11,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number
+from tensorlens_tl._arguments import nearest, whole_number
 from tensorlens_tl.algebra import HeldScores, on_device
 from tensorlens_tl.algebra.numerics import refuse_autocast, upcast
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, UnsupportedModelError
 from tensorlens_tl.hooks import FwdHook, ModelPoints, StreamPoint, foreign_hooks, listed_once, lock_of, with_other_names
 from tensorlens_tl.models import HookedModel, ModelView
 from tensorlens_tl.models.lifecycle import WeightState, changed, configuration
+from tensorlens_tl.models.writing import has_other_weights
 from tensorlens_tl.passes.inputs import Prompt
 
 _checked: ContextVar[dict[WeightState, Any] | None] = ContextVar("checked", default=None)
@@ -195,10 +196,13 @@ class Capture:
             same_weights = self._shares_a_check() or self.weights.holds(self.view.model)
             now = configuration(self.view.model)
         if not same_weights:
+            leave = (
+                ", or leave the `with plan.applied():` that changed them" if has_other_weights(self.view.model) else ""
+            )
             raise FrozenModelError(
                 "the model's weights were changed, moved or cast, or its adapters switched, after this pass was "
-                "frozen, so the two no longer belong together. Freeze again, or leave the `with plan.applied():` that "
-                "changed them. To compare two states of one model, such as with and without an adapter, load it twice."
+                f"frozen, so the two no longer belong together. Freeze again{leave}. "
+                "To compare two states of one model, such as with and without an adapter, load it twice."
             )
         self._check_configuration(now)
         if any(block.halved != block.is_halving for block in self.view.blocks):
@@ -258,6 +262,13 @@ class Capture:
         if name not in self.activations and name in self.held_scores:
             held = self.scores_behind(name)
             return held.attention(held.sums.dtype).pattern
+        if name not in self.activations:
+            stored = (*self.activations, *self.held_scores)
+            raise InvalidInputError(
+                f"activation: this pass stores none at {name!r}.{nearest(name, stored)} It stores what its maps "
+                f"are made of, such as {', '.join(map(repr, stored[:3]))}; model.run_with_cache(text) gives every hook "
+                "point."
+            )
         tensor = self.activations[name].to(self.tokens.device)
         if tensor.ndim > 2:
             return tensor

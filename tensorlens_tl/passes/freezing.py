@@ -565,7 +565,9 @@ def _freeze(
         logits = run.compare_with(capture, tolerance)
     check_padding(capture)
     check_growth(capture, tolerance)
-    check_finite({name: run.activations[name] for name in points.captured if name in run.activations})
+    check_finite(
+        {name: run.activations[name] for name in points.captured if name in run.activations}, points.writers(view)
+    )
     capture = with_additions(capture, run.passed)
     maps = BlockMaps(capture, tolerance)
     proof = prove(maps, bool(options.verify), run.writes, run.sampled)

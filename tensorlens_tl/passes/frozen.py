@@ -158,6 +158,9 @@ class FrozenPass(Linearisation):
     def activation(self, name: str) -> Tensor:
         """The activation at one hook point, with batch and position apart.
 
+        Raises:
+            InvalidInputError: the pass stores no activation of that name; says which is near.
+
         >>> frozen.activation("blocks.0.hook_resid_pre").shape
         torch.Size([1, 7, 128])
         """

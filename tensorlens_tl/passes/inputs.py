@@ -731,6 +731,11 @@ def _tokenize(
     view: ModelView, text: object, number: int, prepend_bos: bool | None, is_encoder: bool
 ) -> Int[Tensor, "_pos"]:
     model = view.model
+    if text == "":
+        raise InvalidInputError(
+            f"input: text number {number} is empty. Pass a text; to ask about special tokens alone, such as BOS, pass "
+            "their token ids."
+        )
     if not isinstance(text, str):
         raise InvalidInputError(
             f"input: prompt 0 is text and prompt {number} is {type(text).__name__}; pass all as text or all as token "
@@ -998,6 +1003,14 @@ def _spans(prompt: Prompt, text: str, name: str) -> list[list[int]]:
         except InvalidInputError as error:
             raise InvalidInputError(f"{name}, ", PromptNumber(row), f": {error}") from None
     return spans
+
+
+def occurrence_counts(prompt: Prompt, query: object) -> list[int]:
+    """How often a query that is a text occurs in each prompt, of which it means the last; 1 of any other."""
+    rows = zip(prompt.str_tokens, prompt.mask.tolist(), strict=True)
+    if not isinstance(query, str):
+        return [1 for _ in rows]
+    return [len(find_real(tokens, mask, query)) for tokens, mask in rows]
 
 
 def _position(prompt: Prompt, query: object, name: str) -> Int[Tensor, "batch 1"]:

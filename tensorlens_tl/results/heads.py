@@ -252,12 +252,13 @@ class ScoreAttribution(SourceScores):
         return frame.assign(score=array(self.pairs).ravel())
 
     def _sums(self, batch: int) -> list[tuple[str, float]]:
-        """What the pairs leave out, and the total."""
-        sums = [
-            ("with the key's bias", float(self.query_sources[batch].double().sum())),
-            ("with the query's bias", float(self.key_sources[batch].double().sum())),
-            ("both biases", float(self.bias[batch])),
+        """What the pairs leave out, and the total; a model without biases leaves nothing out."""
+        outside = [
+            ("with the key's bias", self.query_sources[batch]),
+            ("with the query's bias", self.key_sources[batch]),
+            ("both biases", self.bias[batch]),
         ]
+        sums = [(name, float(part.double().sum())) for name, part in outside if bool(part.any())]
         if self.relative is not None:
             sums.append(("relative positions", float(self.relative[batch])))
         return [*sums, ("total", float(self.total[batch]))]
