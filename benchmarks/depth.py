@@ -53,7 +53,7 @@ def candidates(folder: str) -> Candidates:
     return {
         "forward": forward,
         "freeze": lambda: tlens.freeze(model, prompts[:1]),
-        "target and foil over components": lambda: circuits.logit_attribution(one, 5, minus=6),
+        "target and foil over components": lambda: circuits.logit_attribution(one, 5, minus=6, by="component"),
         "attnlrp": lambda: tlens.attribute(one, 5, method="attnlrp"),
         "gim": lambda: tlens.attribute(one, 5, method="gim"),
         "difference": lambda: tlens.difference(one, other),

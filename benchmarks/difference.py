@@ -22,10 +22,10 @@ COLUMNS = {
     "difference pull": "its target's pull",
     "edges, frozen": "edges, frozen",
     "edges, difference": "edges, difference",
-    "edges, integrated": "edges, EAP-IG of 5 steps",
+    "edges, integrated-gradients": "edges, EAP-IG of 5 steps",
     "nodes, frozen": "nodes, frozen",
     "nodes, difference": "nodes, difference",
-    "nodes, integrated": "nodes, integrated of 5 steps",
+    "nodes, integrated-gradients": "nodes, integrated of 5 steps",
 }
 
 
@@ -50,7 +50,7 @@ def seconds() -> dict[str, float]:
         "difference": lambda: tlens.difference(a, b),
         "difference pull": lambda: change.operator().target(5),
     }
-    for method in ("frozen", "difference", "integrated"):
+    for method in ("frozen", "difference", "integrated-gradients"):
         candidates[f"edges, {method}"] = lambda method=method: circuits.edge_scores(a, b, 5, method=method)
         candidates[f"nodes, {method}"] = lambda method=method: circuits.patch_scores(a, b, 5, method=method)
     return interleaved(candidates, ROUNDS, time.thread_time)

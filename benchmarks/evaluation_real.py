@@ -43,7 +43,7 @@ EDGES = 25
 LARGEST = 20
 """Of so many of the largest nodes it is counted how many a method has among as many of its own."""
 NONE = "not measured"
-CIRCUITS = ("gradient", "integrated", "integrated, left", "difference", "measured", "random")
+CIRCUITS = ("gradient", "integrated-gradients", "integrated-gradients, left", "difference", "measured", "random")
 NAMES = {"smollm2": "SmolLM2", "gemma3": "Gemma 3"}
 
 
@@ -113,7 +113,7 @@ def edges(model: Any, task: LanguageTask) -> Iterator[Row]:
     scores = {name: part.edges(name) for name in methods}
     exists = scores["frozen"].exists
     by_method = {name: of.scores[:, exists].double() for name, of in scores.items()}
-    found = [by_method[name].abs() for name in ("difference", "gradient", "integrated")]
+    found = [by_method[name].abs() for name in ("difference", "gradient", "integrated-gradients")]
     noise = torch.rand(found[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     chosen = torch.cat([size.topk(EDGES).indices for size in (*found, noise, noise.neg(), (noise - 0.5).abs())], 1)
     readout = pair_target(part.clean, part.corrupted, part.target, part.minus, None, -1)
@@ -144,7 +144,7 @@ def sources(model: Any, task: LanguageTask) -> Iterator[Row]:
 TESTS = {"nodes": nodes, "sources": sources, "edges": edges, "circuits": circuits}
 TASKS_OF = {"sources": SOURCED, "cost": ("15 tokens", "64 tokens", "256 tokens")}
 NODES = [name for name in ROWS if name not in ("frozen+qk", "patching")]
-COSTS = ("gradient", "integrated", "atp*", "difference", "measured", "patching")
+COSTS = ("gradient", "integrated-gradients", "atp*", "difference", "measured", "patching")
 ROUNDING = 1e-4
 """How far scores of float32 may be from those of other runs of it."""
 
@@ -324,7 +324,7 @@ def of_nodes(found: list[Line]) -> Iterator[str]:
     low_of = {name: f"{min(worst[name].values()):.2f}" for name in NODES}
     yield (
         f"What costs one pass or five gradients is a step behind: the worst prompt of `difference` has r {low_of['difference']}, of EAP-IG "
-        f"(`integrated`) {low_of['integrated']}. A gradient at the clean prompt alone fails on some prompts: `gradient` "
+        f"(`integrated-gradients`) {low_of['integrated-gradients']}. A gradient at the clean prompt alone fails on some prompts: `gradient` "
         f"{low_of['gradient']}, `atp*` {low_of['atp*']}, `frozen` {low_of['frozen']}."
     )
     runner = result.table().index[1]
@@ -512,7 +512,7 @@ def chart(found: list[Line]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-COLOURS = {"measured": "#0a7d4f", "difference": "#1f5fbf", "integrated": "#d98200", "gradient": "#8a8a8a"}
+COLOURS = {"measured": "#0a7d4f", "difference": "#1f5fbf", "integrated-gradients": "#d98200", "gradient": "#8a8a8a"}
 """The methods of the chart."""
 TOP = 46
 """Where its first row begins."""

@@ -56,7 +56,7 @@ def candidates() -> dict[str, Callable[[], Any]]:
         "freeze, sampled proof": lambda: tlens.freeze(model, prompts[:1], verify="sample"),
         "freeze, no proof": lambda: tlens.freeze(model, prompts[:1], verify=False),
         "target": lambda: one.operator().target(5),
-        "target and foil over components": lambda: circuits.logit_attribution(one, 5, minus=6),
+        "target and foil over components": lambda: circuits.logit_attribution(one, 5, minus=6, by="component"),
         "In+Out": lambda: one.operator().in_out(),
         "difference": lambda: tlens.difference(one, other),
         "edges of a difference": lambda: circuits.edge_scores(one, other, 5, method="difference"),

@@ -107,8 +107,8 @@ def both_ends(model: Any, pairs: evaluate.PromptPairs) -> dict[str, dict[str, to
         methods = {
             "gradient": gradient,
             "gradient, mean of both ends": (gradient + scores("gradient", swapped=True)) / 2,
-            "integrated": scores("integrated"),
-            "integrated, left": scores("integrated", points="left"),
+            "integrated-gradients": scores("integrated-gradients"),
+            "integrated-gradients, left": scores("integrated-gradients", points="left"),
             "difference": scores("difference"),
         }
         sizes = patched.abs()

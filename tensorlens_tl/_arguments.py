@@ -111,7 +111,7 @@ def _in_order(signature: inspect.Signature) -> str:
 
 
 Old = Mapping[str, tuple[str, Mapping[Any, Any]]]
-"""Names that arguments had: the one of today for each, and of values that have another name today, that."""
+"""Old names of arguments: today's name of each, and today's of its values that have another one."""
 
 
 def formerly(old: Old) -> Callable[[Callable[Parameters, Returned]], Callable[Parameters, Returned]]:
@@ -132,7 +132,7 @@ def formerly(old: Old) -> Callable[[Callable[Parameters, Returned]], Callable[Pa
     def decorate(function: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
         @wraps(function)
         def current(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-            if old.keys() & kwargs.keys():
+            if any(name in kwargs for name in old):
                 return function(*args, **current_names(function.__name__, kwargs, old))  # pyright: ignore[reportCallIssue]
             return function(*args, **kwargs)
 
@@ -148,11 +148,15 @@ def current_names(function: str, arguments: Mapping[str, Any], old: Old) -> dict
         WrongCallError: an argument by its old name and its new one.
     """
     renamed = {name: value for name, value in arguments.items() if name not in old}
-    for name in [name for name in arguments if name in old]:
-        today, values = old[name]
+    for name, (today, values) in old.items():
+        if name not in arguments:
+            continue
         value = arguments[name]
         if isinstance(value, str):
             value = values.get(value, value)
+        if today == name and value == arguments[name]:
+            renamed[name] = value
+            continue
         if today in renamed:
             raise WrongCallError(f"{function}: {name}= is {today}= now, and both were passed; leave {name} out.")
         renamed[today] = value

@@ -14,7 +14,7 @@ from conftest import close
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, evaluate
 
-EAP_IG = "integrated, left"
+EAP_IG = "integrated-gradients, left"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def question(pairs):
 
 @pytest.fixture(scope="module")
 def scores(passes, question):
-    return circuits.edge_scores(*passes, **question, method="integrated", points="left")
+    return circuits.edge_scores(*passes, **question, method="integrated-gradients", points="left")
 
 
 def node_of(end):
@@ -84,7 +84,7 @@ def test_circuits_are_chosen_and_pruned_as_in_its_files(scores, tmp_path, absolu
 def test_gradients_stand_at_the_left_ends(model, pairs, passes, question, scores):
     """The mean over k = 0 … 4 of EAP with its gradient at corrupted + k/5 · (clean − corrupted) of the embeddings."""
     clean, corrupted = passes
-    one = circuits.edge_scores(*passes, **question, method="integrated", points="left", steps=1)
+    one = circuits.edge_scores(*passes, **question, method="integrated-gradients", points="left", steps=1)
     target, minus = pairs.target, pairs.minus
     x_clean, x_corrupted = clean.resid_pre(0), corrupted.resid_pre(0)
     hook = "blocks.0.hook_resid_pre"

@@ -218,7 +218,7 @@ def test_a_direction_in_the_middle_of_the_model(frozen, name):
         terms = circuits.logit_attribution(frozen, direction=d, layers=[0], by=by, query=[2, -1])
         assert close(terms.total, x[:, [2, -1]] @ d)
         assert float(terms.gap.max()) < tolerance(name)
-    assert "L0.attn" in circuits.logit_attribution(frozen, direction=d, layers=[0]).names
+    assert "L0.attn" in circuits.logit_attribution(frozen, direction=d, layers=[0], by="component").names
     assert terms.target == "direction at blocks.1 input"
     found = circuits.paths(frozen, direction=d, layers=[0], max_order=2)
     assert float(found.gap.max()) < tolerance(name)

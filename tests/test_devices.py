@@ -230,10 +230,12 @@ def test_two_runs(passes):
 
 PAIRS = {
     "gradient": lambda a, b: circuits.patch_scores(a, b, 3, method="gradient").scores,
-    "integrated": lambda a, b: circuits.patch_scores(a, b, 3, method="integrated", positions=True).keys,
+    "integrated-gradients": lambda a, b: (
+        circuits.patch_scores(a, b, 3, method="integrated-gradients", positions=True).keys
+    ),
     "patching": lambda a, b: circuits.patch_scores(a, b, 3, method="patching").scores,
     "edges": lambda a, b: circuits.edge_scores(a, b, 3, method="gradient").scores,
-    "integrated edges": lambda a, b: circuits.edge_scores(a, b, 3, method="integrated", steps=2).scores,
+    "integrated edges": lambda a, b: circuits.edge_scores(a, b, 3, method="integrated-gradients", steps=2).scores,
     "routes": lambda a, b: circuits.routes(tlens.difference(a, b), 3).scores,
     "routes under a rule": lambda a, b: circuits.routes(a, 3, rule="gim").scores,
     "paths under a rule": lambda a, b: circuits.paths(a, 3, rule="attnlrp", max_order=1).scores,

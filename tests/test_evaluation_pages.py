@@ -85,7 +85,7 @@ def test_verdicts_on_trained_models_hold():
     for scores in by_column.values():
         assert max(scores, key=lambda method: scores[method][0]) == "measured"
     worst = {name: min(scores[name][1] for scores in by_column.values()) for name in real["NODES"]}
-    assert worst["measured"] > 0.93 > 0.9 > max(worst["difference"], worst["integrated"])
+    assert worst["measured"] > 0.93 > 0.9 > max(worst["difference"], worst["integrated-gradients"])
     assert max(worst[name] for name in ("gradient", "atp*", "frozen")) < 0.3
     stated = [line for line in real["lines"]() if line.metric.startswith("stated")]
     assert (
@@ -121,7 +121,7 @@ def test_a_cell_is_a_mean_with_its_interval():
 
 DOCS = Path(__file__).parents[1] / "docs"
 CIRCUITS = (DOCS / "howto" / "26_evaluate_circuits.md").read_text(encoding="utf-8")
-METHODS = ["frozen", "frozen+qk", "gradient", "integrated", "integrated, left", "difference"]
+METHODS = ["frozen", "frozen+qk", "gradient", "integrated-gradients", "integrated-gradients, left", "difference"]
 SOURCE = (0, 2)
 QUESTION = (1, 3)
 """Columns in which the source or the question changes, of recall and of induction."""

@@ -555,7 +555,7 @@ MISTAKES = {
         lambda c: circuits.edge_scores(c.frozen, c.corrupted, " value", " name", method="eap-ig"),
         "'eap-ig'",
         "method=",
-        "It is called 'integrated' here",
+        "It is called 'integrated-gradients' here",
     ),
     "gradient points": (
         lambda c: circuits.edge_scores(c.frozen, c.corrupted, " value", " name", points="leftt"),
@@ -776,7 +776,7 @@ MISTAKES = {
         lambda c: evaluate.circuit_faithfulness(c.recall, c.pairs, ["eap-ig"]),
         "'eap-ig'",
         "methods",
-        "It is called 'integrated, left' here",
+        "It is called 'integrated-gradients, left' here",
     ),
     "proportions": (
         lambda c: evaluate.circuit_faithfulness(c.recall, c.pairs, ["frozen"], proportions=(0.5,)),

@@ -237,7 +237,7 @@ def test_patching_the_live_model_is_what_hooks_do(name, model_named):
 def test_gradients_of_nodes_are_those_of_their_edges(name, model_named):
     """Two computations: autograd through the model's own hook points, and through its parts, cut there."""
     clean, corrupted = two(model_named(name))
-    for method in ("frozen", "gradient", "integrated"):
+    for method in ("frozen", "gradient", "integrated-gradients"):
         nodes = circuits.patch_scores(clean, corrupted, **ASKED, method=method, steps=2, positions=True)
         edges = circuits.edge_scores(clean, corrupted, **ASKED, method=method, steps=2)
         assert nodes.names == edges.sources
@@ -262,7 +262,7 @@ def test_a_frozen_pull_is_joined_by_the_gradients_of_edges_into_queries_and_keys
     joining = [end.endswith((".q", ".k")) for end in edges.destinations]
     assert float(edges.scores[:, :, joining].abs().max()) > 1e-4
     if name in (*LIVE, *LIVE_BOTH):
-        live = circuits.edge_scores(clean, corrupted, **options, method="integrated").scores
+        live = circuits.edge_scores(clean, corrupted, **options, method="integrated-gradients").scores
         assert close(edges.scores[:, :, joining], live[:, :, joining], error)
 
 
@@ -272,7 +272,9 @@ def test_integrated_gradients_of_the_embedding_find_the_whole_difference(model_n
     whole = whole - pair_target(corrupted, corrupted, 5, 7, None, -1).total[:, 0]
     errors = []
     for steps in (1, 40):
-        made = circuits.patch_scores(clean, corrupted, **ASKED, method="integrated", steps=steps)["embed"][:, 0]
+        made = circuits.patch_scores(clean, corrupted, **ASKED, method="integrated-gradients", steps=steps)["embed"][
+            :, 0
+        ]
         errors.append(float((made - whole).abs().max() / whole.abs().max()))
     assert errors[1] < 1e-3 < errors[0]
 
@@ -300,7 +302,7 @@ def test_all_methods_score_the_same_edges(name, model_named):
     assert close(numbers[1], exact.clean, error)
 
 
-EITHER_END = ("frozen", "frozen+qk", "gradient", "integrated", "atp*", "difference", "patching")
+EITHER_END = ("frozen", "frozen+qk", "gradient", "integrated-gradients", "atp*", "difference", "patching")
 
 
 @pytest.mark.few(7)
@@ -700,8 +702,8 @@ def live_gradients(clean, destinations, start=None):
 def test_edges_by_left_ends_are_what_the_published_code_of_eap_ig_computes(split, steps):
     """Embeddings at k/steps of the way from the corrupted prompt for k = 0, 1, …; gradients summed, then averaged."""
     clean, corrupted, (own, other) = split
-    edges = circuits.edge_scores(clean, corrupted, **ASKED, method="integrated", points="left", steps=steps)
-    by_default = circuits.edge_scores(clean, corrupted, **ASKED, method="integrated", steps=steps)
+    edges = circuits.edge_scores(clean, corrupted, **ASKED, method="integrated-gradients", points="left", steps=steps)
+    by_default = circuits.edge_scores(clean, corrupted, **ASKED, method="integrated-gradients", steps=steps)
     totals = dict.fromkeys(edges.destinations, 0.0)
     for k in range(steps):
         start = other[0] + (k / steps) * (own[0] - other[0])
@@ -714,7 +716,7 @@ def test_edges_by_left_ends_are_what_the_published_code_of_eap_ig_computes(split
 
 
 @pytest.mark.few(8)
-@pytest.mark.parametrize("method", ["gradient", "integrated"])
+@pytest.mark.parametrize("method", ["gradient", "integrated-gradients"])
 @pytest.mark.parametrize("name", ["bridge/gpt2", "bridge/llama", *BOTH])
 def test_gradients_of_nodes_are_what_hooks_and_autograd_compute(name, method, model_named):
     """At the clean prompt, or at the left ends of four steps from the corrupted one."""
@@ -1207,8 +1209,8 @@ def test_faithfulness_is_the_benchmarks_ratio_of_means(tmp_path):
     assert close(made.curves[0, :, :, -1].mean(-1), torch.ones(2, dtype=torch.float64), 1e-9)
     saved = circuits.Circuit.load(tmp_path / "gradient.json")
     assert saved.edges == scores.circuit(int(0.1 * len(scores))).edges
-    left = evaluate.circuit_faithfulness(model, pairs, ["integrated, left"], proportions=(0.1, 1))
-    ends = circuits.edge_scores(clean, corrupted, **asked, method="integrated", points="left")
+    left = evaluate.circuit_faithfulness(model, pairs, ["integrated-gradients, left"], proportions=(0.1, 1))
+    ends = circuits.edge_scores(clean, corrupted, **asked, method="integrated-gradients", points="left")
     alone = circuits.run_circuits(clean, corrupted, ends.circuit(int(0.1 * len(ends)), absolute=False), **asked)[0]
     share = (alone - ends.corrupted) / (ends.clean - ends.corrupted).mean()
     assert close(left.curves[0, 0, :, 0], share, 1e-9)
@@ -1231,7 +1233,15 @@ def test_agreement_finds_what_acts_through_patterns():
     task = evaluate.recall(3)
     source = evaluate.patching_agreement(model, evaluate.prompt_pairs(task))
     question = evaluate.patching_agreement(model, evaluate.prompt_pairs(task, "question"))
-    screens = ["frozen", "frozen+qk", "gradient", "integrated", "integrated, left", "atp*", "difference"]
+    screens = [
+        "frozen",
+        "frozen+qk",
+        "gradient",
+        "integrated-gradients",
+        "integrated-gradients, left",
+        "atp*",
+        "difference",
+    ]
     assert source.methods == [*screens, "measured"]
     assert question.mean("pearson", "measured") > question.mean("pearson", "difference") > 0.95
     assert source.mean("pearson", "frozen") > 0.95
@@ -1251,7 +1261,15 @@ def test_methods_that_a_model_does_not_allow_are_left_out(model_named, monkeypat
 
     monkeypatch.setattr("tensorlens_tl.circuits.compare._pattern_responses", refused)
     made = evaluate.patching_agreement(model_named("bridge/gemma2"), pairs, only_correct=False)
-    assert made.methods == ["frozen", "gradient", "integrated", "integrated, left", "atp*", "difference", "measured"]
+    assert made.methods == [
+        "frozen",
+        "gradient",
+        "integrated-gradients",
+        "integrated-gradients, left",
+        "atp*",
+        "difference",
+        "measured",
+    ]
     assert "no hook points" in made.skipped["frozen+qk"]
     with pytest.raises(tlens.InvalidInputError, match="nothing to explain"):
         evaluate.patching_agreement(model_named("bridge/gemma2"), pairs)
@@ -1270,7 +1288,7 @@ def test_commands(tmp_path, capsys):
 
 
 @pytest.mark.few(5)
-@pytest.mark.parametrize("method", ["gradient", "integrated", "frozen+qk", "patching"])
+@pytest.mark.parametrize("method", ["gradient", "integrated-gradients", "frozen+qk", "patching"])
 @pytest.mark.parametrize("scores_of", [circuits.edge_scores, circuits.patch_scores])
 def test_in_inference_mode_scores_are_the_same(scores_of, method):
     """What a question computes there before autograd records it can be recorded."""

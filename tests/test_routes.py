@@ -249,7 +249,7 @@ def test_alti_logit_by_the_papers_formula(name, model_named):
 def test_alti_logit_sums_to_the_logit(name, model_named):
     """And what it leaves as bias is what direct effects say that the other components add."""
     frozen = tlens.freeze(model_named(name), some_tokens())
-    direct = tlens.circuits.logit_attribution(frozen, 5, 9, query="all")
+    direct = tlens.circuits.logit_attribution(frozen, 5, 9, query="all", by="component")
     moves = torch.tensor([".attn" in part for part in direct.names])
     begins = ("MLP", "embed", "pos_embed", "token_type")
     sums = moves | torch.tensor([part.startswith(begins) for part in direct.names])
@@ -269,7 +269,7 @@ def test_all_updates_go_on_from_where_they_are_read(model_named):
     """By hand from direct effects and ALTI's maps: behind attention, or in a parallel block before it."""
     for name in ("bridge/gpt2", "bridge/neox"):
         frozen = tlens.freeze(model_named(name), some_tokens())
-        direct = tlens.circuits.logit_attribution(frozen, 5)
+        direct = tlens.circuits.logit_attribution(frozen, 5, by="component")
         maps = tlens.attribute(frozen, method="alti").layers
         last = [torch.eye(6, dtype=torch.float64).expand(2, 6, 6), maps[0], maps[1] @ maps[0]]
         attention = tlens.attribute(frozen, method="alti-logit", target=5)

@@ -114,7 +114,7 @@ def test_an_affine_rule_of_ones_own():
 def test_edges_of_a_node_sum_to_the_node(name, rule, model_named):
     """Nodes by hooks on the live model, edges by its parts, cut at the nodes; under each rule."""
     clean, corrupted = two(model_named(name))
-    for method in ("gradient", "integrated"):
+    for method in ("gradient", "integrated-gradients"):
         asked = {**ASKED, "rule": RULES[rule], "method": method, "steps": 2}
         nodes = circuits.patch_scores(clean, corrupted, **asked)
         edges = circuits.edge_scores(clean, corrupted, **asked)

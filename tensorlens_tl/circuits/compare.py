@@ -12,9 +12,9 @@ target gains by the clean value, ``number(patched) − number(corrupted)``. With
 | method | score of a node with values a | score of an edge from a node that writes a | edges into queries and keys |
 | --- | --- | --- | --- |
 | `frozen` | Δa · pull of the target to the node | Δa · pull of the target to what is read | zero: patterns are held |
-| `frozen+qk` | the same, the pull joined by live gradients at queries and keys | the same | as `integrated` |
+| `frozen+qk` | the same, the pull joined by live gradients at queries and keys | the same | as `integrated-gradients` |
 | `gradient` | Δa · ∂target/∂a at the clean prompt | Δa · ∂target/∂(what is read) | the same |
-| `integrated` | the same, averaged from the corrupted to the clean embeddings | the same | the same |
+| `integrated-gradients` | the same, averaged from the corrupted to the clean embeddings | the same | the same |
 | `atp*` | as `gradient`, queries and keys through their softmax, sizes by GradDrop | – | – |
 | `difference` | Δa · pull of the target through the exact difference of the runs | the same | the same |
 | `measured` | of the largest as `patching`, of the others the middle of three estimates | the same | the same |
@@ -28,12 +28,12 @@ edges into queries and keys are zero by construction. `frozen+qk` adds what the 
 model averaged on the way from the corrupted to the clean embeddings. A gradient at the clean prompt alone misses a head
 that is sure where to look (its softmax is flat there).
 
-`gradient` is attribution patching (Nanda 2023; of edges, Syed et al. 2023), `integrated` the inputs' variant of EAP-IG
-(Hanna et al. 2024), whose published code takes its gradients at the left ends of the steps (``points="left"``);
-midpoints, the default, are nearer to the integral. Both, any rule, and what joins `frozen+qk` take a run of the live
-model, for edges and patterns cut at its nodes (`tensorlens_tl.circuits.ruled`). Edges by ``"patching"`` run it
-with every edge apart (`tensorlens_tl.circuits.live_edges`), which blocks with norms on their way back to the stream do
-not allow.
+`gradient` is attribution patching (Nanda 2023; of edges, Syed et al. 2023), `integrated-gradients` the inputs' variant
+of EAP-IG (Hanna et al. 2024), whose published code takes its gradients at the left ends of the steps
+(``points="left"``); midpoints, the default, are nearer to the integral. Both, any rule, and what joins `frozen+qk`
+take a run of the live model, for edges and patterns cut at its nodes (`tensorlens_tl.circuits.ruled`). Edges by
+``"patching"`` run it with every edge apart (`tensorlens_tl.circuits.live_edges`), which blocks with norms on their way
+back to the stream do not allow.
 
 `difference` pulls the target through the exact linear map between the two runs' differences
 (`tensorlens_tl.passes.difference`), in which patterns, ratios and scales respond, each by its secant: it is complete at
@@ -88,14 +88,13 @@ from tensorlens_tl.results import TARGET, Circuit, EdgeScores, MeasuredEdges, Me
 
 # ------------------------------------------------------------------ the two prompts and the target
 
-METHODS = ("frozen", "frozen+qk", "gradient", "integrated", "atp*", "difference", "measured", "patching")
+METHODS = ("frozen", "frozen+qk", "gradient", "integrated-gradients", "atp*", "difference", "measured", "patching")
 """The ways to get a score of a node; of an edge all but ``"atp*"``."""
 
 SYNONYMS = {
     "eap": "gradient",
-    "eap-ig": "integrated",
-    "ig": "integrated",
-    "integrated-gradients": "integrated",
+    "eap-ig": "integrated-gradients",
+    "ig": "integrated-gradients",
     "attribution-patching": "gradient",
     "atp": "gradient",
     "atp-star": "atp*",
@@ -138,7 +137,7 @@ def gradient_shares(method: str, steps: Whole, points: str = "midpoint") -> list
         return [*NEAR]
     if method in ("gradient", "atp*"):
         return [1.0]
-    return on_the_way if method in ("integrated", "frozen+qk") else []
+    return on_the_way if method in ("integrated-gradients", "frozen+qk") else []
 
 
 def ruled_method(method: str | None, rule: Any, clean: PassLike) -> tuple[str, Rule | None]:
@@ -154,10 +153,10 @@ def ruled_method(method: str | None, rule: Any, clean: PassLike) -> tuple[str, R
     method = method or ("gradient" if follows else "frozen")
     if not follows and method in ("frozen", "frozen+qk"):
         return method, None
-    if method not in ("gradient", "integrated"):
+    if method not in ("gradient", "integrated-gradients"):
         raise InvalidInputError(
             f"rule={rule!r}, method={method!r}: a rule says what gradients follow; use it with method='gradient' or "
-            "'integrated', or leave one of the two out."
+            "'integrated-gradients', or leave one of the two out."
         )
     chosen = rule_of(rule)
     check_pass(clean)
@@ -368,7 +367,7 @@ class _Comparison:
 # ------------------------------------------------------------------ edges
 
 
-@formerly(ONCE_ACTIVATION)
+@formerly(ONCE_ACTIVATION | ONCE_INTEGRATED)
 @recordable()
 @one_question
 def edge_scores(
@@ -422,7 +421,7 @@ def edge_scores(
     """
     if method == "atp*":
         raise InvalidInputError(
-            "method='atp*' scores nodes (patch_scores); for edges use another, such as 'integrated'."
+            "method='atp*' scores nodes (patch_scores); for edges use another, such as 'integrated-gradients'."
         )
     if positions and method in ("measured", "patching"):
         raise InvalidInputError("positions: patching measures whole edges; use another method, or leave it out.")
@@ -800,7 +799,7 @@ BY = ("component", "head", "qkv", "neuron", "stream")
 NODES = "nodes besides the input"
 
 
-@formerly(ONCE_ACTIVATION)
+@formerly(ONCE_ACTIVATION | ONCE_INTEGRATED)
 @recordable()
 @one_question
 def patch_scores(
@@ -850,7 +849,7 @@ def patch_scores(
             node's score, except under ``"atp*"``, ``"measured"`` and ``"patching"``, where each is a node by itself.
             Of an encoder–decoder they are zero at the positions of the other side.
         query: one position of each prompt, the last by default.
-        steps: gradients of ``"integrated"`` and ``"frozen+qk"``, one in each of as many equal steps.
+        steps: gradients of ``"integrated-gradients"`` and ``"frozen+qk"``, one in each of as many equal steps.
         points: where in its step a gradient is taken: at the ``"midpoint"``, or at the ``"left"`` end, k/steps for k
             from 0: the corrupted embeddings are one of them and the clean ones are not, as in the published code of
             EAP-IG and of the Mechanistic Interpretability Benchmark.
@@ -927,7 +926,7 @@ def _nodes_of(
     """Names of nodes and what the target loses in the run that is patched, by every method but ``"measured"``."""
     if comparison.method in ("atp*", "patching"):
         return _of_live_nodes(comparison, by, positions, memory)
-    along = _along_gradients if comparison.method in ("gradient", "integrated") else _along_pull
+    along = _along_gradients if comparison.method in ("gradient", "integrated-gradients") else _along_pull
     names, by_position = along(comparison, by)
     return names, by_position.sum(-1)[:, None], by_position[:, None]
 

@@ -73,7 +73,7 @@ def logit_attribution(
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
-    by: str = "component",
+    by: str = "head",
     query: Query = -1,
     direction: Direction = None,
     layers: LayerRange = None,
@@ -90,8 +90,8 @@ def logit_attribution(
     Args:
         frozen: the pass, or the difference of two: then every term is a part of the change.
         target, minus, direction: as in `FrozenOperator.target`.
-        by: ``"component"`` (embeddings, each layer's attention and MLP, each bias), ``"head"`` (attention by head),
-            ``"head_token"`` (the same, and each head's or mixer's source tokens in `Terms.keys`), or ``"neuron"`` (also
+        by: ``"head"`` (embeddings, heads, each layer's MLP, each bias), ``"component"`` (each layer's attention whole),
+            ``"head_token"`` (by head, and each head's or mixer's source tokens in `Terms.keys`), or ``"neuron"`` (also
             MLPs by neuron).
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         layers: consecutive layers: a direction then reads the stream where they end (a probe, a feature in the

@@ -129,7 +129,7 @@ def _add_pair_arguments(sub: argparse.ArgumentParser, name: str) -> None:
     sub.add_argument("--change", choices=("source", "question"), help="what the corrupted prompt has (default: source)")
     sub.add_argument("-n", type=shared.count, help=f"how many pairs of prompts (default: {shared.PROMPTS})")
     sub.add_argument(
-        "--methods", nargs="+", metavar="METHOD", help="such as 'frozen+qk' or 'integrated' (default: all)"
+        "--methods", nargs="+", metavar="METHOD", help="such as 'frozen+qk' or 'integrated-gradients' (default: all)"
     )
     sub.add_argument("--steps", type=shared.count, default=5, help="gradients that are averaged (default: 5)")
     if name == "patching":

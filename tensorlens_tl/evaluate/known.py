@@ -27,9 +27,9 @@ known. What is explained is the logit of the answer minus that of the corrupted 
 * `logit_attribution`: direct effects of embeddings, heads, MLPs and biases, compared with the last node of each path.
 * `contribution_graph`: weights of nodes at positions and of edges between them, compared with the paths' nodes and
   steps.
-* `frozen`, `frozen+qk`, `gradient`, `integrated`, `atp*`, `difference`, `measured`, `patching`:
+* `frozen`, `frozen+qk`, `gradient`, `integrated-gradients`, `atp*`, `difference`, `measured`, `patching`:
   `circuits.patch_scores` by head, held to `nodes`, and except for `atp*` `circuits.edge_scores`, held to `edges`;
-  `integrated, left` is `integrated` with ``points="left"``.
+  `integrated-gradients, left` is `integrated-gradients` with ``points="left"``.
 
 The first two explain the clean prompt by itself, along values: what chose the attention is outside their question. The
 others explain what differs between two prompts. Where heads attend elsewhere in the corrupted one, the difference goes
@@ -400,7 +400,7 @@ def known_components(
             that the model allows.
         threshold: the share of the largest score from which a node or edge counts as predicted.
         only_correct: leave out pairs of which the model answers one prompt wrongly.
-        steps: gradients of ``"integrated"`` and ``"frozen+qk"``.
+        steps: gradients of ``"integrated-gradients"`` and ``"frozen+qk"``.
         memory: what the runs of ``"patching"`` may allocate at once.
 
     Returns:

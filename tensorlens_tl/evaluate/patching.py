@@ -16,6 +16,7 @@ Both are the benchmark's areas, of means over prompts. A prompt's value is its s
 m(clean) − m(corrupted) below it, and its 1 − f the sign of the mean's. The mean over prompts is the benchmark's number.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +29,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import check_choice, checked_names, nearest
 from tensorlens_tl.algebra.memory import Memory
 from tensorlens_tl.circuits.compare import METHODS, SYNONYMS, edge_scores, patch_scores, run_circuits
-from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
+from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError, warn_caller
 from tensorlens_tl.evaluate.checks import correlation, spearman
 from tensorlens_tl.evaluate.scorers import PROMPTS_AT_ONCE, RANDOM, Names, predictions
 from tensorlens_tl.evaluate.tasks import Pairs, PromptPairs
@@ -36,10 +37,14 @@ from tensorlens_tl.models import ModelLike
 from tensorlens_tl.passes import FrozenPass, freeze
 from tensorlens_tl.results import CHOICES, EdgeScores, Evaluation, Terms
 
-VARIANTS = {"integrated, left": {"method": "integrated", "points": "left"}}
+VARIANTS = {"integrated-gradients, left": {"method": "integrated-gradients", "points": "left"}}
 """Rows that are a method with another option: EAP-IG at the left ends of its steps, as its published code has it."""
 
-ROWS = (*METHODS[: METHODS.index("integrated") + 1], *VARIANTS, *METHODS[METHODS.index("integrated") + 1 :])
+ROWS = (
+    *METHODS[: METHODS.index("integrated-gradients") + 1],
+    *VARIANTS,
+    *METHODS[METHODS.index("integrated-gradients") + 1 :],
+)
 """The methods of `circuits.patch_scores` and `circuits.edge_scores`, and their variants beside them."""
 
 EDGE_ROWS = tuple(name for name in ROWS if name != "atp*")
@@ -54,7 +59,8 @@ MIB_OPTIONS: Mapping[str, Any] = MappingProxyType(
 """Options of `circuit_faithfulness` that give the benchmark's own numbers.
 
 All pairs count, also those that the model answers wrongly. Circuits are ``int(share · edges)`` best edges, pruned, by
-score for CPR and by size for CMD. Its EAP-IG is the method ``"integrated, left"`` with five steps, the default.
+score for CPR and by size for CMD. Its EAP-IG is the method ``"integrated-gradients, left"`` with five steps, the
+default.
 """
 
 if TYPE_CHECKING:
@@ -88,11 +94,11 @@ def patching_agreement(
     Args:
         model: a TransformerLens model.
         pairs: prompts; see `prompt_pairs`.
-        methods: of `circuits.patch_scores`, or with ``by="edge"`` of `circuits.edge_scores`; ``"integrated, left"`` is
-            EAP-IG with ``points="left"``; None is all that the model allows.
+        methods: of `circuits.patch_scores`, or with ``by="edge"`` of `circuits.edge_scores`;
+            ``"integrated-gradients, left"`` is EAP-IG with ``points="left"``; None is all that the model allows.
         by: as in `circuits.patch_scores`, or ``"edge"``.
         only_correct: leave out pairs of which the model answers one prompt wrongly.
-        steps: gradients of ``"integrated"``.
+        steps: gradients of ``"integrated-gradients"``.
         memory: what the patching runs may allocate at once.
 
     Returns:
@@ -155,14 +161,14 @@ def circuit_faithfulness(
     Args:
         model: a TransformerLens model with pre-LN blocks.
         pairs: prompts; see `prompt_pairs`.
-        methods: of `circuits.edge_scores`, ``"integrated, left"`` (EAP-IG with ``points="left"``) and ``"random"``;
-            None is all but ``"patching"``, which runs the model once for each edge.
+        methods: of `circuits.edge_scores`, ``"integrated-gradients, left"`` (EAP-IG with ``points="left"``) and
+            ``"random"``; None is all but ``"patching"``, which runs the model once for each edge.
         proportions: of all edges, rising to 1.
         absolute: whether circuits take edges by size; None takes them by score for CPR and by size for CMD.
         choice: ``"top"`` or ``"greedy"``; see `EdgeScores.circuit`.
         only_correct: leave out pairs of which the model answers one prompt wrongly; the benchmark does not, see
             `MIB_OPTIONS`.
-        steps: gradients of ``"integrated"``.
+        steps: gradients of ``"integrated-gradients"``.
         seed: of the random scores.
         folder: where to save each method's scores and its circuit of a tenth of the edges, by size, in the
             benchmark's JSON.
@@ -330,10 +336,12 @@ def checked_methods(methods: Names, known: Sequence[str], default: Sequence[str]
         methods = default or known
     if isinstance(methods, str):
         methods = [methods]
-    chosen = list(methods)
-    for name in chosen:
+    chosen = [re.sub(r"^integrated(?=$|,)", "integrated-gradients", name) for name in methods]
+    for name, old in zip(chosen, methods, strict=True):
+        if name != old:
+            warn_caller(f"methods: {old!r} is {name!r} now; the old name goes in version 0.3.", DeprecationWarning)
         if name not in known:
-            near = nearest(name, known, SYNONYMS | {"eap-ig": "integrated, left"})
+            near = nearest(name, known, SYNONYMS | {"eap-ig": "integrated-gradients, left"})
             raise InvalidInputError(f"methods: {name!r}; use some of {', '.join(map(repr, known))}.{near}")
     if not chosen or len(set(chosen)) < len(chosen):
         raise InvalidInputError("methods: none, or one is there twice.")

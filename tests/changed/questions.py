@@ -231,8 +231,8 @@ CALLS: dict[str, Callable[[Setting], Any]] = {
     "circuits.edge_scores [method=gradient]": lambda s: circuits.edge_scores(
         s.frozen, s.corrupted, TARGET, MINUS, method="gradient"
     ),
-    "circuits.edge_scores [method=integrated]": lambda s: circuits.edge_scores(
-        s.frozen, s.corrupted, TARGET, MINUS, method="integrated", steps=3
+    "circuits.edge_scores [method=integrated-gradients]": lambda s: circuits.edge_scores(
+        s.frozen, s.corrupted, TARGET, MINUS, method="integrated-gradients", steps=3
     ),
     "circuits.edge_scores [method=measured]": lambda s: circuits.edge_scores(
         s.frozen, s.corrupted, TARGET, MINUS, method="measured"
