@@ -65,7 +65,7 @@ DEFAULTS = {
 
 NODES = ("logit_attribution", "total_effects", "patch_scores", "patching_agreement")
 
-OLD = {"activation": "rule", "answers": "target", "others": "minus", "against": "minus", "shown": "k"}
+OLD = {"activation": "rule", "answers": "target", "others": "minus", "against": "minus"}
 """Names that an argument does not have, and the one that it has."""
 
 
