@@ -15,6 +15,7 @@ from sphinx.pycode import ModuleAnalyzer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import annotations
 import reference
 import terms
 
@@ -121,37 +122,14 @@ def attributes_of_base(cls):
     return []
 
 
-TYPES = {
-    "model": "HookedTransformer | TransformerBridge",
-    "base": "HookedTransformer | TransformerBridge",
-    "tuned": "HookedTransformer | TransformerBridge",
-    "frozen": "FrozenPass | Difference",
-    "clean": "FrozenPass",
-    "corrupted": "FrozenPass",
-    "input": "str | list[str] | list[dict] | Tensor",
-    "prompts": "str | list[str] | Tensor",
-    "target": "str | int | list | Tensor | None",
-    "minus": "str | int | list | Tensor | None",
-    "direction": "Tensor | None",
-    "query": "int | str | list | slice",
-    "layer": "int",
-    "head": "int",
-    "rule": "str | Rule | None",
-    "memory": "int | str | None",
-    "features": "Features | None",
-    "ax": "matplotlib.axes.Axes | None",
-}
-"""What arguments take that many functions share: the code checks these itself, with messages of its own."""
-
-
 def signatures(app, what, name, obj, options, signature, returns):
-    """Signatures with what shared arguments take; of classes whose fields are in part private, none."""
+    """Signatures with the types that the source has; of classes whose fields are in part private, none."""
     if what == "class" and re.search(r"\b_\w+:", signature or ""):
         return "", None
-    untyped = re.compile(r"\b(\w+): (?:~?typing\.)?Any\b")
-    shown = untyped.sub(lambda match: f"{match[1]}: {TYPES.get(match[1], 'Any')}", signature or "")
-    is_figure = (returns or "").endswith("Any") and name.rpartition(".")[2].startswith("plot")
-    return shown or signature, "matplotlib.axes.Axes" if is_figure else returns
+    written = annotations.of(obj)
+    untyped = re.compile(r"\b(\w+): (?:~?typing\.)?Any\b(?: \| None)?")
+    shown = untyped.sub(lambda match: f"{match[1]}: {written.get(match[1], 'Any')}", signature or "")
+    return shown or signature, written.get("return", returns) if (returns or "").endswith("Any") else returns
 
 
 def skipped(app, what, name, obj, skip, options):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from types import NoneType, UnionType
 from typing import (
+    TYPE_CHECKING,
     Annotated,
     Any,
     Literal,
@@ -23,6 +24,15 @@ from typing import (
 from beartype.door import is_bearable
 
 from tensorlens_tl.errors import InvalidInputError, WrongCallError, warn_caller
+
+if TYPE_CHECKING:
+    Whole = SupportsIndex
+    """An integer: Python's, numpy's or torch's."""
+
+    Number = float
+    """A number of any kind."""
+else:
+    Whole = Number = Any  # what is none is refused with the name of the argument
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")

@@ -28,7 +28,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_names, whole_number
+from tensorlens_tl._arguments import Whole, checked_names, whole_number
 from tensorlens_tl.algebra import (
     AnyAttention,
     CausalConvolution,
@@ -351,7 +351,7 @@ def through(norms: Sequence[Norm], x: Float[Tensor, "..."]) -> Float[Tensor, "..
 
 @checked_names
 def implicit_attention(
-    frozen: PassLike, layer: Any, *, channels: bool = False, memory: Memory = None
+    frozen: PassLike, layer: Whole, *, channels: bool = False, memory: Memory = None
 ) -> Float[Tensor, "batch head query key"]:
     """What each query takes from each key in one layer, by head; where every channel is a head, their mean size.
 

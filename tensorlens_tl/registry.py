@@ -49,7 +49,7 @@ from tensorlens_tl.errors import InvalidInputError, PromptNumber, RegistryError,
 from tensorlens_tl.layerwise import Maps
 from tensorlens_tl.models import FROZEN_RULES, NEXT, OLD_RULES, ONCE_ACTIVATION, FrozenRule, ModelLike, Query, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, check_pass, freeze, one_check, rule_scores, unchecked_view
-from tensorlens_tl.passes.inputs import check_slice, one_per_prompt, prompt_batches, query_positions, taken
+from tensorlens_tl.passes.inputs import InputLike, check_slice, one_per_prompt, prompt_batches, query_positions, taken
 from tensorlens_tl.passes.target import RANKED, explained_tokens, logit_label, target_ids, token_label
 from tensorlens_tl.requirements import Requirement, resolved
 from tensorlens_tl.results import MEAN_QUERY, TOKENS_OF_QUERIES, Attribution, joined, one_query
@@ -645,7 +645,7 @@ _BUILT_IN = frozenset(RULES) | frozenset(FROZEN_RULES)
 @checked_names
 def attribute(
     model: ModelLike | FrozenPass | Difference,
-    input: Any = None,
+    input: InputLike | None = None,
     target: TokenLike = None,
     *,
     method: str | None = None,
@@ -706,7 +706,7 @@ def attribute(
                 "attribute: a frozen pass has its input already, so what follows it is the target: "
                 "attribute(frozen, ' Paris')."
             )
-        target = input
+        target = cast("TokenLike", input)
     if target is not None:
         options = {**options, "target": target}
     for_freeze, for_method = split_options(chosen, options)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -25,9 +25,10 @@ from tensorlens_tl.drawing.marks import colour_bar, largest_of, note, number, sh
 from tensorlens_tl.drawing.page import Picture, folded, panel, table
 from tensorlens_tl.errors import InvalidInputError, TensorLensError, warn_caller
 from tensorlens_tl.generation import FrozenGeneration, check_hops, freeze_generation
+from tensorlens_tl.generation.written import Continuation, Count, Hops, Span
 from tensorlens_tl.models import RUNNER_UP, ModelLike, Query, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, freeze, one_check
-from tensorlens_tl.passes.inputs import one_query
+from tensorlens_tl.passes.inputs import InputLike, one_query
 from tensorlens_tl.passes.target import logit_label, target_ids, token_label
 from tensorlens_tl.passes.texts import joined
 from tensorlens_tl.registry import Method, attribute, get_method, list_methods
@@ -630,7 +631,7 @@ TARGET_FOLLOWS = "a frozen pass has its input already, so what follows it is the
 @checked_names
 def explain(
     model: ModelLike | FrozenPass,
-    input: Any = None,
+    input: InputLike | None = None,
     target: TokenLike = None,
     *,
     minus: TokenLike = None,
@@ -674,7 +675,7 @@ def explain(
     if in_place_of_input:
         if target is not None:
             raise InvalidInputError(f"explain: {TARGET_FOLLOWS}explain(frozen, ' Paris').")
-        input, target = None, input
+        input, target = None, cast("TokenLike", input)
     if isinstance(model, FrozenPass):
         frozen = model
     elif input is None:
@@ -912,12 +913,12 @@ def explain_difference(
 @checked_names
 def explain_generation(
     model: ModelLike | FrozenGeneration,
-    prompt: Any = None,
+    prompt: InputLike | None = None,
     *,
-    max_new_tokens: Any = None,
-    continuation: Any = None,
-    span: Any = "all",
-    hops: Any = "all",
+    max_new_tokens: Count = None,
+    continuation: Continuation = None,
+    span: Span = "all",
+    hops: Hops = "all",
     minus: TokenLike = None,
 ) -> Picture:
     """What made a generated text: every token of it, a stretch as a whole, and what the stretch took by way of others.

@@ -4,15 +4,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from typing import SupportsIndex
 
     import numpy as np
     from torch import Tensor
 
+    from tensorlens_tl.algebra import AffineMap
     from tensorlens_tl.core import Rule
     from tensorlens_tl.models import ModelLike, ModelView
-    from tensorlens_tl.passes import FrozenPass
+    from tensorlens_tl.passes import FrozenOperator, FrozenPass
+    from tensorlens_tl.results import Circuit
 
     Direction = Tensor | np.ndarray | Sequence[float] | None
     """A vector in place of a token, as in `FrozenOperator.target`."""
@@ -35,10 +37,32 @@ if TYPE_CHECKING:
     RuleLike = Rule | str | None
     """A rule, or its name; None for none."""
 
+    FeatureChoice = FeatureLike | Sequence[FeatureLike] | None
+    """Features, one or several; None for no choice."""
+
+    Window = tuple[SupportsIndex, SupportsIndex]
+    """How many tokens before and after another one."""
+
+    HeadList = Sequence[tuple[SupportsIndex, SupportsIndex] | str]
+    """Heads as (layer, head), or by their names ``"L0H1"``."""
+
+    RowsLike = Iterable[object]
+    """Texts or rows of token ids, one by one."""
+
+    Circuits = Circuit | Sequence[Circuit]
+    """A circuit, or several."""
+
+    OperatorLike = FrozenOperator
+    """What `FrozenPass.operator` gives."""
+
+    MapLike = AffineMap | FrozenOperator
+    """A map, or an operator."""
+
     HookName = str | None
     """A hook point."""
 
     Share = float | None
     """So many (a whole number), or a share of the largest (below 1); None for no such choice."""
 else:
+    FeatureChoice = Window = HeadList = Circuits = OperatorLike = MapLike = RowsLike = Any
     Direction = Whole = Offset = WeightsLike = FeatureLike = LabelsLike = HookName = RuleLike = Share = Any

@@ -69,7 +69,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import widened
 from tensorlens_tl.algebra.secants import Offset
 from tensorlens_tl.circuits import atp_star
-from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
+from tensorlens_tl.circuits.arguments import Circuits, Direction, RuleLike, Whole
 from tensorlens_tl.circuits.live import NodeChange, NodeGradients, NodeValues, sublayer_nodes
 from tensorlens_tl.circuits.live_edges import LiveEdges, encoder_end, refuse_hooks
 from tensorlens_tl.circuits.measured import Budget, Measurement, budget_of, measure
@@ -500,7 +500,7 @@ def _measured_edges(
 def run_circuits(
     clean: PassLike,
     corrupted: PassLike,
-    circuits: Any,
+    circuits: Circuits,
     target: TokenLike = None,
     minus: TokenLike = None,
     *,

@@ -29,7 +29,7 @@ from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast, widest
 from tensorlens_tl.algebra.positions import BiasTerms, in_total
-from tensorlens_tl.circuits.arguments import Direction, FeatureLike
+from tensorlens_tl.circuits.arguments import Direction, FeatureChoice, FeatureLike
 from tensorlens_tl.circuits.dictionary_features import (
     Features,
     FeaturesLike,
@@ -162,7 +162,7 @@ def feature_effects(
 def feature_edges(
     early: FeaturesLike,
     late: FeaturesLike,
-    features: Any = None,
+    features: FeatureChoice = None,
     *,
     query: Query = -1,
     by: str = "feature_token",

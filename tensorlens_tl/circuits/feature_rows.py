@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from tensorlens_tl._arguments import checked_names, plain, whole_number
 from tensorlens_tl.algebra.memory import Memory, chunks
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.circuits.arguments import HookName, LabelsLike
+from tensorlens_tl.circuits.arguments import FeatureChoice, HookName, LabelsLike, RowsLike, Whole, Window
 from tensorlens_tl.circuits.dictionary_features import Features, feature_labels, features as features_of
 from tensorlens_tl.circuits.weights import stream_unembedding
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -137,14 +137,14 @@ READERS = {
 def feature_examples(
     model: ModelLike,
     dictionary: Any,
-    input: Any,
-    features: Any = None,
+    input: RowsLike,
+    features: FeatureChoice = None,
     *,
     hook: HookName = None,
-    k: Any = 20,
-    window: Any = (12, 4),
-    skip: Any = 0,
-    promoted: Any = 10,
+    k: Whole = 20,
+    window: Window = (12, 4),
+    skip: Whole = 0,
+    promoted: Whole = 10,
     labels: LabelsLike = None,
     truncate: bool = False,
     prepend_bos: bool | None = None,

@@ -48,7 +48,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_names, formerly, whole_number
+from tensorlens_tl._arguments import Number, checked_names, formerly, whole_number
 from tensorlens_tl.algebra import ZERO, Chain
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.algebra.positions import place
@@ -617,7 +617,7 @@ def contribution_graph(
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
-    threshold: Any = 0.01,
+    threshold: Number = 0.01,
     nodes: Share = None,
     neurons: Share = None,
     sources: Share = None,
@@ -703,7 +703,7 @@ def contribution_graph(
     return builder.graph(_prediction(readout, target, minus))
 
 
-def check_options(threshold: Any, neurons: Share, sources: Share, features: Share = None) -> None:
+def check_options(threshold: Number, neurons: Share, sources: Share, features: Share = None) -> None:
     """Raise `InvalidInputError` for options that `contribution_graph` refuses, before there is a pass."""
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
         raise InvalidInputError(f"threshold={threshold!r}: a share of the largest edge, from 0 to 1.")

@@ -20,7 +20,7 @@ from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import FrozenPass, freeze
-from tensorlens_tl.passes.inputs import prompt_batches
+from tensorlens_tl.passes.inputs import InputLike, prompt_batches
 from tensorlens_tl.results import HeadScores, joined
 
 Places = Callable[[FrozenPass], Bool[Tensor, "batch query key"]]
@@ -29,7 +29,7 @@ Places = Callable[[FrozenPass], Bool[Tensor, "batch query key"]]
 
 @checked_names
 def previous_token_scores(
-    model: ModelLike | FrozenPass, prompts: Any = None, *, memory: Memory = None, **freezing: Any
+    model: ModelLike | FrozenPass, prompts: InputLike | None = None, *, memory: Memory = None, **freezing: Any
 ) -> HeadScores:
     """How much each head attends from a token to the one before it.
 
@@ -54,7 +54,7 @@ def previous_token_scores(
 
 @checked_names
 def duplicate_token_scores(
-    model: ModelLike | FrozenPass, prompts: Any = None, *, memory: Memory = None, **freezing: Any
+    model: ModelLike | FrozenPass, prompts: InputLike | None = None, *, memory: Memory = None, **freezing: Any
 ) -> HeadScores:
     """How much each head attends from a token to its earlier occurrences.
 
@@ -76,7 +76,7 @@ def duplicate_token_scores(
 
 @checked_names
 def induction_scores(
-    model: ModelLike | FrozenPass, prompts: Any = None, *, memory: Memory = None, **freezing: Any
+    model: ModelLike | FrozenPass, prompts: InputLike | None = None, *, memory: Memory = None, **freezing: Any
 ) -> HeadScores:
     """How much each head attends from a token to those that followed its earlier occurrences.
 

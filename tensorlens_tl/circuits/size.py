@@ -19,10 +19,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import checked_names, formerly, whole_number
+from tensorlens_tl._arguments import Number, checked_names, formerly, whole_number
 from tensorlens_tl.algebra import AffineMap, Norm
 from tensorlens_tl.algebra.numerics import upcast
-from tensorlens_tl.circuits.arguments import Whole
+from tensorlens_tl.circuits.arguments import MapLike, OperatorLike, Whole
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.hooks import capture, replace
 from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, Place, Query, require_attention_alone
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @checked_names
-def as_scipy(op: Any) -> "LinearOperator":
+def as_scipy(op: OperatorLike) -> "LinearOperator":
     """The operator's linear part as a scipy `LinearOperator` on ``pos · d_model`` numbers, for any matrix-free method.
 
     Needs scipy (extra ``spectral``).
@@ -71,7 +71,7 @@ def as_scipy(op: Any) -> "LinearOperator":
 
 
 @checked_names
-def spectral_norm(op: Any, *, tol: Any = 1e-6, seed: int = 0) -> float:
+def spectral_norm(op: OperatorLike, *, tol: Number = 1e-6, seed: int = 0) -> float:
     """‖T‖₂, the largest singular value, by Lanczos on push and pull.
 
     What Lanczos returns is attained by a vector, so it is a lower estimate, from which `tol` tells how far it moves.
@@ -116,7 +116,7 @@ class Directions:
 
 
 @checked_names
-def singular_directions(op: Any, query: Query = -1, key: Query = 0, *, k: Whole = 5) -> Directions:
+def singular_directions(op: OperatorLike, query: Query = -1, key: Query = 0, *, k: Whole = 5) -> Directions:
     """Which directions of one token another token's output depends on most, exactly, for `d_model` pulls.
 
     Args:
@@ -150,7 +150,7 @@ def one_prompt(op: Any) -> None:
 
 
 @checked_names
-def norm_bound(m: Any) -> float:
+def norm_bound(m: MapLike) -> float:
     """An upper bound of ‖linear part‖₂ of a map or an operator, by the rules above.
 
     Raises:
@@ -245,7 +245,7 @@ class FrozenErrorBound:
 
 @checked_names
 def frozen_error_bound(
-    frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, norm: Any = None, rule: FrozenRule = "frozen"
+    frozen: PassLike, x: Float[Tensor, "batch pos d_model"], *, norm: Number | None = None, rule: FrozenRule = "frozen"
 ) -> FrozenErrorBound:
     """How far the frozen operator is from the live model at the input `x`, bounded as in TensorLens (Eq. 25).
 

@@ -34,9 +34,9 @@ from einops import rearrange
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice, checked_names, whole_number
+from tensorlens_tl._arguments import Number, check_choice, checked_names, whole_number
 from tensorlens_tl.algebra.numerics import product, refuse_nan, upcast
-from tensorlens_tl.circuits.arguments import Offset, WeightsLike, Whole
+from tensorlens_tl.circuits.arguments import HeadList, Offset, WeightsLike, Whole
 from tensorlens_tl.circuits.scores import score_reading
 from tensorlens_tl.errors import InvalidInputError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.hooks import other_hooks
@@ -370,7 +370,7 @@ def _between_tokens(view: ModelView, circuit: "FactoredMatrix", last: Float[Tens
 
 
 @checked_names
-def virtual_head(model: WeightsLike, heads: Any, *, fold_norms: bool = False) -> "FactoredMatrix":
+def virtual_head(model: WeightsLike, heads: HeadList, *, fold_norms: bool = False) -> "FactoredMatrix":
     """The OV circuit of heads one after the other, ``W_OV¹ W_OV² …`` (Elhage et al. 2021).
 
     Args:
@@ -495,7 +495,7 @@ def svd_tokens(
     top: Whole = 8,
     offset: Offset = None,
     fold_norms: bool = True,
-    gap: Any = 1e-3,
+    gap: Number = 1e-3,
 ) -> "pd.DataFrame":
     """The leading singular directions of a head's OV or QK circuit, read as tokens.
 

@@ -48,9 +48,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice, plain, whole_number
+from tensorlens_tl._arguments import Whole, check_choice, plain, whole_number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.evaluate import KnownAnswers, KnownAttention, KnownChoice, KnownComponents, Place, PromptPairs
+from tensorlens_tl.passes.inputs import IdsLike
 from tensorlens_tl.results import ARROW, TARGET
 
 __all__ = ["PROGRAMS", "Program", "Truth", "Why", "program"]
@@ -310,11 +311,11 @@ class Program:
         """
         return self.design.model(kind, norm=norm, dtype=dtype)
 
-    def words(self, tokens: Any) -> list[str]:
+    def words(self, tokens: IdsLike) -> list[str]:
         """A prompt's tokens, readable."""
         return [self.design.words[token] for token in plain(tokens)]
 
-    def prompts(self, prompts: Any = 50, *, seed: int = 0) -> Int[Tensor, "prompt pos"]:
+    def prompts(self, prompts: Whole = 50, *, seed: int = 0) -> Int[Tensor, "prompt pos"]:
         """Random prompts, each with an answer at every one of `queries`.
 
         Raises:
@@ -323,7 +324,7 @@ class Program:
         rng = random.Random(seed)
         return torch.tensor([self.sample(rng) for _ in range(whole_number("prompts", prompts, least=1))])
 
-    def truth(self, tokens: Any, query: Any = -1) -> Truth:
+    def truth(self, tokens: IdsLike, query: Whole = -1) -> Truth:
         """What is true of one prompt.
 
         Args:
@@ -335,7 +336,7 @@ class Program:
         """
         return self.explain(list(plain(tokens)), self._query(query))
 
-    def answers(self, prompts: Any = 50, *, seed: int = 0, query: Any = -1) -> KnownAnswers:
+    def answers(self, prompts: Whole = 50, *, seed: int = 0, query: Whole = -1) -> KnownAnswers:
         """The task for `evaluate.known_answer`: prompts end at the query, which no later token can change.
 
         Args:
@@ -354,7 +355,7 @@ class Program:
             sources[row, list(truth.sources)] = True
         return KnownAnswers(self.name, tokens, torch.tensor([truth.answer for truth in truths]), sources)
 
-    def components(self, prompts: Any = 20, *, seed: int = 0, change: str = "source") -> KnownComponents:
+    def components(self, prompts: Whole = 20, *, seed: int = 0, change: str = "source") -> KnownComponents:
         """The task for `evaluate.known_components`, asked at the last query.
 
         Args:
@@ -383,7 +384,7 @@ class Program:
         paths = tuple((*truth.paths, *((place,) for place in truth.constants)) for truth in truths)
         return KnownComponents(pairs.name, pairs, paths, replacement.nodes, replacement.edges)
 
-    def attention(self, prompts: Any = 20, *, seed: int = 0, query: Any = -1) -> KnownAttention:
+    def attention(self, prompts: Whole = 20, *, seed: int = 0, query: Whole = -1) -> KnownAttention:
         """The task for `evaluate.known_attention`; arguments as in `answers`."""
         query = self._query(query)
         tokens = self.prompts(prompts, seed=seed)[:, : query + 1]
@@ -875,7 +876,7 @@ PROGRAMS = tuple(_BUILDERS)
 """The names of the programs."""
 
 
-def program(name: Any) -> Program:
+def program(name: str) -> Program:
     """A program by its name.
 
     Args:

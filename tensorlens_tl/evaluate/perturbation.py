@@ -67,7 +67,7 @@ from tensorlens_tl.generation import Continuation, Count, Span, freeze_generatio
 from tensorlens_tl.hooks import SomeLogits, capture, foreign_hooks, model_points
 from tensorlens_tl.models import FIRST_CHOICE, NEXT, RUNNER_UP, ModelLike, ModelView, TokenLike
 from tensorlens_tl.passes import TOLERANCE, freeze
-from tensorlens_tl.passes.inputs import InputLike, Prompt, prepare, query_positions
+from tensorlens_tl.passes.inputs import IdsLike, InputLike, Prompt, prepare, query_positions
 from tensorlens_tl.passes.replacement import Mean, Placement, Replacement, inputs_of, vocabulary_mean
 from tensorlens_tl.passes.target import FIRST_CHOICE_ID, RUNNER_UP_ID, logit_label, next_ids, token_ids
 from tensorlens_tl.results import SEVERAL_TARGETS, Evaluation, area
@@ -410,7 +410,7 @@ def perturbation(
     order: Order = "descending",
     absolute: bool = False,
     hidden: Hidden = "unembedded",
-    attention_mask: Any = None,
+    attention_mask: IdsLike = None,
     prepend_bos: bool | None = None,
     seed: int = 0,
     memory: Memory = None,

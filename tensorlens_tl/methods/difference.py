@@ -8,8 +8,8 @@ It is DeepLIFT (Shrikumar et al. 2017) for transformers, with an exact rule for 
 scores are averaged (DeepLIFT-SHAP's expectation, Lundberg & Lee 2017).
 """
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Bool, Int
@@ -39,6 +39,14 @@ UNLIKE = 10
 """How many times as long one run's stream has to be where that is the reason."""
 
 
+if TYPE_CHECKING:
+    One = str | int | Tensor | Sequence[int] | FrozenPass
+    Baseline = One | Sequence[One] | None
+    """What the run is compared with, one or several whose scores are averaged."""
+else:
+    Baseline = Any  # `baseline_pass` says what is wrong with it
+
+
 @register_method("difference", needs=("secants",), explains_differences=True)
 @checked_arguments
 def difference(
@@ -48,7 +56,7 @@ def difference(
     minus: TokenLike = None,
     direction: Direction | Literal["change"] = None,
     query: Query = -1,
-    baseline: Any = None,
+    baseline: Baseline = None,
     memory: Memory = None,
 ) -> Attribution:
     """Each token's part in what changed between two runs: two prompts, two models, or a prompt and a baseline.

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
-from tensorlens_tl._arguments import checked_arguments
+from tensorlens_tl._arguments import Whole, checked_arguments
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import upcast
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -60,7 +60,7 @@ def leave_one_out(
     target: TokenLike = None,
     minus: TokenLike = None,
     of: Compared = "logit",
-    replacement: Any = None,
+    replacement: str | Whole | None = None,
     query: Query = -1,
     memory: Memory = None,
 ) -> Attribution:

@@ -18,13 +18,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tensorlens_tl._arguments import Number, Whole
 from tensorlens_tl.algebra import AffineMap, Chain, RowPositions
 from tensorlens_tl.algebra.memory import Memory, check_size, chunks
 from tensorlens_tl.algebra.numerics import relative_gap, size_of_sum, upcast
 from tensorlens_tl.algebra.positions import BiasTerms, Queries, by_position, in_total
 from tensorlens_tl.algebra.probes import Estimate, check_probes, chi_square_quantile, probed, stored_rows
 from tensorlens_tl.errors import InvalidInputError, NumericalError
-from tensorlens_tl.models import FrozenRule, Query, TokenLike, check_rule
+from tensorlens_tl.models import FrozenRule, HeadChoice, LayerRange, MlpChoice, Query, TokenLike, check_rule
 from tensorlens_tl.passes.inputs import is_all, one_query, query_positions
 from tensorlens_tl.passes.linearisation import Linearisation
 from tensorlens_tl.passes.target import (
@@ -76,7 +77,7 @@ class Collapse:
         gap = "" if self.gap is None else f", gap={float(self.gap.max()):.1e}"
         return f"Collapse(batch={batch}, query={query}, key={key}{gap})"
 
-    def interval(self, level: Any = 0.95) -> tuple[Tensor, Tensor]:
+    def interval(self, level: Number = 0.95) -> tuple[Tensor, Tensor]:
         """Where the true score lies with this confidence; the score itself if exact.
 
         The mean of the squares is taken to be distributed as a χ² of `freedom` degrees (Satterthwaite). At a level of
@@ -217,9 +218,9 @@ class FrozenOperator:
         cls,
         frozen: Linearisation,
         *,
-        layers: Any = None,
-        heads: Any = None,
-        mlp: Any = True,
+        layers: LayerRange = None,
+        heads: HeadChoice = None,
+        mlp: MlpChoice = True,
         final_norm: bool | None = None,
         rule: FrozenRule = "frozen",
     ) -> "FrozenOperator":
@@ -383,8 +384,8 @@ class FrozenOperator:
         self,
         query: Query = -1,
         *,
-        probes: Any = None,
-        tol: Any = None,
+        probes: Whole | None = None,
+        tol: Number | None = None,
         rows: str = "gaussian",
         seed: int = 0,
         keys: Query = "all",
@@ -418,7 +419,7 @@ class FrozenOperator:
         sources = chosen_keys(self.frozen.prompt, keys)
         is_estimated = probes is not None or tol is not None
         norm_of: Callable[[Tensor], Estimate] = partial(self._norm, sources=sources, memory=memory)
-        if is_estimated and (probes or 0) < self.x.shape[-1]:
+        if is_estimated and int(probes or 0) < self.x.shape[-1]:
             generator = torch.Generator().manual_seed(seed)
             norm_of = partial(norm_of, generator=generator, probes=probes, tol=tol, rows=rows)
         estimates = [norm_of(at) for at in positions.T]

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Num
 from torch import Tensor
 
-from tensorlens_tl._arguments import whole_number, whole_slice
+from tensorlens_tl._arguments import Whole, whole_number, whole_slice
 from tensorlens_tl.algebra.numerics import maybe, relative_gap
 from tensorlens_tl.drawing import figure, heat_maps, terminal
 from tensorlens_tl.drawing.marks import number, numbers
@@ -181,7 +181,7 @@ class Attribution(Explained, QueryScores):
         """
         return self.score(where)
 
-    def score(self, where: Any, query: int | str = -1, batch: int = 0) -> list[Entry]:
+    def score(self, where: str | Whole | slice, query: int | str = -1, batch: int = 0) -> list[Entry]:
         """Return what some source tokens gave to one query.
 
         Args:

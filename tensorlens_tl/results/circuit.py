@@ -36,7 +36,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice, nearest, whole_number
+from tensorlens_tl._arguments import Whole, check_choice, nearest, whole_number
 from tensorlens_tl.drawing import figure, graphs, matrix
 from tensorlens_tl.errors import FileFormatError, InvalidInputError
 from tensorlens_tl.results import exchange
@@ -207,7 +207,7 @@ class EdgeScores(Scored):
 
     def circuit(
         self,
-        edges: Any,
+        edges: Whole,
         batch: int | None = None,
         *,
         absolute: bool = True,

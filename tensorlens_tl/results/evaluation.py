@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl._arguments import nearest
+from tensorlens_tl._arguments import Number, nearest
 from tensorlens_tl.drawing import charts, figure, page, terminal
 from tensorlens_tl.drawing.marks import note
 from tensorlens_tl.errors import InvalidInputError
@@ -136,7 +136,7 @@ class Evaluation(Result):
     def _same_notes(self) -> list[str]:
         return [f"the same numbers: {', '.join(names)}" for names in self.same_numbers]
 
-    def table(self, metric: str | None = None, *, level: Any = 0.95) -> "pd.DataFrame":
+    def table(self, metric: str | None = None, *, level: Number = 0.95) -> "pd.DataFrame":
         """Return means with bootstrap intervals, one row per method, best first by one metric (default: the first).
 
         Columns are ``(metric, "mean" | "low" | "high")``; ends are NaN for a single unit. Printed with three digits.
@@ -165,7 +165,7 @@ class Evaluation(Result):
         ordered = frame.sort_values((by, "mean"), ascending=self.metrics[by] is False, kind="stable")
         return PrintedFrame(ordered)
 
-    def compare(self, first: str, second: str, metric: str | None = None, *, level: Any = 0.95) -> Comparison:
+    def compare(self, first: str, second: str, metric: str | None = None, *, level: Number = 0.95) -> Comparison:
         """Return first minus second over the same units, by one metric (default: the first).
 
         Raises:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorlens_tl._arguments import check_choice
+from tensorlens_tl._arguments import Number, check_choice
 from tensorlens_tl.drawing import figure, graphs, terminal
 from tensorlens_tl.drawing.marks import number, visible
 from tensorlens_tl.errors import InvalidInputError
@@ -148,7 +148,7 @@ class ContributionGraph(SharedGraph):
         of_nodes = [_read_by(name) if kind == "head" else "" for name, kind in names]
         return [of_nodes[number] for number in self.edges["target"].tolist()]
 
-    def prune(self, share: Any = 0.8) -> "ContributionGraph":
+    def prune(self, share: Number = 0.8) -> "ContributionGraph":
         """Keep the largest edges that together carry `share` of this graph's, and what of them leads to the target.
 
         Raises:

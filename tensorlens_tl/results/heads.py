@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.drawing import figure, graphs, matrix
+from tensorlens_tl.drawing.figure import Axes
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import check_batch, prompts_in_words, shown_prompt, some_numbers, with_others
 from tensorlens_tl.results.result import array
@@ -118,7 +119,7 @@ class HeadScores(Scored):
     def _figure(self, k: int, batch: int | None = None, *, ax: Any) -> Any:
         return self.plot_heads(batch, ax=ax)
 
-    def plot_heads(self, batch: int | None = None, *, ax: Any = None) -> Any:
+    def plot_heads(self, batch: int | None = None, *, ax: Axes | None = None) -> Axes:
         """Draw heads as a matplotlib heat map, a row per layer (extra ``plot``).
 
         Args:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import nearest, whole_number
 from tensorlens_tl.drawing import figure, page
+from tensorlens_tl.drawing.figure import Axes
 from tensorlens_tl.errors import InvalidInputError, WrongCallError
 from tensorlens_tl.results.entry import shown_target
 from tensorlens_tl.results.storage import LOADABLE, Stored, replacing
@@ -92,7 +93,7 @@ class Result(Stored, ABC):
         body = self._html(**{"k": self.DRAWN} | self._chosen("to_html", "_html", k, choice))
         return page.head(body) + body if style else body
 
-    def plot(self, k: int | None = None, *, ax: Any = None, **choice: Any) -> Any:
+    def plot(self, k: int | None = None, *, ax: Axes | None = None, **choice: Any) -> Axes | list[Axes]:
         """Draw the picture with matplotlib, for print (extra ``plot``); returns the axes, of several panels a list.
 
         Args:
@@ -273,14 +274,14 @@ def _drawn(suffix: str, result: Result, **chosen: Any) -> bytes:
     from matplotlib import pyplot, rc_context
 
     axes = result.plot(**chosen)
-    first = axes[0] if isinstance(axes, list) else axes
+    drawn: Any = (axes[0] if isinstance(axes, list) else axes).figure
     file = io.BytesIO()
-    figure.use_fonts_with_letters(first.figure)
+    figure.use_fonts_with_letters(drawn)
     with rc_context(SAME_BYTES), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # said above, by script
         options = {"bbox_inches": "tight", "metadata": NO_DATE.get(suffix), "dpi": DOTS}
-        first.figure.savefig(file, format=suffix.removeprefix("."), **options)
-    pyplot.close(first.figure)
+        drawn.savefig(file, format=suffix.removeprefix("."), **options)
+    pyplot.close(drawn)
     return file.getvalue()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.numerics import maybe, relative_gap
 from tensorlens_tl.drawing import figure, matrix, page, terminal
+from tensorlens_tl.drawing.figure import Axes
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import (
@@ -315,7 +316,7 @@ class Terms(PartScores):
         grid = page.panel(heading, matrix.head_grid(cells, heading), notes=" · ".join(notes))
         return page.head(grid) + grid if style else grid
 
-    def plot_heads(self, query: int | str = -1, batch: int | None = None, *, ax: Any = None) -> Any:
+    def plot_heads(self, query: int | str = -1, batch: int | None = None, *, ax: Axes | None = None) -> Axes:
         """Draw heads and MLPs as a matplotlib heat map, a row per layer (extra ``plot``).
 
         Args:
