@@ -23,10 +23,11 @@ orphan: true
 
 {{doc}}`{area} <../{stem}>`
 
-```{{eval-rst}}
-.. auto{kind}:: {name}
-{options}```
+{more}```{{eval-rst}}
+{directives}```
 """
+LARGE = 30
+"""With more members than these, a class shows its methods on a page of their own."""
 
 
 def write(app):
@@ -39,13 +40,32 @@ def write(app):
             continue
         area = re.findall(r"^# (.*)$", text, flags=re.M)[0]
         for kind, name, options in [*documented(text), *explained(text)]:
-            page = PAGE.format(title=short(name), area=area, stem=path.stem, kind=kind, name=name, options=options)
-            target = NAMES / f"{file_of(kind, name)}.md"
-            if not target.exists() or target.read_text(encoding="utf-8") != page:
-                target.write_text(page, encoding="utf-8")
-            written.add(target)
+            stem, methods = file_of(kind, name), own_methods(kind, name)
+            pages = {stem: (short(name), "", f".. auto{kind}:: {name}\n{options}")}
+            if methods:
+                left_out = f".. auto{kind}:: {name}\n{options}   :exclude-members: {', '.join(methods)}\n"
+                apart = "".join(f".. automethod:: {name}.{method}\n\n" for method in methods)
+                link = f"{{doc}}`Its methods <{stem}-methods>`\n\n"
+                pages = {
+                    stem: (short(name), link, left_out),
+                    f"{stem}-methods": (f"Methods of {short(name)}", "", apart),
+                }
+            for each, (title, more, directives) in pages.items():
+                page = PAGE.format(title=title, area=area, stem=path.stem, more=more, directives=directives)
+                target = NAMES / f"{each}.md"
+                if not target.exists() or target.read_text(encoding="utf-8") != page:
+                    target.write_text(page, encoding="utf-8")
+                written.add(target)
     for old in set(NAMES.iterdir()) - written:
         old.unlink()
+
+
+def own_methods(kind, name):
+    """The methods of a class that has so many members that they need a page of their own."""
+    if kind != "class":
+        return []
+    members = {key: member for key, member in vars(resolved(name)).items() if key[0] != "_" and inspect.getdoc(member)}
+    return [key for key, member in members.items() if inspect.isroutine(member)] if len(members) > LARGE else []
 
 
 def read(app, page, source):

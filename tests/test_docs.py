@@ -195,7 +195,7 @@ def test_a_page_is_written_for_each_name_of_the_reference(shown):
     assert set(names) <= set(shown)
     left = [name for kind, name, _ in DIRECTIVE.findall("".join(split.values())) if kind in ("function", "class")]
     assert set(left) <= set(names)
-    assert set(texts) - set(split) == {"0_names", "6d_generation", "6e_datasets", "8_report"}
+    assert set(texts) - set(split) == {"0_names", "6e_datasets", "8_report"}
     assert pages["summary"]("tensorlens_tl.passes.freeze").startswith("Run")
 
 
