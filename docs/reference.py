@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
+from types import FunctionType
 
 API = Path(__file__).parent / "api"
 NAMES = API / "names"
@@ -65,7 +66,8 @@ def own_methods(kind, name):
     if kind != "class":
         return []
     members = {key: member for key, member in vars(resolved(name)).items() if key[0] != "_" and inspect.getdoc(member)}
-    return [key for key, member in members.items() if inspect.isroutine(member)] if len(members) > LARGE else []
+    kinds = (FunctionType, classmethod, staticmethod)
+    return [key for key, member in members.items() if isinstance(member, kinds)] if len(members) > LARGE else []
 
 
 def read(app, page, source):
