@@ -38,7 +38,7 @@ def a_gradient_near_the_clean_prompt(monkeypatch):
 ESTIMATES = (
     {"method": "difference"},
     {"method": "gradient"},
-    {"method": "integrated", "steps": 1, "points": "near"},
+    {"method": "integrated-gradients", "steps": 1, "points": "near"},
 )
 METHODS = ({"method": "measured"}, {"method": "patching"})
 

@@ -48,8 +48,8 @@ of their own, whose effect on their head is exact.
 
 `measured` patches those that may be the largest, and says how far the others are off
 (`tensorlens_tl.circuits.measured`). These have the middle one of three estimates: `difference`, `gradient`, and the
-gradient of `integrated` at one point, a tenth of the way from the clean to the corrupted embeddings, where a softmax
-that is sure at the clean prompt begins to respond.
+gradient of `integrated-gradients` at one point, a tenth of the way from the clean to the corrupted embeddings, where a
+softmax that is sure at the clean prompt begins to respond.
 
 In an encoder–decoder, edges stay within one stack, except those into keys and values of cross-attention
 (``"L0H3 → L2.cross.H0.k"``), which read what the encoder's nodes write, through the norm at its end.
@@ -105,6 +105,9 @@ SYNONYMS = {
     "frozen-qk": "frozen+qk",
 }
 """What the literature calls these."""
+
+ONCE_INTEGRATED = {"method": ("method", {"integrated": "integrated-gradients"})}
+"""For `tensorlens_tl._arguments.formerly`."""
 
 NEAR = (1.0, 0.9)
 """Where ``"measured"`` takes gradients, as shares of the way from the corrupted to the clean embeddings."""
@@ -393,9 +396,9 @@ def edge_scores(
     Args:
         clean, corrupted, target, minus, direction, query: as in `patch_scores`.
         method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by averaged gradients),
-            ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"difference"`` (exact between the two
-            runs), ``"measured"`` (the largest by live runs) or ``"patching"`` (a live run for each edge). None is
-            as in `patch_scores`.
+            ``"gradient"`` (attribution patching), ``"integrated-gradients"`` (EAP-IG), ``"difference"`` (exact between
+            the two runs), ``"measured"`` (the largest by live runs) or ``"patching"`` (a live run for each edge). None
+            is as in `patch_scores`.
         rule: what gradients follow, as in `patch_scores`.
         positions: also each edge at each position where its destination reads, `EdgeScores.by_position`; not with
             ``"measured"`` and ``"patching"``.
@@ -839,12 +842,12 @@ def patch_scores(
         target, minus, direction: as in `FrozenOperator.target`, of the clean prompt.
         by: what a node is.
         method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by gradients),
-            ``"gradient"`` (attribution patching), ``"integrated"`` (EAP-IG), ``"atp*"`` (AtP*: a gradient without each
-            layer), ``"difference"`` (exact between the two runs), ``"measured"`` (the largest by live runs) or
-            ``"patching"`` (a live run for each node). None is ``"difference"``; with a rule of gradients it is
+            ``"gradient"`` (attribution patching), ``"integrated-gradients"`` (EAP-IG), ``"atp*"`` (AtP*: a gradient
+            without each layer), ``"difference"`` (exact between the two runs), ``"measured"`` (the largest by live runs)
+            or ``"patching"`` (a live run for each node). None is ``"difference"``; with a rule of gradients it is
             ``"gradient"``, with one of the frozen model ``"frozen"``.
-        rule: of the frozen methods, a rule of the frozen model; of ``"gradient"`` and ``"integrated"``, what gradients
-            follow in place of the model's own: one of ``tlens.list_rules()``, or a `Rule`.
+        rule: of the frozen methods, a rule of the frozen model; of ``"gradient"`` and ``"integrated-gradients"``, what
+            gradients follow in place of the model's own: one of ``tlens.list_rules()``, or a `Rule`.
         positions: also each node at each position, in `Terms.keys`, `[batch, query, node, pos]`. They sum to the
             node's score, except under ``"atp*"``, ``"measured"`` and ``"patching"``, where each is a node by itself.
             Of an encoder–decoder they are zero at the positions of the other side.
@@ -856,7 +859,7 @@ def patch_scores(
         patched: the run whose nodes are given the other's values: the ``"clean"`` one (noising: what is needed), the
             ``"corrupted"`` one (denoising: what suffices; a score is what the target gains), or ``"both"``, the mean of
             the two, at twice the runs. Gradients and frozen pulls are then of that run; ``"difference"`` is the same
-            from either end, and ``"integrated"`` with midpoints is, too.
+            from either end, and ``"integrated-gradients"`` with midpoints is, too.
         live: of ``"measured"``, how many of the largest are patched for each prompt: a number (10 by default), or a
             share of all (0.1); or how far the others may be off, ``"error<5%"`` of the sizes of all scores: then as
             many as it takes until the stated error's upper end is below that. Half as many others are drawn at random

@@ -346,7 +346,7 @@ def test_scores_that_are_measured_agree_with_patching(real, texts, monkeypatch):
     monkeypatch.setitem(compare.POINTS, "near", compare.NEAR[1])
     measured, patched, *others = (
         circuits.patch_scores(clean, corrupted, *question, method=method, steps=1, points="near")
-        for method in ("measured", "patching", "difference", "gradient", "integrated")
+        for method in ("measured", "patching", "difference", "gradient", "integrated-gradients")
     )
     truth = patched.scores[0, 0, 1:].double()
 
