@@ -843,8 +843,8 @@ def patch_scores(
         by: what a node is.
         method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by gradients),
             ``"gradient"`` (attribution patching), ``"integrated-gradients"`` (EAP-IG), ``"atp*"`` (AtP*: a gradient
-            without each layer), ``"difference"`` (exact between the two runs), ``"measured"`` (the largest by live runs)
-            or ``"patching"`` (a live run for each node). None is ``"difference"``; with a rule of gradients it is
+            without each layer), ``"difference"`` (exact between the two runs), ``"measured"`` (the largest by live
+            runs) or ``"patching"`` (a live run for each node). None is ``"difference"``; with a rule of gradients it is
             ``"gradient"``, with one of the frozen model ``"frozen"``.
         rule: of the frozen methods, a rule of the frozen model; of ``"gradient"`` and ``"integrated-gradients"``, what
             gradients follow in place of the model's own: one of ``tlens.list_rules()``, or a `Rule`.
