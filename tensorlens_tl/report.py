@@ -24,8 +24,7 @@ from tensorlens_tl.drawing.heat_maps import LOOSE, side_by_side, strips
 from tensorlens_tl.drawing.marks import colour_bar, largest_of, note, number, short, token_marks, visible
 from tensorlens_tl.drawing.page import Picture, folded, panel, table
 from tensorlens_tl.errors import InvalidInputError, TensorLensError, warn_caller
-from tensorlens_tl.generation import FrozenGeneration, check_hops, freeze_generation
-from tensorlens_tl.generation.written import Continuation, Count, Hops, Span
+from tensorlens_tl.generation import Continuation, Count, FrozenGeneration, Hops, Span, check_hops, freeze_generation
 from tensorlens_tl.models import RUNNER_UP, ModelLike, Query, TokenLike
 from tensorlens_tl.passes import Difference, FrozenPass, PassOrDifference, freeze, one_check
 from tensorlens_tl.passes.inputs import InputLike, one_query

@@ -117,8 +117,8 @@ WITH_RULES = {
     "a method": lambda frozen, **rule: tlens.methods.tensorlens(frozen, target=5, **rule).scores,
     "effects": lambda frozen, **rule: circuits.total_effects(frozen, 5, **rule).scores,
     "paths": lambda frozen, **rule: circuits.paths(frozen, 5, **rule).scores,
-    "patches": lambda frozen, **rule: circuits.patch_scores(frozen, other(frozen), 5, **rule).scores,
-    "edges": lambda frozen, **rule: circuits.edge_scores(frozen, other(frozen), 5, **rule).scores,
+    "patches": lambda frozen, **rule: circuits.patch_scores(frozen, other(frozen), 5, method="frozen", **rule).scores,
+    "edges": lambda frozen, **rule: circuits.edge_scores(frozen, other(frozen), 5, method="frozen", **rule).scores,
 }
 
 

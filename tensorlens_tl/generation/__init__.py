@@ -17,6 +17,7 @@ from tensorlens_tl.generation.written import (
     Continuation as Continuation,
     Count as Count,
     FrozenGeneration,
+    Hops as Hops,
     Span as Span,
     attribute_generation,
     check_hops as check_hops,

@@ -12,8 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import relative_gap
-from tensorlens_tl.drawing import figure, graphs, matrix
-from tensorlens_tl.drawing.figure import Axes
+from tensorlens_tl.drawing import Axes, figure, graphs, matrix
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import check_batch, prompts_in_words, shown_prompt, some_numbers, with_others
 from tensorlens_tl.results.result import array

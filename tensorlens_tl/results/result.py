@@ -22,8 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from tensorlens_tl._arguments import nearest, whole_number
-from tensorlens_tl.drawing import figure, page
-from tensorlens_tl.drawing.figure import Axes
+from tensorlens_tl.drawing import Axes, figure, page
 from tensorlens_tl.errors import InvalidInputError, WrongCallError
 from tensorlens_tl.results.entry import shown_target
 from tensorlens_tl.results.storage import LOADABLE, Stored, replacing

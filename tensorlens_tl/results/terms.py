@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tensorlens_tl._arguments import whole_number
 from tensorlens_tl.algebra.numerics import maybe, relative_gap
-from tensorlens_tl.drawing import figure, matrix, page, terminal
-from tensorlens_tl.drawing.figure import Axes
+from tensorlens_tl.drawing import Axes, figure, matrix, page, terminal
 from tensorlens_tl.drawing.marks import number
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.results.entry import (
