@@ -20,8 +20,10 @@ from transformer_lens.model_bridge import TransformerBridge
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import tensorlens_tl as tlens
 from scripts.real_models import FOLDER, MODELS
 from tensorlens_tl import evaluate
+from tensorlens_tl.circuits import contribution_graph
 from tensorlens_tl.circuits.compare import corrupted_stream, edge_layout, pair_target
 from tensorlens_tl.circuits.live_edges import LiveEdges
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
@@ -42,6 +44,8 @@ EDGES = 25
 """So many edges are patched that the difference, the gradient and EAP-IG each take for the largest; as many others."""
 LARGEST = 20
 """Of so many of the largest nodes it is counted how many a method has among as many of its own."""
+SHARE = 0.8
+"""Of the answer, that a graph's nodes are to carry: as in the explorer."""
 NONE = "not measured"
 CIRCUITS = ("gradient", "integrated-gradients", "integrated-gradients, left", "difference", "measured", "random")
 NAMES = {"smollm2": "SmolLM2", "gemma3": "Gemma 3"}
@@ -69,7 +73,7 @@ class Line(NamedTuple):
 Row = tuple[str, str, torch.Tensor]
 """Method, metric, and the values of prompts."""
 
-LOWER = ("cmd", "error", "forwards", "megabytes")
+LOWER = ("cmd", "error", "forwards", "megabytes", "nodes")
 """Metrics of which less is better."""
 
 
@@ -141,7 +145,22 @@ def sources(model: Any, task: LanguageTask) -> Iterator[Row]:
             yield method, metric + question, values
 
 
-TESTS = {"nodes": nodes, "sources": sources, "edges": edges, "circuits": circuits}
+def graphs(model: Any, task: LanguageTask) -> Iterator[Row]:
+    """What the nodes of a graph that is to carry 80 % carry, how many they are, and by how much sums at them are off."""
+    pairs = task.pairs
+    found: dict[tuple[str, str], list[float]] = {}
+    for prompt in zip(pairs.clean[:, None], pairs.corrupted[:, None], pairs.target, pairs.minus, strict=True):
+        clean, corrupted = (tlens.freeze(model, ids) for ids in prompt[:2])
+        for of, runs in (("difference", tlens.difference(clean, corrupted)), ("one run", clean)):
+            graph = contribution_graph(runs, *map(int, prompt[2:]), nodes=SHARE)
+            gap = float(abs(graph.with_others().others).max()) / abs(graph.total)
+            for metric, value in (("share", graph.coverage), ("nodes", len(graph.nodes) - 1), ("error", gap)):
+                found.setdefault((of, metric), []).append(value)
+    for (of, metric), values in found.items():
+        yield of, metric, torch.tensor(values)
+
+
+TESTS = {"nodes": nodes, "sources": sources, "edges": edges, "circuits": circuits, "graphs": graphs}
 TASKS_OF = {"sources": SOURCED, "cost": ("15 tokens", "64 tokens", "256 tokens")}
 NODES = [name for name in ROWS if name not in ("frozen+qk", "patching")]
 COSTS = ("gradient", "integrated-gradients", "atp*", "difference", "measured", "patching")
@@ -380,6 +399,29 @@ def of_sources(found: list[Line]) -> Iterator[str]:
         )
 
 
+def of_graphs(found: list[Line]) -> Iterator[str]:
+    """What follows about the nodes that a graph shows."""
+    chosen = lines_of(found, "graphs", "share")
+    if not chosen:
+        return
+    of = {
+        name: torch.cat([line.numbers for line in chosen if line.method == name]) for name in ("difference", "one run")
+    }
+    counts = {
+        name: torch.cat([line.numbers for line in lines_of(found, "graphs", "nodes") if line.method == name])
+        for name in of
+    }
+    enough = {name: float((shares >= SHARE).double().mean()) for name, shares in of.items()}
+    gap = max(float(line.worst) for line in lines_of(found, "graphs", "error"))
+    models = " and ".join(dict.fromkeys(NAMES[line.model] for line in chosen))
+    yield (
+        f"**How much of the answer does a graph show?** With `nodes={SHARE:g}` ({models}; {len(of['difference'])} pairs) the graph of a "
+        f"difference has {counts['difference'].mean():.0f} nodes, which carry {of['difference'].mean():.0%} of what enters the answer ({SHARE:.0%} or more on "
+        f"{enough['difference']:.0%} of the pairs, at least {of['difference'].min():.0%}); that of one run has {counts['one run'].mean():.0f}, which carry "
+        f"{of['one run'].mean():.0%}. With all others as nodes of their own, what enters a node sums to it: the worst sum is {gap:.0e} of the answer off."
+    )
+
+
 def of_costs(found: list[Line]) -> str:
     """A table of time and memory of one pair's nodes."""
     cells = {(line.method, line.metric, line[0:3:2]): float(line.mean) for line in found if line.test == "cost"}
@@ -398,7 +440,7 @@ def of_costs(found: list[Line]) -> str:
 
 def verdicts(found: list[Line]) -> list[str]:
     """What the page concludes, with its numbers: those that are not measured yet are left out."""
-    return [sentence for part in (of_nodes, of_edges, of_sources) for sentence in part(found)]
+    return [sentence for part in (of_nodes, of_edges, of_sources, of_graphs) for sentence in part(found)]
 
 
 def drawn(found: list[Line]) -> str:
@@ -449,6 +491,7 @@ TABLES = (
     ("evaluation_real-cmd.csv", "CMD", "circuits", "cmd"),
     ("evaluation_real-sources.csv", "sources of a logit", "sources", "mrr"),
     ("evaluation_real-contrasts.csv", "sources of a difference of logits", "sources", "mrr of a difference"),
+    ("evaluation_real-graphs.csv", "what a graph's nodes carry", "graphs", "share"),
     ("evaluation_real-cost.csv", "cost", "cost", "forwards"),
 )
 """File, title, test and metric of each table."""
