@@ -154,7 +154,7 @@ def graphs(model: Any, task: LanguageTask) -> Iterator[Row]:
         for of, runs in (("difference", tlens.difference(clean, corrupted)), ("one run", clean)):
             graph = contribution_graph(runs, *map(int, prompt[2:]), nodes=SHARE)
             gap = float(abs(graph.with_others().others).max()) / abs(graph.total)
-            for metric, value in (("share", graph.coverage), ("nodes", len(graph.nodes) - 1), ("error", gap)):
+            for metric, value in (("share", graph.coverage), ("nodes", float(len(graph.nodes) - 1)), ("error", gap)):
                 found.setdefault((of, metric), []).append(value)
     for (of, metric), values in found.items():
         yield of, metric, torch.tensor(values)
