@@ -667,7 +667,7 @@ def a_hook_stays(monkeypatch):
     [
         (OPT, ignored_patterns, "the model held by hooks is the operator"),
         (GPT2, ignored_norms, "the model held by hooks is the operator"),
-        (LLAMA, ignored_rule, r"the model held by hooks is the operator \(ig\)"),
+        (LLAMA, ignored_rule, r"the model held by hooks is the operator \(frozen-integrated-gradients\)"),
         (GPT2, wrong_adjoint, "pull is the adjoint of push"),
         (GPT2, forgotten_bias, "contributions and bias are the model's output"),
         (GPT2, a_hook_stays, "hooks of the model are not what they were"),

@@ -154,7 +154,7 @@ def test_checks_of_a_model_are_tests_of_their_own(check):
 def test_checks_have_names():
     names = [check.name for check in model_checks("bridge/llama")]
     assert "bridge/llama: padding on the left" in names
-    assert "bridge/llama: held by hooks ig" in names
+    assert "bridge/llama: held by hooks frozen-integrated-gradients" in names
     assert repr(map_checks(recursion(), torch.zeros(2, 6, 16).double())[0]) == "shapes"
 
 

@@ -173,7 +173,6 @@ MISTAKES = {
         "cfg",
         "TransformerBridge.boot_transformers",
     ),
-    "an empty text": (lambda c: tlens.attribute(c.model, ""), "empty", "text number 0", "pass their token ids"),
     "an activation misspelt": (
         lambda c: c.frozen.activation("blocks.3.hook_resid_pri"),
         "'blocks.3.hook_resid_pri'",
@@ -247,9 +246,9 @@ MISTAKES = {
     # ------------------------------------------------------------------ inputs
     "no text": (
         lambda c: tlens.freeze(c.model, ["a", ""], prepend_bos=False),
-        "is empty",
+        "has no token",
         "text number 1",
-        "token ids",
+        "prepend_bos=True",
     ),
     "a log-probability": (
         lambda c: tlens.attribute(c.model, TEXT, " the", of="log_probability"),

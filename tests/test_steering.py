@@ -375,8 +375,8 @@ def test_a_patched_run_by_itself_has_no_map_where_it_was_patched(model_named):
         lambda: circuits.logit_attribution(run, TARGET),
         lambda: circuits.total_effects(run, TARGET),
         lambda: circuits.contribution_graph(run, TARGET),
-        lambda: circuits.edge_scores(run, plain, TARGET),
-        lambda: circuits.patch_scores(run, plain, TARGET),
+        lambda: circuits.edge_scores(run, plain, TARGET, method="frozen"),
+        lambda: circuits.patch_scores(run, plain, TARGET, method="frozen"),
     ):
         with pytest.raises(tlens.UnsupportedModelError, match=match):
             question()

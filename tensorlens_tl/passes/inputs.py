@@ -731,11 +731,6 @@ def _tokenize(
     view: ModelView, text: object, number: int, prepend_bos: bool | None, is_encoder: bool
 ) -> Int[Tensor, "_pos"]:
     model = view.model
-    if text == "":
-        raise InvalidInputError(
-            f"input: text number {number} is empty. Pass a text; to ask about special tokens alone, such as BOS, pass "
-            "their token ids."
-        )
     if not isinstance(text, str):
         raise InvalidInputError(
             f"input: prompt 0 is text and prompt {number} is {type(text).__name__}; pass all as text or all as token "

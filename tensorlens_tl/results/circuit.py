@@ -232,7 +232,7 @@ class EdgeScores(Scored):
         >>> edges.circuit(5)
         Circuit(5 of 479 edges, 4 nodes)
         >>> edges.circuit(20), edges.circuit(20, prune=False)
-        (Circuit(17 of 479 edges, 10 nodes), Circuit(20 of 479 edges, 11 nodes))
+        (Circuit(18 of 479 edges, 10 nodes), Circuit(20 of 479 edges, 11 nodes))
         """
         edges = whole_number("edges", edges, 0, len(self), why=f"this model has {len(self)} edges")
         scores = self._row(batch)

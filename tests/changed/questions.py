@@ -228,6 +228,9 @@ CALLS: dict[str, Callable[[Setting], Any]] = {
     ),
     # circuits
     "circuits.edge_scores": lambda s: circuits.edge_scores(s.frozen, s.corrupted, TARGET, MINUS),
+    "circuits.edge_scores [method=frozen]": lambda s: circuits.edge_scores(
+        s.frozen, s.corrupted, TARGET, MINUS, method="frozen"
+    ),
     "circuits.edge_scores [method=gradient]": lambda s: circuits.edge_scores(
         s.frozen, s.corrupted, TARGET, MINUS, method="gradient"
     ),
@@ -240,7 +243,11 @@ CALLS: dict[str, Callable[[Setting], Any]] = {
     "circuits.edge_scores [method=patching]": lambda s: circuits.edge_scores(
         s.frozen, s.corrupted, TARGET, MINUS, method="patching"
     ),
-    "circuits.patch_scores": lambda s: circuits.patch_scores(s.frozen, s.corrupted, TARGET, MINUS),
+    # as of `difference` above
+    "circuits.patch_scores": lambda s: circuits.patch_scores(s.frozen, s.corrupted, TARGET, MINUS).scores,
+    "circuits.patch_scores [method=frozen]": lambda s: circuits.patch_scores(
+        s.frozen, s.corrupted, TARGET, MINUS, method="frozen"
+    ),
     "circuits.patch_scores [method=gradient]": lambda s: circuits.patch_scores(
         s.frozen, s.corrupted, TARGET, MINUS, method="gradient"
     ),
