@@ -30,7 +30,7 @@ from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate import LANGUAGE_TASKS
 from tensorlens_tl.evaluate.language import SOURCED, LanguageTask
 from tensorlens_tl.evaluate.patching import EDGE_ROWS, ROWS, FrozenPairs
-from tensorlens_tl.results import MeasuredTerms
+from tensorlens_tl.results import COVERED, MeasuredTerms
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, NUMBERS = DOCS / "evaluation.md", DOCS / "_static" / "evaluation_real.csv"
@@ -44,8 +44,6 @@ EDGES = 25
 """So many edges are patched that the difference, the gradient and EAP-IG each take for the largest; as many others."""
 LARGEST = 20
 """Of so many of the largest nodes it is counted how many a method has among as many of its own."""
-SHARE = 0.8
-"""Of the answer, that a graph's nodes are to carry: as in the explorer."""
 NONE = "not measured"
 CIRCUITS = ("gradient", "integrated-gradients", "integrated-gradients, left", "difference", "measured", "random")
 NAMES = {"smollm2": "SmolLM2", "gemma3": "Gemma 3"}
@@ -152,7 +150,7 @@ def graphs(model: Any, task: LanguageTask) -> Iterator[Row]:
     for prompt in zip(pairs.clean[:, None], pairs.corrupted[:, None], pairs.target, pairs.minus, strict=True):
         clean, corrupted = (tlens.freeze(model, ids) for ids in prompt[:2])
         for of, runs in (("difference", tlens.difference(clean, corrupted)), ("one run", clean)):
-            graph = contribution_graph(runs, *map(int, prompt[2:]), nodes=SHARE)
+            graph = contribution_graph(runs, *map(int, prompt[2:]), nodes=COVERED)
             gap = float(abs(graph.with_others().others).max()) / abs(graph.total)
             for metric, value in (("share", graph.coverage), ("nodes", float(len(graph.nodes) - 1)), ("error", gap)):
                 found.setdefault((of, metric), []).append(value)
@@ -411,12 +409,12 @@ def of_graphs(found: list[Line]) -> Iterator[str]:
         name: torch.cat([line.numbers for line in lines_of(found, "graphs", "nodes") if line.method == name])
         for name in of
     }
-    enough = {name: float((shares >= SHARE).double().mean()) for name, shares in of.items()}
+    enough = {name: float((shares >= COVERED).double().mean()) for name, shares in of.items()}
     gap = max(float(line.worst) for line in lines_of(found, "graphs", "error"))
     models = " and ".join(dict.fromkeys(NAMES[line.model] for line in chosen))
     yield (
-        f"**How much of the answer does a graph show?** With `nodes={SHARE:g}` ({models}; {len(of['difference'])} pairs) the graph of a "
-        f"difference has {counts['difference'].mean():.0f} nodes, which carry {of['difference'].mean():.0%} of what enters the answer ({SHARE:.0%} or more on "
+        f"**How much of the answer does a graph show?** With `nodes={COVERED:g}` ({models}; {len(of['difference'])} pairs) the graph of a "
+        f"difference has {counts['difference'].mean():.0f} nodes, which carry {of['difference'].mean():.0%} of what enters the answer ({COVERED:.0%} or more on "
         f"{enough['difference']:.0%} of the pairs, at least {of['difference'].min():.0%}); that of one run has {counts['one run'].mean():.0f}, which carry "
         f"{of['one run'].mean():.0%}. With all others as nodes of their own, what enters a node sums to it: the worst sum is {gap:.0e} of the answer off."
     )

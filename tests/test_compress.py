@@ -157,10 +157,10 @@ def test_passes_are_refused_inside_and_valid_afterwards(model_named):
     with plan.applied():
         inside = tlens.freeze(model, some_tokens())
         for stale in (frozen.operator, frozen.fwd_hooks, lambda: tlens.attribute(frozen, target=5)):
-            with pytest.raises(tlens.FrozenModelError, match="Freeze again, or leave the"):
+            with pytest.raises(tlens.FrozenModelError, match=r"Freeze again.*plan\.applied"):
                 stale()
         inside.operator()
-    with pytest.raises(tlens.FrozenModelError, match=r"Freeze again\."):
+    with pytest.raises(tlens.FrozenModelError, match=r"Freeze again.*plan\.applied"):
         inside.operator()
     assert torch.equal(frozen.operator().target(5).scores, scores)
     with pytest.raises(KeyError), plan.applied():

@@ -108,12 +108,18 @@ def test_a_typed_prompt_stays_until_it_is_submitted(browser, opened):
     wait(browser, lambda: one(browser, "#text").get_attribute("value") == PROMPT)
 
 
-def test_a_cancelled_prompt_leaves_nothing_of_the_one_before(browser, opened, monkeypatch):
+def entered(browser, opened, monkeypatch, view):
+    """Enter another prompt, one view of which waits for the event that is returned."""
     load(browser, opened, text=PROMPT)
-    _, go = gated(opened, monkeypatch, "prompt")
+    _, go = gated(opened, monkeypatch, view)
     one(browser, "#text").clear()
     one(browser, "#text").send_keys(OTHER + "\n")
     wait(browser, lambda: one(browser, "#cancel").is_displayed())
+    return go
+
+
+def test_a_cancelled_prompt_leaves_nothing_of_the_one_before(browser, opened, monkeypatch):
+    go = entered(browser, opened, monkeypatch, "prompt")
     one(browser, "#cancel").click()
     wait(browser, lambda: one(browser, "#status").text == "Cancelled")
     assert not several(browser, "main .chip")
@@ -126,11 +132,7 @@ def test_a_cancelled_prompt_leaves_nothing_of_the_one_before(browser, opened, mo
 
 
 def test_next_tokens_are_shown_before_they_are_explained(browser, opened, monkeypatch):
-    load(browser, opened, text=PROMPT)
-    _, go = gated(opened, monkeypatch, "tokens")
-    one(browser, "#text").clear()
-    one(browser, "#text").send_keys(OTHER + "\n")
-    wait(browser, lambda: one(browser, "#cancel").is_displayed())
+    go = entered(browser, opened, monkeypatch, "tokens")
     view = opened._session.view("prompt", {"text": OTHER})
     titles = [value.get_attribute("title") for value in several(browser, ".next .bars .value")]
     assert [float(title) for title in titles] == pytest.approx([token["chance"] for token in view["next"]])

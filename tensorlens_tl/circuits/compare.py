@@ -317,14 +317,13 @@ class _Comparison:
 
         The exact difference is the same from either end.
         """
-        both: list[tuple[_Comparison, int]] = [(self, 1)]
-        if patched != "clean" and self.method != "difference":
-            stream = corrupted_stream(self.readout, self.corrupted, self.frozen_rule)
-            readout = replace(self.readout, stream=stream, total=self.numbers[1])
-            numbers = self.numbers[::-1]
-            swapped = replace(self, clean=self.corrupted, corrupted=self.clean, readout=readout, numbers=numbers)
-            both.append((swapped, -1))
-        return both[1:] if patched == "corrupted" and len(both) > 1 else both
+        if patched == "clean" or self.method == "difference":
+            return [(self, 1)]
+        stream = corrupted_stream(self.readout, self.corrupted, self.frozen_rule)
+        readout = replace(self.readout, stream=stream, total=self.numbers[1])
+        numbers = self.numbers[::-1]
+        swapped = replace(self, clean=self.corrupted, corrupted=self.clean, readout=readout, numbers=numbers)
+        return [(swapped, -1)] if patched == "corrupted" else [(self, 1), (swapped, -1)]
 
     @property
     def changes(self) -> Stream:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -165,7 +164,6 @@ def written(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> Gen
     writes = _writes(view, weights)
     copies = _copies(view, weights)
     changed: list[Changed] = []
-    _written[view.model] = _written.get(view.model, 0) + 1
     try:
         for place, weight, value in writes:
             changed.append(Changed(place, weight.clone(), sampled(value)))
@@ -176,17 +174,7 @@ def written(view: ModelView, weights: Mapping[int, Mapping[str, Tensor]]) -> Gen
         del writes, weights  # a plan's dense weights are not needed while the model runs on its own
         yield
     finally:
-        _written[view.model] -= 1
         _put_back(view, changed)
-
-
-_written: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""How many times each model is inside `written`."""
-
-
-def has_other_weights(model: Any) -> bool:
-    """True inside `written`."""
-    return bool(_written.get(model))
 
 
 class Place(NamedTuple):

@@ -18,7 +18,6 @@ from tensorlens_tl.errors import FrozenModelError, InvalidInputError, Unsupporte
 from tensorlens_tl.hooks import FwdHook, ModelPoints, StreamPoint, foreign_hooks, listed_once, lock_of, with_other_names
 from tensorlens_tl.models import HookedModel, ModelView
 from tensorlens_tl.models.lifecycle import WeightState, changed, configuration
-from tensorlens_tl.models.writing import has_other_weights
 from tensorlens_tl.passes.inputs import Prompt
 
 _checked: ContextVar[dict[WeightState, Any] | None] = ContextVar("checked", default=None)
@@ -196,13 +195,11 @@ class Capture:
             same_weights = self._shares_a_check() or self.weights.holds(self.view.model)
             now = configuration(self.view.model)
         if not same_weights:
-            leave = (
-                ", or leave the `with plan.applied():` that changed them" if has_other_weights(self.view.model) else ""
-            )
             raise FrozenModelError(
                 "the model's weights were changed, moved or cast, or its adapters switched, after this pass was "
-                f"frozen, so the two no longer belong together. Freeze again{leave}. "
-                "To compare two states of one model, such as with and without an adapter, load it twice."
+                "frozen, so the two no longer belong together. Freeze again; while a compression "
+                "is applied (`with plan.applied():`), leave that first. To compare two states of one model, such as "
+                "with and without an adapter, load it twice."
             )
         self._check_configuration(now)
         if any(block.halved != block.is_halving for block in self.view.blocks):
