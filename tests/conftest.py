@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from rounding import OtherRounding
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
 import tensorlens_tl as tlens
@@ -300,6 +302,18 @@ RWKV."""
 def rerun_tolerance(name):
     """Where two runs of the model, or a pattern made anew, are compared: rounding depends on shapes."""
     return 1e-6 if any(family in name for family in FLOAT32_SOFTMAX) else tolerance(name)
+
+
+class Wide(TorchFunctionMode):
+    """Hugging Face's modules round to float32 inside whatever the model's dtype; here they stay in float64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        if func is Tensor.float or (func in (Tensor.to, Tensor.type) and torch.float32 in args[1:]):
+            return args[0].double()
+        return func(*args, **kwargs)
 
 
 def close(made, expected, atol=1e-9):

@@ -241,21 +241,24 @@ def test_ablation_is_the_live_model_without_the_nodes(model, session, by, other)
     texts = [PROMPT] if other is None else [PROMPT, other]
     caches = [model.run_with_cache(text)[1] for text in texts]
 
-    def changed(value, hook, cache):
-        instead = {"zero": 0 * value, "mean": cache[hook.name][:, 1:].mean(1, keepdim=True).expand_as(value)}
-        instead["other"] = caches[-1][hook.name]
-        if points[hook.name] is None:
-            return instead[by]
-        value = value.clone()
-        for head in points[hook.name]:
-            value[:, :, head] = instead[by][:, :, head]
-        return value
+    def changed(point, cache):
+        def hook_function(value, hook):  # a bridge's hook has another name than the alias it is added under
+            mean = cache[point][:, 1:].mean(1, keepdim=True).expand_as(value)
+            instead = {"zero": 0 * value, "mean": mean, "other": caches[-1][point]}[by]
+            if points[point] is None:
+                return instead
+            value = value.clone()
+            for head in points[point]:
+                value[:, :, head] = instead[:, :, head]
+            return value
+
+        return hook_function
 
     prompt = session.view("prompt", fields)
     ids = [prompt[name]["id"] for name in ("target", "minus")]
     numbers = []
     for at, (text, cache) in enumerate(zip(texts, caches, strict=True)):
-        hooks = [(point, lambda value, hook, cache=cache: changed(value, hook, cache)) for point in points]
+        hooks = [(point, changed(point, cache)) for point in points]
         if by == "other" and at:
             hooks = []
         logits = model.run_with_hooks(text, fwd_hooks=hooks)[0, -1].detach().double()

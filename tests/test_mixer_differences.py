@@ -4,8 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import MIXED, close, rest_whole, some_tokens
-from test_scans import Wide
+from conftest import MIXED, Wide, close, rest_whole, some_tokens
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
@@ -24,19 +23,10 @@ BESIDE = [*NAMES, "bridge/afmoe", "bridge/gpt-oss"]
 TOLERANCE = 1e-9
 
 
-class WideSoftmax(Wide):
-    """In the softmax of attention as well."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.nn.functional.softmax:
-            kwargs = {**(kwargs or {}), "dtype": None}
-        return super().__torch_function__(func, types, args, kwargs)
-
-
 @pytest.fixture(autouse=True)
 def in_float64():
     """Hugging Face's modules round to float32 inside, whatever their dtype; here they do not."""
-    with WideSoftmax():
+    with Wide():
         yield
 
 

@@ -6,10 +6,9 @@ Beside it stands a literal forward pass.
 import pytest
 import torch
 import transformers
-from conftest import Choices, close, hooks_left
+from conftest import Choices, Wide, close, hooks_left
 from torch import Tensor
 from torch.nn.functional import softplus
-from torch.overrides import TorchFunctionMode
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits, compress
@@ -27,18 +26,6 @@ SIZES = {
     "moe_shared_expert_intermediate_size": 12, "routed_scaling_factor": 1.5, "mlp_bias": True, "time_step_min": 0.6,
 }  # fmt: skip
 TOKENS = [[3, 4, 5, 6, 7, 8], [9, 31, 7, 22, 5, 14]]
-
-
-class Wide(TorchFunctionMode):
-    """Hugging Face's modules round to float32 inside whatever the model's dtype; here they stay in float64."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        if func is Tensor.float or (func in (Tensor.to, Tensor.type) and torch.float32 in args[1:]):
-            return args[0].double()
-        return func(*args, **kwargs)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 import transformers as hf
-from conftest import close, rest_whole
-from test_scans import FAMILIES, Wide, family, off
+from conftest import Wide, close, rest_whole
+from test_scans import FAMILIES, family, off
 
 from tensorlens_tl.algebra.secants import offset_terms
 from tensorlens_tl.core import paired

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor, nn
+from conftest import Wide
+from torch import nn
 from torch.nn.functional import pad, silu, softplus
-from torch.overrides import TorchFunctionMode
 
 from tensorlens_tl import core
 from tensorlens_tl.algebra import CausalConvolution, Chain, Diagonal, DiagonalRecursion, Linear
@@ -53,15 +53,6 @@ FAMILIES = {
     "OlmoHybrid": DELTA | {"linear_num_key_heads": 4, "linear_allow_neg_eigval": True},
     "OlmoHybrid of small steps": DELTA | {"linear_num_key_heads": 4, "linear_allow_neg_eigval": False},
 }
-
-
-class Wide(TorchFunctionMode):
-    """Hugging Face's modules round to float32 inside whatever the model's dtype; here they stay in float64."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is Tensor.float or (func in (Tensor.to, Tensor.type) and args[1:] == (torch.float32,)):
-            return args[0].double()
-        return func(*args, **(kwargs or {}))
 
 
 _made: dict = {}
