@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from tensorlens_tl._arguments import check_choice, checked_arguments, checked_names, current_names, nearest, plain
+from tensorlens_tl._method_names import ENTRY_POINTS, is_ours, unknown_method
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.core import RULES, Rule, rule_of
@@ -69,28 +70,11 @@ __all__ = [
     "register_rule",
 ]
 
-ENTRY_POINTS = "tensorlens_tl.methods"
-
 _METHODS: "dict[str, Method]" = {}
 
 _LAYER_MAPS: "dict[str, LayerMap]" = {}
 
 _LOADED: set[str] = set()
-
-SYNONYMS = {
-    "ig": "integrated-gradients",
-    "gradient-x-input": "input-x-gradient",
-    "ixg": "input-x-gradient",
-    "occlusion": "leave-one-out",
-    "loo": "leave-one-out",
-    "lrp": "attnlrp",
-    "attention-rollout": "rollout",
-    "raw-attention": "attention",
-    "information-flow-routes": "ifr",
-    "transformer-attribution": "chefer",
-    "vector-norms": "norm",
-}
-"""What the literature calls methods."""
 
 MethodFunction = TypeVar("MethodFunction", bound=Callable[..., Attribution])
 
@@ -607,20 +591,6 @@ def _load_published(built_in: bool = False) -> None:
         except BaseException:  # an interrupt: the next call loads the rest
             _LOADED.discard(point.value)
             raise
-
-
-def is_ours(value: str) -> bool:
-    """Whether a module, or what an entry point names, is part of this package."""
-    return value.partition(":")[0].partition(".")[0] == __name__.partition(".")[0]
-
-
-def unknown_method(name: Any, known: Iterable[str]) -> str:
-    """What to say about a name that is none of the known ones: the nearest, or all of them where none is near."""
-    known = list(known)
-    near = nearest(name, known, SYNONYMS)
-    if near:
-        return f"no method called {name!r}.{near}"
-    return f"no method called {name!r}. There are {', '.join(map(repr, known))}."
 
 
 PER_PROMPT = ("target", "minus", "direction")

@@ -7,15 +7,20 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import metadata
 
 import pandas
 import pytest
 import torch
 
 import tensorlens_tl as tlens
+from scripts import choose
 from tensorlens_tl import commands
-from tensorlens_tl.commands import command_first, evaluate, main, shared, with_options
+from tensorlens_tl._method_names import ENTRY_POINTS, built_in_methods, published_elsewhere
+from tensorlens_tl.commands import command_first, dataset, early, evaluate, main, shared, with_options
 from tensorlens_tl.commands.shared import read_prompts
+from tensorlens_tl.datasets.work import CIRCUITS
+from tensorlens_tl.evaluate.scorers import RANDOM, STANDARD
 
 
 def test_demo_writes_a_page_that_needs_no_network(tmp_path, capsys):
@@ -131,7 +136,8 @@ def test_attribute_saves(tmp_path):
     [
         (["attribute", "the", "--method", "tensorlns"], "Did you mean 'tensorlens'"),
         (["attribute", "the", "--target", "two words"], "a target is one token"),
-        (["verify", "--model", "no/such/folder"], "no such folder, and the hub gives no model"),
+        (["verify", "--model", "no/such/folder"], "there is no 'no' in "),
+        (["verify", "--model", "no_such_model"], "no such folder, and the hub gives no model"),
     ],
 )
 def test_errors_are_printed_without_a_traceback(capsys, arguments, message):
@@ -151,6 +157,53 @@ def test_help_imports_nothing_heavy():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a text", "--model", "PLACE/model-on"], "there is no 'model-on' in PLACE. Did you mean 'model-one'?"),
+        (["a text", "--model", "PLACE/elsewhere/model"], "there is no 'elsewhere' in PLACE."),
+        (["a text", "--model", "PLACE/rows.csv"], "that is a file; name the folder of the model."),
+        (["explore", "--tuned", "PLACE/model-on"], "--tuned PLACE/model-on: there is no 'model-on'"),
+        (["a text", "--method", "rolout"], "Did you mean 'rollout'?"),
+        (["report", "a text", "--methods", "alti", "rolout"], "Did you mean 'rollout'?"),
+        (["evaluate", "stability", "--methods", "tensorlns in_out"], "Did you mean 'tensorlens'?"),
+        (["dataset", "PLACE/rows.csv", "-o", "PLACE/run", "--method", "total_effect"], "Did you mean 'total_effects'?"),
+        (["dataset", "PLACE/rows.csv", "-o", "PLACE/run", "--text", "tx"], "Did you mean 'txt'?"),
+        (["compress", "--prompts", "PLACE/row.csv"], "there is no 'row.csv' in PLACE. Did you mean 'rows.csv'?"),
+        (["evaluate", "patching", "--pairs", "PLACE/pairs.csv"], "--pairs PLACE/pairs.csv: there is no 'pairs.csv'"),
+    ],
+)
+def test_names_are_checked_before_anything_heavy_is_imported(words, message, tmp_path):
+    (tmp_path / "model-one").mkdir()
+    (tmp_path / "rows.csv").write_text("txt\nReturn the value\n", encoding="utf-8")
+    words = [word.replace("PLACE", str(tmp_path)) for word in words]
+    code = (
+        "import sys; from tensorlens_tl.commands import main; status = main(sys.argv[1:]);"
+        "print(status, [name for name in ('torch', 'transformers', 'transformer_lens') if name in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "1 []"
+    assert message.replace("PLACE", str(tmp_path)) in run.stderr
+
+
+def test_names_that_are_known_without_imports_are_those_that_are_registered(clean_registry):
+    assert built_in_methods() == sorted(choose.built_in())
+    assert not published_elsewhere()
+    assert tuple(CIRCUITS) == dataset.MORE_METHODS
+    labels = {label.partition(" ")[0] for label in [*STANDARD, RANDOM]}
+    assert labels <= {*built_in_methods(), *evaluate.MORE_METHODS}
+
+
+def test_methods_that_other_packages_publish_are_not_refused_unseen(monkeypatch):
+    monkeypatch.delitem(sys.modules, "tensorlens_tl.registry")  # as before anything is imported
+    args = commands.parser().parse_args(["attribute", "--method", "theirs", "a text"])
+    with pytest.raises(tlens.RegistryError, match="no method called 'theirs'"):
+        early.check(args)
+    theirs = metadata.EntryPoint("theirs", "their_package", ENTRY_POINTS)
+    monkeypatch.setattr("tensorlens_tl._method_names.entry_points", lambda group: [theirs])
+    early.check(args)
 
 
 def test_a_text_by_itself_is_explained(capsys):
@@ -195,9 +248,9 @@ def test_methods_of_ones_own(tmp_path, capsys, clean_registry):
         (["attribute", "the", "--import", "no_such_file.py"], "--import no_such_file.py: FileNotFoundError"),
         (["attribute", "the", "--device", "nowhere"], "--device nowhere"),
         (["attribute", "the", "-o", "no/such/folder/a.html"], "there is no folder"),
-        (["evaluate", "stability", "-n", "3", "--prompts", "some.txt"], "it counts prompts that we make"),
+        (["evaluate", "stability", "-n", "3", "--prompts", __file__], "it counts prompts that we make"),
         (["evaluate", "stability", "--model", "demo:recall"], "has no text of its own"),
-        (["evaluate", "patching", "--pairs", "nowhere.csv"], "--pairs nowhere.csv: no such file"),
+        (["evaluate", "patching", "--pairs", "nowhere.csv"], "--pairs nowhere.csv: there is no 'nowhere.csv'"),
         (["evaluate", "circuits", "--pairs", "pyproject.toml", "-n", "3"], "-n: it is about pairs that we make"),
         (["evaluate", "patching", "--pairs", "pyproject.toml", "--task", "facts"], "--task: it is about pairs"),
         (
@@ -330,7 +383,7 @@ def test_graph_is_written(tmp_path, capsys, name, format_, first):
     ],
 )
 def test_a_graph_that_cannot_be_written_is_refused_before_the_model_is_loaded(capsys, arguments, message):
-    assert main(["graph", "the", "--model", "no/such/folder", *arguments]) == 1
+    assert main(["graph", "the", "--model", "no_such_model", *arguments]) == 1
     assert message in " ".join(capsys.readouterr().err.split())
 
 

@@ -212,10 +212,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and not nearest(words[0], (*COMMANDS, "-h", "--help", "--version"), cutoff=0.7):
         words.insert(0, "attribute")
     args = whole.parse_args(words)
-    from tensorlens_tl.commands import shared
+    from tensorlens_tl.commands import early, shared
     from tensorlens_tl.errors import TensorLensError
 
     try:
+        early.check(args)
         shared.run_imports(args)
         args.run(args)
     except TensorLensError as error:
@@ -242,5 +243,5 @@ def parser() -> Parser:
         described = {"help": module.HELP, "description": module.HELP, "example": getattr(module, "EXAMPLE", "")}
         sub = commands.add_parser(name, prog=f"tensorlens-tl {name}", **described)
         module.add_arguments(sub)
-        sub.set_defaults(run=module.run)
+        sub.set_defaults(run=module.run, more_methods=getattr(module, "MORE_METHODS", ()))
     return whole

@@ -21,10 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print why the answers differ, and write the page."""
+    shared.check_output(args.output, endings=(".html",))
     import tensorlens_tl as tlens
     from tensorlens_tl.report import changed_answer
 
-    shared.check_output(args.output, endings=(".html",))
     model = shared.loaded_model(args)
     first, second = (tlens.freeze(model, text) for text in (args.first, args.second))
     change = changed_answer(tlens.difference(first, second), args.target, args.minus, args.query)

@@ -4,11 +4,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from tensorlens_tl._row_files import Reading, check_rows
 from tensorlens_tl.commands import shared
 from tensorlens_tl.errors import InvalidInputError
 
 HELP = "Attribute every row of a JSONL, CSV or Parquet file, and write the results as Parquet shards."
 EXAMPLE = 'tensorlens-tl dataset texts.csv --target " file" -o run'
+
+MORE_METHODS = ("logit_attribution", "total_effects")
+"""What `--method` takes besides the methods: `datasets.work.CIRCUITS`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,17 +61,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run what is left of the run, and say what came of it."""
-    import tensorlens_tl as tlens
-    from tensorlens_tl.datasets import CIRCUITS, Reading, check_rows
-
+    columns = shared.given(target=args.target_column or None, minus=args.minus_column or None)
     shared.check_output(args.summary, "--summary")
+    check_rows(args.rows, Reading(text=args.text, id=args.id, columns=columns))
+    import tensorlens_tl as tlens
+    from tensorlens_tl.datasets import CIRCUITS
+
     if args.summary is not None and args.method not in CIRCUITS:
         raise InvalidInputError(f"--summary: it is of --method {' or '.join(CIRCUITS)}, not {args.method}.")
     options: dict[str, Any] = dict(_option(option) for option in args.options)
     options |= shared.given(target=args.target, minus=args.minus, query=args.query, memory=args.memory)
     logits = args.method in CIRCUITS or tlens.get_method(args.method).explains_prediction(options)
-    columns = shared.given(target=args.target_column or None, minus=args.minus_column or None)
-    check_rows(args.rows, Reading(text=args.text, id=args.id, columns=columns))
     results = tlens.attribute_dataset(
         shared.loaded_model(args, logits=logits),
         args.rows,

@@ -40,6 +40,9 @@ EXAMPLES = {
 
 EXAMPLE = f"tensorlens-tl evaluate perturbation {EXAMPLES['perturbation']}"
 
+MORE_METHODS = ("random",)
+"""What `--methods` takes besides the methods and their labels, which begin with a method's name."""
+
 OF_PROGRAMS = ("known-components", "known-attention")
 """Evaluations of what is known of programs only: ``--model program:NAME``."""
 
@@ -214,8 +217,6 @@ def _check_pairs(args: argparse.Namespace) -> None:
         raise InvalidInputError(f"--change: the corrupted prompts of {args.task!r} are always the same; leave it out.")
     if path is None:
         return
-    if not path.is_file():
-        raise InvalidInputError(f"--pairs {path}: no such file.")
     for flag, value in (("--task", args.task), ("--change", change), ("-n", args.n)):
         if value is not None:
             raise InvalidInputError(

@@ -81,8 +81,6 @@ def _read(path: Path | None, experiment: "Experiment") -> Any:
     """Texts, images or relations of a file or folder; None where none is named."""
     if path is None:
         return None
-    if not path.exists():
-        raise InvalidInputError(f"--data {path}: no such file.")
     if experiment.reads == "relations":
         return _relations(path)
     if path.is_dir():

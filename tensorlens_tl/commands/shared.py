@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tensorlens_tl._row_files import FILES, file_rows
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -347,10 +348,6 @@ def check_prompts(args: argparse.Namespace) -> None:
 
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file; empty lines of a text file are left out."""
-    from tensorlens_tl.datasets import FILES
-
-    if not path.is_file():
-        raise InvalidInputError(f"--prompts {path}: no such file.")
     if path.suffix.lower() in FILES:
         rows, name = _rows(path)
         lines = [row[name] for row in rows]
@@ -367,8 +364,6 @@ def read_prompts(path: Path) -> list[str]:
 
 def questions_of(path: Path | None) -> dict[str, list[Any]]:
     """What the columns `QUESTIONS` of a table say of each of its prompts; nothing of a text file, or of none."""
-    from tensorlens_tl.datasets import FILES
-
     if path is None or path.suffix.lower() not in FILES:
         return {}
     rows, _ = _rows(path)
@@ -384,8 +379,6 @@ def questions_of(path: Path | None) -> dict[str, list[Any]]:
 
 def _rows(path: Path) -> tuple[list[Mapping[str, Any]], str]:
     """The rows of a table, and the column that their prompts are in."""
-    from tensorlens_tl.datasets import file_rows
-
     try:
         rows = list(file_rows(path))
     except InvalidInputError as error:

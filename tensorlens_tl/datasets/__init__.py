@@ -1,15 +1,7 @@
 """A method over a data set: run in batches, written in shards, resumed where it stopped, read back lazily."""
 
 from tensorlens_tl.datasets.folder import DatasetResults, load_results
-from tensorlens_tl.datasets.rows import (
-    FILES as FILES,
-    UNKNOWN_ID as UNKNOWN_ID,
-    Reading as Reading,
-    Rows as Rows,
-    RowSource as RowSource,
-    check_rows as check_rows,
-    file_rows as file_rows,
-)
+from tensorlens_tl.datasets.rows import Rows as Rows, RowSource as RowSource
 from tensorlens_tl.datasets.running import (
     BatchAttributor,
     Engine as Engine,

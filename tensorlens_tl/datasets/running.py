@@ -12,14 +12,16 @@ from tqdm.auto import tqdm
 
 from tensorlens_tl import __version__
 from tensorlens_tl._arguments import checked_names, whole_number
+from tensorlens_tl._method_names import unknown_method
+from tensorlens_tl._row_files import UNKNOWN_ID, Reading
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.datasets.folder import DatasetResults, Folder, Manifest, differing, disk_of, model_identity, planned
-from tensorlens_tl.datasets.rows import UNKNOWN_ID, Reading, Rows, RowSource, check_columns, read_rows
+from tensorlens_tl.datasets.rows import Rows, RowSource, check_columns, read_rows
 from tensorlens_tl.datasets.work import CIRCUITS, Attributions, CircuitTerms, Record, Work, run_rows
 from tensorlens_tl.errors import InvalidInputError, RegistryError, warn_caller
 from tensorlens_tl.models import ModelLike, ModelView
 from tensorlens_tl.passes import one_reading
-from tensorlens_tl.registry import list_methods, unknown_method
+from tensorlens_tl.registry import list_methods
 from tensorlens_tl.results.storage import tagged
 
 if TYPE_CHECKING:

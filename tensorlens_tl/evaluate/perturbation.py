@@ -29,14 +29,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tensorlens_tl._arguments import checked_names, plain, whole_number
+from tensorlens_tl._row_files import UNKNOWN_ID, Reading
 from tensorlens_tl.algebra.memory import Memory, in_bytes
 from tensorlens_tl.algebra.numerics import relative_error
 from tensorlens_tl.datasets import (
-    UNKNOWN_ID,
     DatasetResults,
     Engine,
     LoadModel,
-    Reading,
     RowSource,
     RunOptions,
     read_prompts,

@@ -22,12 +22,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tensorlens_tl._arguments import checked_names
+from tensorlens_tl._method_names import unknown_method
 from tensorlens_tl.errors import InvalidInputError, MethodError, RegistryError, TensorLensError, UnsupportedModelError
 from tensorlens_tl.generation import scored_by
 from tensorlens_tl.models import FIRST_CHOICE
 from tensorlens_tl.passes import FrozenPass
 from tensorlens_tl.passes.inputs import query_positions
-from tensorlens_tl.registry import attribute, get_method, list_methods, unknown_method
+from tensorlens_tl.registry import attribute, get_method, list_methods
 from tensorlens_tl.results import Attribution
 
 # The aliases tell a type checker and whoever reads a signature what may be passed; at run time they are `Any`, because
