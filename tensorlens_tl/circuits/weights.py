@@ -279,7 +279,9 @@ def ov(
         layer, head: which one.
         cross: a head of an encoder–decoder's cross-attention instead of self-attention: it maps the encoder's output
             to the decoder's stream.
-        fold_norms: see the module.
+        fold_norms: True multiplies the gain and the centring of the norm before the head into the weights (see the
+            module). False, the default, takes the weights as they are: folded already in a `HookedTransformer` that
+            was loaded with ``fold_ln``, raw in a `TransformerBridge`.
 
     Raises:
         InvalidInputError: no such layer or head.
@@ -311,7 +313,7 @@ def qk(
         cross: a head of cross-attention, as in `ov`: the query is of the decoder's stream, the key of the encoder's
             output, and nothing is rotated.
         offset: query position minus key position; needed by rotary models, of no effect in others.
-        fold_norms: see the module.
+        fold_norms: see `ov`; False by default.
 
     Raises:
         InvalidInputError: no such layer or head; a rotary model without an offset, or one outside the context.
@@ -332,6 +334,10 @@ def qk(
 def full_ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool = False) -> "FactoredMatrix":
     """``W_E W_V W_O W_U``, `[d_vocab, d_vocab]`: what a head writes to the logits for each token it reads.
 
+    Args:
+        model, layer, head: as in `ov`.
+        fold_norms: see `ov`; False by default.
+
     Raises:
         InvalidInputError: no such layer or head.
         UnsupportedModelError: no readable embedding or unembedding, or a prediction head between them.
@@ -350,6 +356,10 @@ def full_qk(
     model: WeightsLike, layer: Whole, head: Whole, *, offset: Offset = None, fold_norms: bool = False
 ) -> "FactoredMatrix":
     """``W_E W_Q R W_Kᵀ W_Eᵀ``, `[d_vocab, d_vocab]`: how much one token, as query, attends to another, as key.
+
+    Args:
+        model, layer, head, offset: as in `qk`.
+        fold_norms: see `ov`; False by default.
 
     Raises:
         InvalidInputError, UnsupportedModelError: as `qk`; also no readable embedding.
@@ -377,7 +387,7 @@ def virtual_head(model: WeightsLike, heads: HeadList, *, fold_norms: bool = Fals
         model: a model or a `FrozenPass`.
         heads: ``[(layer, head), …]`` in the order of the model, or their names, ``["L0H1", "L2.cross.H3"]``: in an
             encoder–decoder a head of cross-attention may follow one of the encoder.
-        fold_norms: see the module.
+        fold_norms: see `ov`; False by default.
 
     Raises:
         InvalidInputError: fewer than one head, no such head, layers that do not ascend, or a head that does not read
@@ -456,6 +466,10 @@ def ov_eigenvalues(
 ) -> Complex[Tensor, "d_head"]:
     """The non-zero eigenvalues of `full_ov`, largest first: positive ones copy tokens, negative ones suppress them.
 
+    Args:
+        model, layer, head: as in `ov`.
+        fold_norms: see `ov`; False by default.
+
     >>> tlens.circuits.ov_eigenvalues(model, 0, 0).shape  # d_head of them are not zero
     torch.Size([32])
     """
@@ -468,6 +482,10 @@ def ov_eigenvalues(
 @checked_names
 def copying_scores(model: WeightsLike, *, fold_norms: bool = False) -> Float[Tensor, "layer head"]:
     """Σλ / Σ|λ| over the eigenvalues of every head's `full_ov`: 1 copies, −1 suppresses (Elhage et al. 2021).
+
+    Args:
+        model: as in `ov`.
+        fold_norms: see `ov`; False by default.
 
     >>> bool((tlens.circuits.copying_scores(model).abs() <= 1).all())
     True
@@ -510,7 +528,7 @@ def svd_tokens(
         k: how many directions, at least; a group is never cut.
         top: tokens per list.
         offset: for ``"qk"`` of rotary models.
-        fold_norms: see the module.
+        fold_norms: see `ov`; here True by default, since tokens are read through the norms as well.
         gap: the smallest relative distance at which neighbours count as separate.
 
     Returns:
@@ -633,7 +651,7 @@ def composition_scores(
         baseline: ``"random"`` subtracts what circuits without relation score, 1/√d_model: under a random rotation U
             between them E‖AUB‖² = ‖A‖²‖B‖²/d_model exactly.
         offset: for Q and K in rotary models, the distance query − key at which the later head is taken.
-        fold_norms: see the module.
+        fold_norms: see `ov`; False by default.
 
     Raises:
         InvalidInputError: no such kind or baseline; a rotary model without an offset for Q or K; a model without
