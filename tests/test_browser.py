@@ -729,6 +729,10 @@ def test_long_tables_of_the_site_can_be_filtered(browser, tmp_path):
     browser.get(file.as_uri())
     boxes = browser.find_elements("css selector", "input.filter")
     assert [box.get_attribute("placeholder") for box in boxes] == ["filter 30 rows"]
+    assert ["long" in table.get_attribute("class") for table in browser.find_elements("css selector", "table")] == [
+        True,
+        False,
+    ]
 
     def shown():
         return [row.text for row in browser.find_elements("css selector", "tbody tr") if row.is_displayed()]
@@ -738,3 +742,29 @@ def test_long_tables_of_the_site_can_be_filtered(browser, tmp_path):
     boxes[0].clear()
     boxes[0].send_keys(" ")
     assert len(shown()) == 31
+
+
+@pytest.mark.parametrize("count", [19, 20])
+def test_many_sections_of_the_site_open_one_by_one(browser, tmp_path, count):
+    """By a click, or by a link to one of them; a few sections stay as they are."""
+    script = (Path(__file__).parents[1] / "docs" / "_static" / "filter.js").read_text(encoding="utf-8")
+    sections = "".join(
+        f"<section id=part-{number}><span id=label-{number}></span><h2>Part {number}</h2><p>text {number}</p></section>"
+        for number in range(count)
+    )
+    file = tmp_path / "sections.html"
+    file.write_text(f"<meta charset=utf-8><script>{script}</script><article>{sections}</article>", encoding="utf-8")
+    browser.get(f"{file.as_uri()}#label-3")
+    texts = browser.find_elements("css selector", "p")
+
+    def shown():
+        return [text.text for text in texts if text.is_displayed()]
+
+    if count < 20:
+        assert len(shown()) == count
+        return
+    assert shown() == ["text 3"]
+    browser.find_element("css selector", "#part-5 h2").click()
+    browser.execute_async_script("addEventListener('hashchange', arguments[0]); location.hash = '#part-7'")
+    assert shown() == ["text 3", "text 5", "text 7"]
+    assert len(browser.find_elements("css selector", "h2")) == count
