@@ -765,6 +765,6 @@ def test_many_sections_of_the_site_open_one_by_one(browser, tmp_path, count):
         return
     assert shown() == ["text 3"]
     browser.find_element("css selector", "#part-5 h2").click()
-    browser.execute_async_script("addEventListener('hashchange', arguments[0]); location.hash = '#part-7'")
+    browser.execute_async_script("addEventListener('hashchange', () => arguments[0]()); location.hash = '#part-7'")
     assert shown() == ["text 3", "text 5", "text 7"]
     assert len(browser.find_elements("css selector", "h2")) == count
