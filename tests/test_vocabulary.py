@@ -1,8 +1,11 @@
 """One vocabulary: what means the same has one name and one default, and old names warn with the new one."""
 
+import ast
 import importlib
 import inspect
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,3 +155,30 @@ def test_a_rule_by_both_names_is_an_error(frozen):
         circuits.total_effects(frozen, 5, rule="split")
     with pytest.raises(tlens.InvalidInputError, match="use it with method='gradient'"):
         circuits.patch_scores(frozen, other(frozen), 5, rule="frozen-split", method="patching")
+
+
+def listed(tree, kind):
+    """Assignments of a module, those below ``if TYPE_CHECKING`` as well."""
+    lines = [line for node in tree.body for line in (node.body if isinstance(node, ast.If) else [node])]
+    return [line for line in lines if isinstance(line, kind)]
+
+
+def test_editors_offer_what_is_accepted():
+    """The values of a type are those of the constant by which the argument is checked; as code runs, it is `Any`."""
+    seen = 0
+    for path in Path(tlens.__file__).parent.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        tree, checked = ast.parse(text), re.findall(r"check_choice\([^()]*?, \w+, ([A-Z]+)", text)
+        literals = {
+            line.targets[0].id: ast.literal_eval(line.value.slice)
+            for line in listed(tree, ast.Assign)
+            if isinstance(line.value, ast.Subscript) and ast.unparse(line.value.value) == "Literal"
+        }
+        for line in listed(tree, ast.AnnAssign):
+            if line.target.id not in checked:
+                continue
+            for name in {node.id for node in ast.walk(line.annotation) if isinstance(node, ast.Name)} & {*literals}:
+                values = line.value.elts if isinstance(line.value, ast.Tuple) else line.value.keys
+                assert tuple(map(ast.literal_eval, values)) == literals[name], (path.name, name)
+                seen += 1
+    assert seen == 10

@@ -57,7 +57,7 @@ In an encoder–decoder, edges stay within one stack, except those into keys and
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -88,7 +88,19 @@ from tensorlens_tl.results import TARGET, Circuit, EdgeScores, MeasuredEdges, Me
 
 # ------------------------------------------------------------------ the two prompts and the target
 
-METHODS = ("frozen", "frozen+qk", "gradient", "integrated-gradients", "atp*", "difference", "measured", "patching")
+if TYPE_CHECKING:
+    Method = Literal[
+        "frozen", "frozen+qk", "gradient", "integrated-gradients", "atp*", "difference", "measured", "patching"
+    ]
+    Nodes = Literal["component", "head", "qkv", "neuron", "stream"]
+    Patched = Literal["clean", "corrupted", "both"]
+    Points = Literal["midpoint", "left"]
+else:
+    Method = Nodes = Patched = Points = Any  # `check_choice` says what is wrong with it
+
+METHODS: tuple[Method, ...] = (
+    "frozen", "frozen+qk", "gradient", "integrated-gradients", "atp*", "difference", "measured", "patching",
+)  # fmt: skip
 """The ways to get a score of a node; of an edge all but ``"atp*"``."""
 
 SYNONYMS = {
@@ -115,18 +127,18 @@ NEAR = (1.0, 0.9)
 DEFAULT = "difference"
 """The method where none is named: exact between the two runs, and at the cost of a few."""
 
-PATCHED = {
+PATCHED: dict[Patched, str] = {
     "clean": "clean − patched",
     "corrupted": "patched − corrupted",
     "both": "mean of clean − patched and patched − corrupted",
 }
 """The run that is patched, and what is then compared."""
 
-POINTS = {"midpoint": 0.5, "left": 0.0}
+POINTS: dict[Points, float] = {"midpoint": 0.5, "left": 0.0}
 """Where in each of the equal steps a gradient is taken, as a share of the step."""
 
 
-def gradient_shares(method: str, steps: Whole, points: str = "midpoint") -> list[float]:
+def gradient_shares(method: str, steps: Whole, points: Points = "midpoint") -> list[float]:
     """Where a method takes gradients on the way from the corrupted to the clean embeddings: none, or shares of it.
 
     Raises:
@@ -285,7 +297,7 @@ class _Comparison:
     @classmethod
     def of(
         cls, clean: PassLike, corrupted: PassLike, target: TokenLike, minus: TokenLike, *, direction: Direction,
-        query: Query, method: str | None, rule: RuleLike, steps: int, points: str,
+        query: Query, method: str | None, rule: RuleLike, steps: int, points: Points,
     ) -> "_Comparison":  # fmt: skip
         """From the arguments of `patch_scores` and `edge_scores`, checked.
 
@@ -312,7 +324,7 @@ class _Comparison:
             )  # fmt: skip
         return cls(clean, corrupted, method, chosen, shares, held, readout, (first, second), finder)
 
-    def ends(self, patched: str) -> list[tuple["_Comparison", int]]:
+    def ends(self, patched: Patched) -> list[tuple["_Comparison", int]]:
         """What is asked of the run, or of both, that is patched: comparisons, and the sign that their losses count by.
 
         The exact difference is the same from either end.
@@ -378,14 +390,14 @@ def edge_scores(
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
-    method: str | None = None,
+    method: Method | None = None,
     rule: RuleLike = None,
     positions: bool = False,
     query: Query = -1,
     direction: Direction = None,
     steps: int = 5,
-    points: str = "midpoint",
-    patched: str = "clean",
+    points: Points = "midpoint",
+    patched: Patched = "clean",
     live: int | float | str | None = None,
     seed: int = 0,
     memory: Memory = None,
@@ -796,7 +808,7 @@ def _config(readout: StreamTarget) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ nodes
 
-BY = ("component", "head", "qkv", "neuron", "stream")
+BY: tuple[Nodes, ...] = ("component", "head", "qkv", "neuron", "stream")
 
 NODES = "nodes besides the input"
 
@@ -810,15 +822,15 @@ def patch_scores(
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
-    by: str = "head",
-    method: str | None = None,
+    by: Nodes = "head",
+    method: Method | None = None,
     rule: RuleLike = None,
     positions: bool = False,
     query: Query = -1,
     direction: Direction = None,
     steps: int = 5,
-    points: str = "midpoint",
-    patched: str = "clean",
+    points: Points = "midpoint",
+    patched: Patched = "clean",
     live: int | float | str | None = None,
     seed: int = 0,
     memory: Memory = None,
@@ -912,7 +924,7 @@ def patch_scores(
     return Terms(names=names, scores=scores, keys=keys, **_fields(comparison, patched))
 
 
-def _fields(comparison: _Comparison, patched: str) -> dict[str, Any]:
+def _fields(comparison: _Comparison, patched: Patched) -> dict[str, Any]:
     """What a result says of its target: which run is patched, and the number that is compared."""
     readout, (clean, corrupted) = comparison.readout, comparison.numbers
     totals = {"clean": clean, "corrupted": corrupted, "both": clean - corrupted}

@@ -34,6 +34,7 @@ A path is followed backwards, from the target to its first node; ``pulled`` is t
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -61,7 +62,13 @@ from tensorlens_tl.results import Paths, Terms
 
 # ------------------------------------------------------------------ direct effects
 
-BY = ("component", "head", "head_token", "neuron")
+if TYPE_CHECKING:
+    Parts = Literal["component", "head", "head_token", "neuron"]
+    LiveParts = Literal["component", "head"]
+else:
+    Parts = LiveParts = Any  # `check_choice` says what is wrong with it
+
+BY: tuple[Parts, ...] = ("component", "head", "head_token", "neuron")
 
 
 @formerly(ONCE_ACTIVATION)
@@ -73,7 +80,7 @@ def logit_attribution(
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
-    by: str = "head",
+    by: Parts = "head",
     query: Query = -1,
     direction: Direction = None,
     layers: LayerRange = None,
@@ -207,7 +214,7 @@ def total_effects(
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
-    by: str = "head",
+    by: LiveParts = "head",
     query: Query = -1,
     direction: Direction = None,
     layers: LayerRange = None,

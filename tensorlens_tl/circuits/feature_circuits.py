@@ -17,7 +17,7 @@ the target beside that MLP is one term.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -37,14 +37,19 @@ from tensorlens_tl.circuits.dictionary_features import (
     names_with_labels,
     stream_to,
 )
-from tensorlens_tl.circuits.effects import BY as DIRECT, direct_effects
+from tensorlens_tl.circuits.effects import BY as DIRECT, Parts, direct_effects
 from tensorlens_tl.circuits.stream import StreamTarget, dot, stream_target
 from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, Query, TokenLike, check_rule
 from tensorlens_tl.passes.inputs import query_positions
 from tensorlens_tl.results import Attribution, FeatureEdges, Terms
 
-BY = ("feature_token", "feature")
+if TYPE_CHECKING:
+    FeatureRows = Literal["feature_token", "feature"]
+else:
+    FeatureRows = Any  # `check_choice` says what is wrong with it
+
+BY: tuple[FeatureRows, ...] = ("feature_token", "feature")
 
 
 @formerly(ONCE_ACTIVATION)
@@ -54,7 +59,7 @@ def feature_attribution(
     feature: FeatureLike,
     *,
     query: Query = -1,
-    by: str = "token",
+    by: Literal["token"] | Parts = "token",
     rule: FrozenRule = "frozen",
     memory: Memory = None,
 ) -> Attribution | Terms:
@@ -117,7 +122,7 @@ def feature_effects(
     *,
     query: Query = -1,
     direction: Direction = None,
-    by: str = "feature_token",
+    by: FeatureRows = "feature_token",
     rule: FrozenRule = "frozen",
     memory: Memory = None,
 ) -> Terms:
@@ -165,7 +170,7 @@ def feature_edges(
     features: FeatureChoice = None,
     *,
     query: Query = -1,
-    by: str = "feature_token",
+    by: FeatureRows = "feature_token",
     rule: FrozenRule = "frozen",
     memory: Memory = None,
 ) -> FeatureEdges:

@@ -20,7 +20,7 @@ In cross-attention the query's sources are those of the decoder's stream, the ke
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -376,8 +376,6 @@ def _add(parts: dict[str, Tensor], more: list[tuple[str, Tensor]]) -> None:
 
 # ------------------------------------------------------------------ the change between two runs
 
-OF = ("score", "pattern")
-
 
 def score_change(difference: Difference, place: ScorePlace, by: str, of: str) -> ScoreChange:
     """The change of one score or one entry of the pattern in each prompt; see `qk_attribution`, which checks."""
@@ -432,19 +430,27 @@ def _numbers(difference: Difference, place: ScorePlace, of: str) -> list[Float[T
 
 # ------------------------------------------------------------------ the question
 
-BY = ("token", "component", "head")
+if TYPE_CHECKING:
+    Senders = Literal["token", "component", "head"]
+    Of = Literal["score", "pattern"]
+else:
+    Senders = Of = Any  # `check_choice` says what is wrong with it
+
+OF: tuple[Of, ...] = ("score", "pattern")
+
+BY: tuple[Senders, ...] = ("token", "component", "head")
 
 
 @overload
 def qk_attribution(
-    frozen: Difference, layer: Whole, head: Whole, query: Query = -1, key: Query = 0, *, by: str = ..., of: str = ...,
-    cross: bool = ...,
+    frozen: Difference, layer: Whole, head: Whole, query: Query = -1, key: Query = 0, *, by: Senders = ...,
+    of: Of = ..., cross: bool = ...,
 ) -> ScoreChange: ...  # fmt: skip
 
 
 @overload
 def qk_attribution(
-    frozen: PassLike, layer: Whole, head: Whole, query: Query = -1, key: Query = 0, *, by: str = ...,
+    frozen: PassLike, layer: Whole, head: Whole, query: Query = -1, key: Query = 0, *, by: Senders = ...,
     rule: FrozenRule = ..., cross: bool = ...,
 ) -> ScoreAttribution: ...  # fmt: skip
 
@@ -458,8 +464,8 @@ def qk_attribution(
     query: Query = -1,
     key: Query = 0,
     *,
-    by: str = "token",
-    of: str = "score",
+    by: Senders = "token",
+    of: Of = "score",
     rule: FrozenRule = "frozen",
     cross: bool = False,
 ) -> ScoreAttribution | ScoreChange:

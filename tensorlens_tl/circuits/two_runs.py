@@ -32,7 +32,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -80,7 +80,12 @@ def change_target(
     return replace(readout, label=f"change of the {readout.name}", soft_cap=soft_cap)
 
 
-BY = ("matrix", "layer", "component", "head", "head_matrix", "rank")
+if TYPE_CHECKING:
+    ChangeRows = Literal["matrix", "layer", "component", "head", "head_matrix", "rank"]
+else:
+    ChangeRows = Any  # `check_choice` says what is wrong with it
+
+BY: tuple[ChangeRows, ...] = ("matrix", "layer", "component", "head", "head_matrix", "rank")
 BY_HEAD = ("head", "head_matrix")
 
 MOST_DIRECTIONS = 64
@@ -277,7 +282,7 @@ def compare_models(
     target: TokenLike = None,
     minus: TokenLike = None,
     *,
-    by: str = "matrix",
+    by: ChangeRows = "matrix",
     query: Query = -1,
     direction: Direction = None,
     positions: bool = False,

@@ -27,7 +27,7 @@ matrices only: ``‖AB‖² = tr(V₁ᵀV₁ · C · l₂l₂ᵀ · Cᵀ)``, ``C
 import re
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from einops import rearrange
@@ -621,13 +621,18 @@ def _tokens(view: ModelView, strengths: Float[Tensor, "d_vocab"], top: int) -> l
 
 # ------------------------------------------------------------------ how heads compose
 
-KINDS = ("Q", "K", "V")
+if TYPE_CHECKING:
+    Composition = Literal["Q", "K", "V"]
+else:
+    Composition = Any  # `check_choice` says what is wrong with it
+
+KINDS: tuple[Composition, ...] = ("Q", "K", "V")
 
 
 @checked_names
 def composition_scores(
     model: WeightsLike,
-    kind: str,
+    kind: Composition,
     *,
     from_cross: bool = False,
     to_cross: bool = False,
