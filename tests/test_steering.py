@@ -165,6 +165,22 @@ def test_several_hooks_and_different_vectors_at_each_position(name, model_named)
     assert close(terms.scores.sum(-1), terms.total, 1e-9)
 
 
+def test_a_result_says_what_splits_the_bias_that_a_vector_adds_to(model_named, capsys):
+    model = model_named("bridge/gpt2")
+    steered, plain = steered_and_plain(model, ("blocks.1.hook_resid_pre", drawn(16)))
+    pointer = "circuits.logit_attribution splits the bias"
+    results = {
+        "steered": tlens.attribute(tlens.difference(steered, plain), TARGET),
+        "prompt": tlens.attribute(plain, TARGET, minus=TARGET + 1, baseline="zero", method="difference"),
+        "vectors": tlens.attribute(steered, collapse="in_out", query=-1),
+    }
+    for name, result in results.items():
+        result.show(batch=0)
+        printed = " ".join(capsys.readouterr().out.split())
+        assert (pointer in printed) == (name == "steered"), name
+        assert (pointer in result.to_html(batch=0)) == (name == "steered"), name
+
+
 def test_the_same_vector_in_both_runs_is_no_difference(model_named):
     model = model_named("bridge/gpt2")
     point = "blocks.1.hook_resid_pre"

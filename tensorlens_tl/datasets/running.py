@@ -78,7 +78,7 @@ def attribute_dataset(
             each row is then a `Terms`, and `DatasetResults.summary` has the distribution of every component's effect.
         text: the column of texts (or token ids); without ``"text"`` one called ``"prompt"``.
         id: the column of names, different texts or integers; without a column ``"id"`` rows are named by number.
-        columns: options (`target`, `minus`, `direction`) that each row has its own value of, and the column of it:
+        columns: options (`target`, `minus`, `direction`) whose value differs between rows, and its column:
             ``{"target": "answer"}``.
         tokens_per_batch: how many tokens, padding included, are run together at most; `memory` may cut them further.
         keep: ``"scores"``, ``"top:32"`` (the largest scores of each query, and the sum of the others), or ``"all"``
@@ -88,7 +88,7 @@ def attribute_dataset(
         progress: show a bar.
         prepend_bos: as in TransformerLens.
         memory: see `attribute`.
-        engine: None runs here; ``"ray"`` on the actors of a Ray cluster, to which `out` must be the same folder.
+        engine: None runs here; ``"ray"`` on the actors of a Ray cluster, where `out` is the same folder for all.
         load_model: of Ray: a function that loads this model, called once by each actor; None sends the model itself.
         num_actors, num_gpus: of Ray: how many actors, and how many GPUs each of them has.
         options: the options of the method or function, and those of `freeze`.
@@ -129,12 +129,12 @@ def work_of(method: str, keep: str, options: Mapping[str, Any], columns: Mapping
 
 
 class BatchAttributor:
-    """A picklable function from columns of rows to columns of results, which loads its model where it first works.
+    """A picklable function from columns of rows to columns of results, which loads its model when it is first called.
 
         rows.map_batches(BatchAttributor, fn_constructor_args=(load_model,), concurrency=4, num_gpus=1)   # Ray Data
         rows.map(BatchAttributor(load_model, target=" the"), batched=True)                                # Hugging Face
 
-    Results have the columns of `attribute_dataset`'s shards. Batching, folders and resuming are the tool's.
+    Results have the columns of `attribute_dataset`'s shards. Batching, folders and resuming are left to the tool.
 
     Args:
         load_model: a function of no arguments that returns the model (of a module, where it is to be pickled).

@@ -1,5 +1,6 @@
 """One result for every method: scores of source tokens for queries, with what is needed to trust and show them."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -578,7 +579,7 @@ class Attribution(Explained, QueryScores):
             which += "; show(query=...) shows another"
         title = " · ".join(filter(None, [self.describe(batch, row), which]))
         sums = rows[len(lines) :]
-        note = self._sink_note(batch, row)
+        note = " ".join(filter(None, [self._sink_note(batch, row), self._bias_note(batch, row)]))
         terminal.show_table(title, list(columns), rows[: len(lines)], sums, left=("token", "side"), caption=note)
 
     def _figure(
@@ -628,6 +629,14 @@ class Attribution(Explained, QueryScores):
         if self.target and MINUS not in self.target:  # a map of token pairs has no other token to compare with
             note += ", and a contrast (minus=) often cancels it"
         return f"{note}."
+
+    def _bias_note(self, batch: int, row: int) -> str:
+        """What explains the bias, where it is larger than all scores together: a steering vector's effect, say."""
+        if self.bias is None or not self.additive or not re.search("logit|direction", self.target or ""):
+            return ""
+        if not bool(self.bias[batch, row].abs() > self.plane(batch)[row].abs().sum()):
+            return ""
+        return "Most of it belongs to no token: circuits.logit_attribution splits the bias into what adds to it."
 
     def _is_generated(self) -> bool:
         return set(OF_GENERATED) <= set(self.options)
@@ -680,7 +689,11 @@ class Attribution(Explained, QueryScores):
         queries = [(place, self.tokens[batch][place]) for place in named]
         notes = self._target_notes(batch, rows)
         if len(rows) == 1:
-            of_query = [self._left_out_note(batch, rows[0]), self._sink_note(batch, rows[0])]
+            of_query = [
+                self._left_out_note(batch, rows[0]),
+                self._sink_note(batch, rows[0]),
+                self._bias_note(batch, rows[0]),
+            ]
             notes += filter(None, [self._sums_note(batch, rows[0]) if self.additive else "", *of_query])
         stacks = []
         for name, planes in self._stacks(batch):
