@@ -153,7 +153,7 @@ def test_errors_are_printed_without_a_traceback(capsys, arguments, message):
 def test_help_imports_nothing_heavy():
     code = (
         "import sys; from tensorlens_tl.commands import parser; parser().format_help();"
-        "print([name for name in ('torch', 'transformer_lens', 'numpy', 'pandas') if name in sys.modules])"
+        "print([name for name in ('torch', 'transformer_lens', 'numpy', 'pandas', 'beartype') if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

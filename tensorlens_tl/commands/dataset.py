@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tensorlens_tl._row_files import Reading, check_rows
 from tensorlens_tl.commands import shared
 from tensorlens_tl.errors import InvalidInputError
 
@@ -61,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run what is left of the run, and say what came of it."""
+    from tensorlens_tl._row_files import Reading, check_rows
+
     columns = shared.given(target=args.target_column or None, minus=args.minus_column or None)
     shared.check_output(args.summary, "--summary")
     check_rows(args.rows, Reading(text=args.text, id=args.id, columns=columns))

@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tensorlens_tl._row_files import FILES, file_rows
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -348,6 +347,8 @@ def check_prompts(args: argparse.Namespace) -> None:
 
 def read_prompts(path: Path) -> list[str]:
     """The prompts of a file; empty lines of a text file are left out."""
+    from tensorlens_tl._row_files import FILES
+
     if path.suffix.lower() in FILES:
         rows, name = _rows(path)
         lines = [row[name] for row in rows]
@@ -364,6 +365,8 @@ def read_prompts(path: Path) -> list[str]:
 
 def questions_of(path: Path | None) -> dict[str, list[Any]]:
     """What the columns `QUESTIONS` of a table say of each of its prompts; nothing of a text file, or of none."""
+    from tensorlens_tl._row_files import FILES
+
     if path is None or path.suffix.lower() not in FILES:
         return {}
     rows, _ = _rows(path)
@@ -379,6 +382,8 @@ def questions_of(path: Path | None) -> dict[str, list[Any]]:
 
 def _rows(path: Path) -> tuple[list[Mapping[str, Any]], str]:
     """The rows of a table, and the column that their prompts are in."""
+    from tensorlens_tl._row_files import file_rows
+
     try:
         rows = list(file_rows(path))
     except InvalidInputError as error:
