@@ -833,6 +833,14 @@ def test_two_vocabularies_do_not_copy():
     assert circuits.full_ov(model, 0, 0).shape == (11, 10)
 
 
+def test_rows_of_a_full_circuit_are_those_of_all_tokens(demo_model):
+    whole = circuits.full_ov(demo_model, 1, 2).AB
+    rows = circuits.full_ov(demo_model, 1, 2, tokens=[7, 0])
+    assert close(rows.A @ rows.B, whole[[7, 0]])
+    with pytest.raises(tlens.InvalidInputError, match="tokens=2048: pass 0 to 2047"):
+        circuits.full_ov(demo_model, 1, 2, tokens=[2048])
+
+
 def test_padding_gives_and_receives_nothing(model_named):
     model = model_named("bridge/gpt2")
     tokens = some_tokens(batch=1)

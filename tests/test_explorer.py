@@ -1,6 +1,7 @@
 """The explorer: its numbers are the library's, its code gives them again, and its server answers to its page alone."""
 
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlencode
 from urllib.request import urlopen
@@ -21,6 +23,7 @@ import torch
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
+from tensorlens_tl.circuits import effects
 from tensorlens_tl.explorer import Explorer, Session
 from tensorlens_tl.explorer.questions import LONGEST_TEXT
 
@@ -450,6 +453,44 @@ def test_two_models_are_compared(model):
     size = sum(map(abs, view["scores"])) + abs(view["bias"])  # large parts that nearly cancel
     assert sum(view["scores"]) + view["bias"] == pytest.approx(view["total"], abs=1e-5 * size)
     assert "tlens.freeze(tuned, 'a b c a b')" in view["code"]
+
+
+def test_what_all_clicks_on_a_prompt_share_is_computed_once(model, monkeypatch):
+    session = Session(model)
+    fields = {"text": PROMPT, "other": OTHER}
+    computed = []
+
+    def counted(owner, name):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: computed.append(name) or function(*args, **kwargs))
+
+    counted(circuits, "logit_attribution")
+    counted(effects, "LiveTarget")
+    clicks = [("head", {"layer": 1, "head": head}) for head in range(3)]
+    clicks += [("ablate", {"without": name}) for name in ("L1H0", "L1H0,MLP1")]
+    views = [session.view(name, fields | click) for name, click in clicks]
+    assert sorted(computed) == ["LiveTarget", "LiveTarget", "logit_attribution"]
+    assert views == [Session(model).view(name, fields | click) for name, click in clicks]
+    held = weakref.ref(session.last)
+    session.view("tokens", {"text": OTHER})  # of other runs nothing stays
+    gc.collect()
+    assert held() is None
+
+
+def test_what_clicks_share_is_dropped_with_the_model():
+    changed = tlens.load_demo_model()
+    session = Session(changed)
+    head = {"text": PROMPT, **HEAD}
+    ablation = {"text": PROMPT, "without": "L1H0"}
+    before = [session.view("head", head)["moved"], session.view("ablate", ablation)["after"]]
+    with torch.no_grad():
+        changed.blocks[1].attn.W_O *= 2
+    after = [session.view("head", head)["moved"], session.view("ablate", ablation)["after"]]
+    assert after == [
+        Session(changed).view(name, fields)[key]
+        for name, fields, key in (("head", head, "moved"), ("ablate", ablation, "after"))
+    ]
+    assert after != before
 
 
 def test_passes_are_bounded(model):

@@ -351,29 +351,58 @@ def ablated_logits(
     >>> ablated_logits(frozen, ["L1H0", "L1H2"], by="mean").shape
     torch.Size([1, 1, 2048])
     """
-    check_choice("by", by, ABLATIONS)
-    if (other is not None) != (by == "other") or (other is not None and other.tokens.shape != frozen.tokens.shape):
-        raise InvalidInputError("ablated_logits: by='other' takes another pass with as many prompts and tokens.")
-    readout = stream_target(frozen, None, None, None, query, "frozen", one=False)
-    question = "ablated_logits"
-    changes = list(sublayer_nodes(readout, question, "head", "Name other nodes."))
-    changes = [changes[number] for number in _chosen([change.name for change in changes], nodes)]
-    if by != "zero" and any(change.expert is not None for change in changes):
-        raise InvalidInputError("ablated_logits: an expert has no hidden vector that a hook shows; use by='zero'.")
-    live = LiveTarget(readout, question)
-    values = None
-    if by != "zero":
-        points = [point for change in changes for point in change.points]
-        shown = live.run_of(other or frozen, points)
-        values = {
-            point: shown[point].reshape(*frozen.tokens[:, frozen.capture.span(point)].shape, -1) for point in points
-        }
-    if values is not None and by == "mean":
-        values = {point: _mean_of_tokens(frozen, point, value) for point, value in values.items()}
-    logits = live.logits(changes, values)
-    if logits is None:
-        raise UnsupportedModelError(f"{question}: {frozen.view.description} has no logits.")
-    return logits
+    return Ablation(frozen, query).logits(nodes, by, other)
+
+
+class Ablation:
+    """The live model of a pass, to be run with heads and MLPs ablated; what all choices of nodes share is done once.
+
+    Args:
+        frozen: the pass whose prompts are run again.
+        query: positions of the logits.
+
+    >>> from tensorlens_tl.circuits.effects import Ablation
+    >>> ablation = Ablation(frozen)
+    >>> [ablation.logits([node]).shape for node in ("L0H1", "MLP1")]
+    [torch.Size([1, 1, 2048]), torch.Size([1, 1, 2048])]
+    """
+
+    def __init__(self, frozen: FrozenPass, query: Query = -1) -> None:
+        self.frozen = frozen
+        self._readout = stream_target(frozen, None, None, None, query, "frozen", one=False)
+        self._nodes = list(sublayer_nodes(self._readout, "ablated_logits", "head", "Name other nodes."))
+
+    @cached_property
+    def _live(self) -> LiveTarget:
+        """The model, which was compared with the pass."""
+        return LiveTarget(self._readout, "ablated_logits")
+
+    @one_question
+    def logits(
+        self, nodes: Sequence[str], by: str = "zero", other: FrozenPass | None = None
+    ) -> Float[Tensor, "batch query d_vocab"]:
+        """The logits without some nodes; see `ablated_logits`."""
+        frozen = self.frozen
+        check_choice("by", by, ABLATIONS)
+        if (other is not None) != (by == "other") or (other is not None and other.tokens.shape != frozen.tokens.shape):
+            raise InvalidInputError("ablated_logits: by='other' takes another pass with as many prompts and tokens.")
+        changes = [self._nodes[number] for number in _chosen([change.name for change in self._nodes], nodes)]
+        if by != "zero" and any(change.expert is not None for change in changes):
+            raise InvalidInputError("ablated_logits: an expert has no hidden vector that a hook shows; use by='zero'.")
+        frozen.check_fresh()
+        values = None
+        if by != "zero":
+            points = [point for change in changes for point in change.points]
+            shown = self._live.run_of(other or frozen, points)
+            values = {
+                point: shown[point].reshape(*frozen.tokens[:, frozen.capture.span(point)].shape, -1) for point in points
+            }
+        if values is not None and by == "mean":
+            values = {point: _mean_of_tokens(frozen, point, value) for point, value in values.items()}
+        logits = self._live.logits(changes, values)
+        if logits is None:
+            raise UnsupportedModelError(f"ablated_logits: {frozen.view.description} has no logits.")
+        return logits
 
 
 def _mean_of_tokens(

@@ -52,7 +52,7 @@ from tensorlens_tl.algebra.secants import Offset, without_offsets
 from tensorlens_tl.circuits.arguments import Direction
 from tensorlens_tl.core import Paired, Recorded
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.hooks import capture
+from tensorlens_tl.hooks import capture, hook_points
 from tensorlens_tl.models import FrozenRule, LayerRange, Place, Query, TokenLike, Within, check_rule
 from tensorlens_tl.models.names import ENCODER_NORM, ENTRY_NORM, PER_LAYER_NORM
 from tensorlens_tl.models.offload import loaded
@@ -327,7 +327,7 @@ def embedding_parts(frozen: PassOrDifference) -> dict[str, Float[Tensor, "batch 
     x = frozen.resid_pre(0)
     if frozen.sides is not None:
         return {"embed": x}
-    known = frozen.model.hook_dict
+    known = hook_points(frozen.model)
     scales = {norm: f"{norm}.hook_scale" for _, norm in PARTS if norm is not None}
     candidates = {name for names, _ in PARTS for name in names.values()} | set(scales.values())
     hook_names = sorted(candidates & set(known))

@@ -331,15 +331,18 @@ def qk(
 
 
 @checked_names
-def full_ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool = False) -> "FactoredMatrix":
+def full_ov(
+    model: WeightsLike, layer: Whole, head: Whole, *, tokens: Sequence[int] | None = None, fold_norms: bool = False
+) -> "FactoredMatrix":
     """``W_E W_V W_O W_U``, `[d_vocab, d_vocab]`: what a head writes to the logits for each token it reads.
 
     Args:
         model, layer, head: as in `ov`.
+        tokens: token ids whose rows are computed, `[token, d_vocab]`; those of all tokens by default.
         fold_norms: see `ov`; False by default.
 
     Raises:
-        InvalidInputError: no such layer or head.
+        InvalidInputError: no such layer, head or token.
         UnsupportedModelError: no readable embedding or unembedding, or a prediction head between them.
 
     >>> tlens.circuits.full_ov(model, 0, 0).shape == (model.cfg.d_vocab, model.cfg.d_vocab)
@@ -348,7 +351,12 @@ def full_ov(model: WeightsLike, layer: Whole, head: Whole, *, fold_norms: bool =
     view = as_view(model, "full_ov")
     circuit = ov(model, layer, head, fold_norms=fold_norms)
     refuse_whitened(view, "full_ov")
-    return _between_tokens(view, circuit, stream_unembedding(view, fold_norms))
+    last = stream_unembedding(view, fold_norms)
+    if tokens is None:
+        return _between_tokens(view, circuit, last)
+    read = torch.tensor([whole_number("tokens", token, 0, len(view.embedding) - 1) for token in tokens]).long()
+    written = product(product(view.embedding[read.to(view.embedding.device)], circuit.A), circuit.B)
+    return factored(written, last, _end_adapters(view, circuit))
 
 
 @checked_names
@@ -375,8 +383,12 @@ def full_qk(
 
 def _between_tokens(view: ModelView, circuit: "FactoredMatrix", last: Float[Tensor, "d_model d_vocab"]) -> Any:
     """A circuit from the embedding of every token, with what follows it."""
-    adapters = sorted({*circuit_adapters(circuit), *view.end_adapters})
-    return factored(product(view.embedding, circuit.A), product(circuit.B, last), adapters)
+    return factored(product(view.embedding, circuit.A), product(circuit.B, last), _end_adapters(view, circuit))
+
+
+def _end_adapters(view: ModelView, circuit: "FactoredMatrix") -> list[str]:
+    """The adapters that are in a circuit, in the embedding or in the unembedding."""
+    return sorted({*circuit_adapters(circuit), *view.end_adapters})
 
 
 @checked_names

@@ -16,6 +16,7 @@ from tensorlens_tl.hooks import (
 )
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.lifecycle import WeightState, configuration, refuse_devices, refuse_dropout
+from tensorlens_tl.passes import note_held
 from tensorlens_tl.passes.inputs import Prompt, prepare, query_positions
 
 
@@ -43,11 +44,16 @@ class Predictor:
         self._unembed_in: str | None = None
 
     def is_current(self) -> bool:
-        """Whether the model's weights, its configuration and the hooks on it still are what they were."""
+        """Whether the model's weights, its configuration and the hooks on it still are what they were.
+
+        Inside `one_check`, passes that had the same weights are then not compared with the model again.
+        """
         model = self.view.model
         with lock_of(model):
-            is_same = self._weights.holds(model) and configuration(model) == self._configuration
-            return is_same and hook_numbers(model) == self._hooks
+            if not self._weights.holds(model):
+                return False
+            note_held(self._weights, model)
+            return configuration(model) == self._configuration and hook_numbers(model) == self._hooks
 
     def prompt(self, input: Any) -> Prompt:
         """The tokens of an input, or the patches of an image; nothing is run.

@@ -35,6 +35,8 @@ MOST_NEW = 200
 MOST_BYTES = 2**29
 """Bytes of activations that each store of passes, differences or texts holds for later questions; what the present
 question needs is held whatever its size."""
+MOST_RESULTS = 8
+"""Results of the present question's runs that are there for the next click."""
 TOP = 12
 """Neurons, features, tokens and parts of an attention score that are listed."""
 
@@ -257,6 +259,8 @@ class Passes:
         self._differences = Recent[Difference](most // 2, lambda change: _bytes(change.a, change.b))
         self._written = Recent[FrozenGeneration](max(1, most // 4), lambda written: _bytes(*_runs(written)))
         self._logits = Recent[Tensor | None](4 * most)
+        self._results = Recent[Any](MOST_RESULTS)
+        self._results_of: Hashable = None
         self._predictors: dict[bool, Predictor] = {}
 
     def predictor(self, *, second: bool = False) -> Predictor:
@@ -289,6 +293,14 @@ class Passes:
             return difference(self.frozen(question), self.frozen(question, second=True))
 
         return self._differences.get(key, of_two)
+
+    def result(self, question: Question, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """What belongs to a question's runs under a key, or computed now: until a question of other runs is asked."""
+        runs = (question.run, question.second.run if question.is_comparison else None)
+        if runs != self._results_of:
+            self._results.clear()
+            self._results_of = runs
+        return self._results.get(key, compute)
 
     def written(self, question: Question) -> FrozenGeneration:
         """What the model writes after a question's prompt.
@@ -326,7 +338,7 @@ class Passes:
         """Drop everything: the model has changed."""
         self.version += 1
         self._predictors.clear()
-        for store in (*self._frozen, self._differences, self._written, self._logits):
+        for store in (*self._frozen, self._differences, self._written, self._logits, self._results):
             store.clear()
 
 
@@ -542,14 +554,23 @@ class Inquiry:
         return {**self.target, "query": self.query}
 
     def result(self, run: FrozenPass | Difference, path: str, *places: int, **options: Any) -> Any:
-        """Call a public function, by its path from the package: ``"circuits.routes"``; see `answer`."""
-        return self.answer(Call(path, places, options), run)
+        """Call a public function of the question's runs, by its path from the package: ``"circuits.routes"``.
+
+        The same call is not made twice of the same runs. See `answer`.
+        """
+        call = Call(path, places, options)
+        key = (path, places, *sorted(options.items()))
+        return self.noted(call, self.passes.result(self.question, key, lambda: call(run)))
 
     def answer(self, call: Call, subject: Any) -> Any:
         """Make a call, and remember it for the code, and its result for Python."""
-        self.last = call(subject)
+        return self.noted(call, call(subject))
+
+    def noted(self, call: Call, result: Any) -> Any:
+        """The result of a call, which is remembered with it."""
+        self.last = result
         self.calls.append(call)
-        return self.last
+        return result
 
     @property
     def code(self) -> str:

@@ -5,6 +5,7 @@ prompt. Nothing here knows of the web.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +13,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tensorlens_tl.circuits import Features, full_ov
-from tensorlens_tl.circuits.effects import ablated_logits
+from tensorlens_tl.circuits.effects import Ablation
 from tensorlens_tl.drawing.marks import short
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, TensorLensError
 from tensorlens_tl.explorer.images import Images, on_image
 from tensorlens_tl.explorer.mends import aligned, mends
 from tensorlens_tl.explorer.questions import TOP, Call, Inquiry, Passes, Question, runner_up, with_labels
 from tensorlens_tl.models import RUNNER_UP, ModelView
-from tensorlens_tl.passes import Difference, FrozenPass
+from tensorlens_tl.passes import Difference, FrozenPass, one_check
 from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.target import chosen_head, token_label
 from tensorlens_tl.registry import DEFAULT, Method, get_method, list_methods
@@ -233,10 +234,10 @@ def _why_rows(parts: ScoreAttribution | ScoreChange) -> list[View]:
 def _promotes(frozen: FrozenPass, layer: int, head: int, key: int) -> list[View]:
     """The tokens whose logits a head raises most where it reads the key's token, by its weights alone."""
     try:
-        circuit = full_ov(frozen, layer, head)
+        circuit = full_ov(frozen, layer, head, tokens=[int(frozen.tokens[0, key])])
     except TensorLensError:
         return []
-    row = circuit.A[frozen.tokens[0, key]] @ circuit.B
+    row = circuit.A[0] @ circuit.B
     best = row.topk(min(TOP, len(row)))
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [_token(frozen.view, token) | {"score": score} for token, score in pairs]
@@ -272,10 +273,12 @@ def ablate_view(inquiry: Inquiry) -> View:
     nodes = question.without.split(",")
     runs = inquiry.change.runs if question.is_comparison else [inquiry.frozen]
     others = {"other": runs[1]} if patched else {}
-    after = [
-        ablated_logits(run, nodes, question.by, **others, query=inquiry.query)[0, 0]
-        for run in runs[: 1 if patched else 2]
-    ]
+    after: list[Float[Tensor, d_vocab]] = []
+    for number, run in enumerate(runs[: 1 if patched else 2]):
+        ablation = inquiry.passes.result(
+            question, ("ablation", number, inquiry.query), partial(Ablation, run, inquiry.query)
+        )
+        after.append(ablation.logits(nodes, question.by, **others)[0, 0])
     after += inquiry.logits[len(after) :]
     before = inquiry.logits
     target = inquiry.target
@@ -573,7 +576,6 @@ class Session:
         if name not in self._views:
             raise InvalidInputError(f"explorer: view {name!r}; use one of {', '.join(self._views)}.")
         question = Question.of(fields)
-        self._passes.refresh()
         try:
             answer = self._computed(name, question)
         except FrozenModelError:  # it changed while it was asked
@@ -582,6 +584,11 @@ class Session:
         return answer | {"version": self._passes.version}
 
     def _computed(self, name: str, question: Question) -> View:
+        with one_check(self.model), one_check(self.model if self.other is None else self.other):
+            self._passes.refresh()
+            return self._answer(name, question)
+
+    def _answer(self, name: str, question: Question) -> View:
         inquiry = Inquiry(question, self._passes, self.dictionaries)
         answer = self._views[name](inquiry)
         self.question = question

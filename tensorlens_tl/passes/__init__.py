@@ -26,7 +26,12 @@ from tensorlens_tl.passes.backward import (
     run_under_rule as run_under_rule,
 )
 from tensorlens_tl.passes.block_maps import BlockMaps, Routes, mlp_chain as mlp_chain
-from tensorlens_tl.passes.capture import Capture, one_check as one_check, one_question as one_question
+from tensorlens_tl.passes.capture import (
+    Capture,
+    note_held as note_held,
+    one_check as one_check,
+    one_question as one_question,
+)
 from tensorlens_tl.passes.freezing import TOLERANCE as TOLERANCE, freeze, freeze_changed
 from tensorlens_tl.passes.frozen import FrozenPass, PassLike as PassLike, check_pass as check_pass
 from tensorlens_tl.passes.linearisation import (

@@ -55,6 +55,13 @@ def one_check(model: HookedModel) -> Generator[None, None, None]:
             _checked.reset(token)
 
 
+def note_held(weights: WeightState, model: HookedModel) -> None:
+    """Inside `one_check`, read the model's weights no more: these were taken from it or compared with it just now."""
+    checked = _checked.get()
+    if checked is not None:
+        checked[weights] = model
+
+
 def _still_held(checked: Mapping[WeightState, Any]) -> bool:
     """Whether weights that were compared as a question began are the same as it ends."""
     distinct: dict[WeightState, Any] = {}
@@ -211,9 +218,7 @@ class Capture:
 
     def note_fresh(self) -> None:
         """Inside `one_check`, do not compare the pass with its model again: it was taken or compared just now."""
-        checked = _checked.get()
-        if checked is not None:
-            checked[self.weights] = self.view.model
+        note_held(self.weights, self.view.model)
 
     def _shares_a_check(self) -> bool:
         """Whether another pass that had these very weights was compared with the model in this question."""
