@@ -338,6 +338,31 @@ def test_the_graph_is_the_librarys_and_what_enters_a_node_sums_to_it(model, sess
             assert edges + node["bias"] == pytest.approx(node["weight"], abs=1e-4 * scale)
 
 
+@pytest.mark.parametrize("rule", ["gim", "frozen-tangent"])
+def test_a_rule_is_that_of_graph_and_token_scores(model, session, rule):
+    fields = {"text": PROMPT, "rule": rule, "nodes": 12}
+    frozen = tlens.freeze(model, PROMPT)
+    best, second = frozen.logits()[0, 0].argsort(descending=True)[:2].tolist()
+    tokens = session.view("tokens", fields)
+    expected = tlens.attribute(frozen, best, minus=second, rule=rule)
+    assert tokens["scores"] == pytest.approx(expected.scores[0, 0].tolist(), abs=1e-4)
+    assert tokens["rule"] == rule
+    assert tokens["scores"] != session.view("tokens", {"text": PROMPT})["scores"]
+    graph = session.view("graph", fields)
+    whole = circuits.contribution_graph(frozen, best, second, rule=rule, nodes=12, threshold=0).nodes
+    weights = dict(zip(zip(whole["name"], whole["pos"], strict=True), whole["weight"], strict=True))
+    drawn = [node for node in graph["nodes"] if node["kind"] != "others"]
+    assert {(node["name"], node["pos"]): node["weight"] for node in drawn} == pytest.approx(weights, abs=1e-4)
+    assert any(node["name"].endswith(".q") for node in drawn) == any(name.endswith(".q") for name in whole["name"])
+    rollout = session.view("tokens", {**fields, "method": "rollout"})
+    assert rollout["scores"] == session.view("tokens", {"text": PROMPT, "method": "rollout"})["scores"]
+    for view in ("tokens", "graph"):
+        with pytest.raises(tlens.InvalidInputError, match="a rule is of one run; leave it out"):
+            session.view(view, {**fields, "other": OTHER})
+        with pytest.raises(tlens.InvalidInputError, match="gim"):
+            session.view(view, {"text": PROMPT, "rule": "gym"})
+
+
 def test_neurons_sum_to_their_mlp(session):
     for fields in ({"text": PROMPT}, {"text": PROMPT, "other": OTHER}):
         view = session.view("neurons", {**fields, "node": "MLP2"})
@@ -484,7 +509,7 @@ def test_what_clicks_share_is_dropped_with_the_model():
     ablation = {"text": PROMPT, "without": "L1H0"}
     before = [session.view("head", head)["moved"], session.view("ablate", ablation)["after"]]
     with torch.no_grad():
-        changed.blocks[1].attn.W_O *= 2
+        changed.blocks[1].attn.W_O.mul_(2)
     after = [session.view("head", head)["moved"], session.view("ablate", ablation)["after"]]
     assert after == [
         Session(changed).view(name, fields)[key]
@@ -991,6 +1016,22 @@ def test_the_sliders_change_the_graph(browser, opened):
     wait(browser, lambda: len(several(browser, ".graph .t:not([data-kind=others])")) == 21)
     assert "partial: " in one(browser, ".graph-card h2").text
     assert "nodes=20" in browser.current_url
+
+
+def test_a_rule_is_chosen_for_graph_and_tokens(browser, opened, session):
+    load(browser, opened, text=PROMPT)
+    wait(browser, lambda: several(browser, ".graph .t"))
+    choose = "const s = document.getElementById('rule'); s.value = 'gim'; s.dispatchEvent(new Event('change'))"
+    browser.execute_script(choose)
+    wait(browser, lambda: "rule='gim'" in one(browser, ".graph-card .code").get_attribute("data-code"))
+    wait(browser, lambda: "rule='gim'" in one(browser, ".tokens .code").get_attribute("data-code"))
+    titles = "return [...document.querySelectorAll('.tokens .chip')].map((of) => Number(of.title))"
+    shown = browser.execute_script(titles)
+    assert shown == pytest.approx(session.view("tokens", {"text": PROMPT, "rule": "gim"})["scores"])
+    load(browser, opened, text=PROMPT, other=OTHER, rule="gim")  # two runs have none
+    wait(browser, lambda: several(browser, ".graph .t"))
+    assert not several(browser, "#rule")
+    assert not one(browser, "#error").is_displayed()
 
 
 def test_the_graph_is_exported_and_its_code_runs(browser, opened, model, session, tmp_path):

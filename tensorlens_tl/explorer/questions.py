@@ -23,6 +23,7 @@ from tensorlens_tl.models import RUNNER_UP, ModelView
 from tensorlens_tl.passes import Difference, FrozenPass, difference, freeze
 from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.target import token_ids
+from tensorlens_tl.registry import DEFAULT
 
 LONGEST_TEXT = 20_000
 """Characters of a prompt: more is refused before a tokenizer reads it."""
@@ -57,6 +58,8 @@ class Question:
         runner_up: whether the target is compared with the next likeliest token; of two runs with the second's first
             choice, where it is another one.
         method: of the token scores.
+        rule: of a single run, what stands in place of what is not linear, in the graph and in token scores of the
+            default method; None is the frozen model.
         layer, head: the head that is looked at, or None.
         key: the position that the head attends to, or None: the one it attends to most.
         node: the MLP that is taken apart, such as ``"MLP2"``, or None.
@@ -79,7 +82,8 @@ class Question:
     target: int | None = None
     minus: int | str | None = None
     runner_up: bool = True
-    method: str = "tensorlens"
+    method: str = DEFAULT
+    rule: str | None = None
     layer: int | None = None
     head: int | None = None
     key: int | None = None
@@ -129,6 +133,9 @@ class Question:
             _refuse("image", "missing", "choose the first image, too")
         if texts["other"] is not None and texts["image"] is not None:
             _refuse("other", "a prompt and image an image", "send other_image to compare two images")
+        rule = _text(fields, "rule", LONGEST_NAME)
+        if rule is not None and (texts["other"] is not None or texts["other_image"] is not None):
+            _refuse("rule", f"{rule!r}, and there are two runs", "a rule is of one run; leave it out")
         names = "query target layer head key nodes dictionary feature at new start stop"
         numbers: dict[str, Any] = {name: _number(fields, name) for name in names.split()}
         new = numbers["new"]
@@ -152,7 +159,8 @@ class Question:
             text,
             minus=minus,
             runner_up=runner_up,
-            method=_text(fields, "method", LONGEST_NAME) or "tensorlens",
+            method=_text(fields, "method", LONGEST_NAME) or DEFAULT,
+            rule=rule,
             node=_text(fields, "node", LONGEST_NAME),
             without=_text(fields, "without", LONGEST_LIST),
             by=_text(fields, "by", LONGEST_NAME) or "zero",
@@ -547,6 +555,11 @@ class Inquiry:
         if minus == target and size == 1:  # the only class there is
             minus = None
         return {"target": target} if minus is None else {"target": target, "minus": minus}
+
+    @property
+    def rule(self) -> dict[str, str]:
+        """Its rule as an option of the library's functions, where it has one."""
+        return {} if self.question.rule is None else {"rule": self.question.rule}
 
     @property
     def aim(self) -> dict[str, int]:

@@ -23,7 +23,7 @@ from tensorlens_tl.models import RUNNER_UP, ModelView
 from tensorlens_tl.passes import Difference, FrozenPass, one_check
 from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.target import chosen_head, token_label
-from tensorlens_tl.registry import DEFAULT, Method, get_method, list_methods
+from tensorlens_tl.registry import DEFAULT, Method, get_method, list_methods, list_rules
 from tensorlens_tl.results import COVERED, SHOWN_EDGES, ScoreAttribution, ScoreChange, Terms
 
 View = dict[str, Any]
@@ -124,8 +124,11 @@ def tokens_view(inquiry: Inquiry) -> View:
     options: dict[str, Any] = {"query": inquiry.query}
     if get_method(method).explains_prediction():
         options |= inquiry.target
-    attribution = inquiry.result(inquiry.run, "attribute", method=method, **options)
+    rule = question.rule if method == DEFAULT else None
+    options |= {"method": method} if rule is None else inquiry.rule
+    attribution = inquiry.result(inquiry.run, "attribute", **options)
     view: View = {"scores": attribution.scores[0, 0].tolist(), "label": attribution.target, "method": method}
+    view["rule"] = rule
     view["additive"] = attribution.additive
     view["proof"] = max(inquiry.run.errors.values(), default=0.0)
     for name in ("bias", "total", "gap"):
@@ -315,7 +318,8 @@ def graph_view(inquiry: Inquiry) -> View:
     """
     count = inquiry.question.nodes
     share = COVERED if count is None else min(count, MOST_NODES)
-    chosen = inquiry.result(inquiry.run, "circuits.contribution_graph", **inquiry.aim, nodes=share, threshold=0)
+    options = {**inquiry.aim, **inquiry.rule}
+    chosen = inquiry.result(inquiry.run, "circuits.contribution_graph", **options, nodes=share, threshold=0)
     graph = chosen.with_others()
     columns = ["name", "kind", "layer", "pos", "token", "weight", "bias"]
     rows = zip(*(graph.nodes[column].tolist() for column in columns), strict=True)
@@ -606,6 +610,7 @@ class Session:
             "name": self.name,
             "two_models": self.other is not None,
             "methods": methods,
+            "rules": list_rules(),
             "dictionaries": [dictionary.hook for dictionary in self.dictionaries],
             "chat": bool(getattr(getattr(self.model, "tokenizer", None), "chat_template", None)),
             "version": self._passes.version,

@@ -14,8 +14,8 @@ function selection({ name, node, at, kind }) {
   return { ...NOTHING, pick: node, at: Number(at), layer: head ? Number(head[1]) : undefined, head: head ? Number(head[2]) : undefined, node: MLP.exec(name)?.[1] };
 }
 
-export function graphView(view, state, go) {
-  if (last.view !== view) last = { view, drawn: drawn(view, state, go) };
+export function graphView(view, state, go, about) {
+  if (last.view !== view) last = { view, drawn: drawn(view, state, about) };
   last.go = go;
   const graph = last.drawn.querySelector(".circuit");
   for (const mark of graph.querySelectorAll(".t")) {
@@ -30,21 +30,24 @@ export function graphView(view, state, go) {
   return last.drawn;
 }
 
-function drawn(view, state, go) {
+function drawn(view, state, about) {
   const { nodes, edges } = view;
   const holder = h("div");
   holder.innerHTML = view.picture; // the library's own, every text in it escaped
   holder.addEventListener("chosen", ({ detail }) => last.go(detail ? selection(detail) : NOTHING));
   const count = h("select", { "aria-label": "Nodes", onchange: (event) => last.go({ nodes: Number(event.target.value) || undefined }) },
     h("option", { value: "", selected: state.nodes === undefined }, "80 % of the answer"), STEPS.map((step) => h("option", { value: step, selected: step === state.nodes }, step)));
+  const rule = isPair(state) ? null : h("select", { id: "rule", "aria-label": "Rule", onchange: (event) => last.go({ rule: event.target.value || undefined, method: undefined }) },
+    about.rules.map((name) => h("option", { value: name === "frozen" ? "" : name, selected: name === (state.rule ?? "frozen") }, name)));
+  const isRouted = nodes.some(({ name }) => /^L\d+H\d+\.[qkv]$/.test(name));
   const table = { columns: ["source", "source position", "reader", "reader position", "weight"], rows: edges.map(([a, b, weight]) => [nodes[a].name, nodes[a].pos, nodes[b].name, nodes[b].pos, weight]) };
   const part = view.covered ? "" : ` (partial: ${percent(view.coverage)})`;
   const { bias } = nodes.at(-1);
   return card("graph-card", `${isPair(state) ? "How the change reached the answer" : "How the answer came about"}${part}`,
     `${worded(view.label)}; the ${view.count} nodes drawn carry ${percent(view.coverage)} of what enters the answer, all others are summed by layers`,
-    h("div", { class: "row" }, h("label", { class: "inline" }, "Nodes ", count), menu("graph", "graph", table, view.code, () => window.tensorlensGraphs.svg(holder.firstChild))),
+    h("div", { class: "row" }, h("label", { class: "inline" }, "Nodes ", count), rule ? h("label", { class: "inline", title: "What stands in place of what is not linear, here and in the scores of tokens" }, "Rule ", rule) : null, menu("graph", "graph", table, view.code, () => window.tensorlensGraphs.svg(holder.firstChild))),
     holder, h("p", { class: "soft hint" }),
     sum([["nodes drawn", view.total - view.others - bias], ["+ all others", view.others], ["+ bias", bias || null], ["=", view.total], ["relative error of all parts", error(view.gap), view.gap]]),
     h("p", { class: "soft" }, "Node totals overlap, so they do not add up. The inputs of any one node do. A head is followed by the token that it attends to most.",
-      isPair(state) ? " A head is .v for its values, .q and .k for where its queries and keys made it attend." : ""));
+      isRouted ? " A head is .v for its values, .q and .k for where its queries and keys made it attend." : ""));
 }

@@ -52,7 +52,7 @@ function places(state, prompt) {
   const list = [
     next,
     ["tokens", "tokens", (answer, prompt) => tokensView(prompt, answer, state, go, about)],
-    ["graph", "graph", (answer) => graphView(answer, state, go)],
+    ["graph", "graph", (answer) => graphView(answer, state, go, about)],
     ["components", "components", (answer) => componentsView(answer, state, go)],
   ];
   if (state.image) list.push(["image", "image", (answer, prompt) => imageView(answer, prompt, state, about, go)]);
@@ -223,7 +223,7 @@ find("ask").addEventListener("submit", (event) => {
   forget();
   drafts.clear();
   const other = find("second").hidden ? "" : find("other").value;
-  write({ method: read().method, nodes: read().nodes, dictionary: read().dictionary, chat: read().chat, new: read().new, text: find("text").value, other: other || undefined });
+  write({ method: read().method, rule: read().rule, nodes: read().nodes, dictionary: read().dictionary, chat: read().chat, new: read().new, text: find("text").value, other: other || undefined });
   show();
 });
 for (const id of ["text", "other"]) {

@@ -1,13 +1,13 @@
 // What the page shows is in its address, so that a link, a reload, undo and redo all give the same page.
 const NUMBERS = ["query", "target", "layer", "head", "key", "nodes", "dictionary", "feature", "at", "new", "start", "stop"];
-const TEXTS = ["text", "other", "method", "node", "without", "by", "pick", "image", "other_image", "hops", "chat"];
+const TEXTS = ["text", "other", "method", "rule", "node", "without", "by", "pick", "image", "other_image", "hops", "chat"];
 const RUN = ["text", "other", "chat", "image", "other_image", "query", "target", "minus"];
 
 // The fields that a view depends on: an answer stands until one of them changes.
 const FIELDS = {
   prompt: RUN, mends: RUN, components: RUN, routes: RUN,
-  tokens: [...RUN, "method"],
-  graph: [...RUN, "nodes"],
+  tokens: [...RUN, "method", "rule"],
+  graph: [...RUN, "nodes", "rule"],
   head: [...RUN, "layer", "head", "key"],
   ablate: [...RUN, "without", "by"], neurons: [...RUN, "node"],
   features: [...RUN, "dictionary"],
@@ -57,7 +57,8 @@ const answered = {};
 let version; // of the model: how often the server has seen it change
 
 function bodyOf(view, state) {
-  const fields = FIELDS[view] ? Object.fromEntries(FIELDS[view].map((name) => [name, state[name]])) : state;
+  const fields = FIELDS[view] ? Object.fromEntries(FIELDS[view].map((name) => [name, state[name]])) : { ...state };
+  if (isPair(state)) delete fields.rule; // it is of one run
   return JSON.stringify(fields);
 }
 

@@ -13,7 +13,7 @@ export function tokensView(prompt, view, state, go, about) {
   const method = two ? null : h("select", { id: "method", "aria-label": "Method", onchange: (event) => go({ method: event.target.value }) },
     [...new Set(about.methods.map((of) => of.group))].map((label) => h("optgroup", { label },
       about.methods.filter((of) => of.group === label).map((of) => h("option", { value: of.name, selected: of.name === view.method }, of.name)))));
-  const says = two ? "Each part of the exact change, with nothing held fixed." : about.methods.find((of) => of.name === view.method)?.about;
+  const says = two ? "Each part of the exact change, with nothing held fixed." : view.rule ? `By the rule ${view.rule} in place of what is not linear, as in the graph, where it is chosen.` : about.methods.find((of) => of.name === view.method)?.about;
   return card("tokens", two ? `What changed the answer, by ${unit}` : `Which ${unit}${unit === "token" ? "s" : "es"} matter`, worded(view.label),
     h("div", { class: "row" }, method, menu(view.label, "tokens", table, view.code)),
     chips(prompt.tokens, {
@@ -23,7 +23,7 @@ export function tokensView(prompt, view, state, go, about) {
     }),
     h("p", { class: "soft hint" }, about.classes ? "Patches are called by their row and column, from the top left." : "Press a token to ask about the prediction after it."),
     bars(top, { label: "Largest token scores" }), tokenSum(prompt, view, two),
-    says ? h("details", { class: "soft" }, h("summary", {}, `About ${view.method}`), h("p", {}, says)) : null);
+    says ? h("details", { class: "soft" }, h("summary", {}, `About ${view.rule ?? view.method}`), h("p", {}, says)) : null);
 }
 
 // Frozen beside live: the parts sum to the frozen model's number, and the live model's is what it has to be.
