@@ -1034,6 +1034,51 @@ def test_a_rule_is_chosen_for_graph_and_tokens(browser, opened, session):
     assert not one(browser, "#error").is_displayed()
 
 
+def test_pins_and_groups_are_in_the_link_and_undone(browser, opened):
+    def seen():
+        script = """const marks = (of) => [...document.querySelectorAll(`.graph-card ${of}`)];
+        const all = (of) => marks(of).map((mark) => mark.dataset.node);
+        return [all('.t.pinned'), all('.t[data-node^="#"]'), document.querySelector('.graph-card .by').value]"""
+        return browser.execute_script(script)
+
+    def press(selector):
+        browser.execute_script("document.querySelector(arguments[0]).focus()", selector)
+        browser.switch_to.active_element.send_keys("p")
+
+    load(browser, opened, text=PROMPT)
+    wait(browser, lambda: several(browser, ".graph .t"))
+    nodes = [mark.get_attribute("data-node") for mark in several(browser, '.graph .t[data-node*="@"]')[:2]]
+    assert seen() == [[], [], ""]
+    for number, node in enumerate(nodes):
+        press(f'.graph [data-node="{node}"]')
+        wait(browser, lambda number=number: browser.current_url.count("%40") > number)
+    assert sorted(seen()[0]) == sorted(nodes)
+    one(browser, ".graph-card .name").send_keys("<b>mine</b>")
+    one(browser, ".graph-card .join").click()
+    wait(browser, lambda: seen() == [[], ["#0"], ""])
+    choose = "const s = document.querySelector('.by'); s.value = 'layer'"
+    browser.execute_script(f"{choose}; s.dispatchEvent(new Event('input', {{bubbles: true}}))")
+    wait(browser, lambda: "%22by%22%3A%22layer%22" in browser.current_url)
+    link = browser.current_url
+    browser.get("about:blank")
+    browser.get(link)
+    wait(browser, lambda: several(browser, '.graph [data-node="#0"]'))
+    assert seen() == [[], ["#0"], "layer"]
+    assert one(browser, '.graph [data-node="#0"] text').get_attribute("textContent") == "<b>mine</b>"
+    load(browser, opened, text=PROMPT)
+    wait(browser, lambda: several(browser, ".graph .t"))
+    press(f'.graph [data-node="{nodes[0]}"]')
+    wait(browser, lambda: seen()[0] == nodes[:1] and "arranged" in browser.current_url)
+    one(browser, "#undo").click()
+    wait(browser, lambda: seen()[0] == [])
+    one(browser, "#redo").click()
+    wait(browser, lambda: seen()[0] == nodes[:1])
+    load(browser, opened, text=PROMPT, arranged='{"groups": [["#0", "x", ["no", "node"]], 3], "pinned": {}}')
+    wait(browser, lambda: several(browser, ".graph .t"))
+    settled(browser)
+    assert seen() == [[], [], ""]
+
+
 def test_the_graph_is_exported_and_its_code_runs(browser, opened, model, session, tmp_path):
     load(browser, opened, text=PROMPT)
     wait(browser, lambda: several(browser, ".graph .t"))

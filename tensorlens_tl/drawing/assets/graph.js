@@ -3,7 +3,7 @@
 // page; each graph's state hangs on its element.
 (() => {
   if (window.tensorlensGraphs) return;
-  window.tensorlensGraphs = {}; // what a page calls: `select` a node by name and position, `svg` for what is drawn
+  window.tensorlensGraphs = {}; // what a page calls: `select` a node by its key, `arrange` pins and groups as a text says, `svg` for what is drawn
   document.documentElement.classList.add("tensorlens-live");
   const SHOWN = 40; // lines of a list; the others are one more
   // pixels, as in drawing/graphs.py
@@ -40,7 +40,7 @@
       const [from, to, weight] = path.dataset.e.split(" ").map(Number);
       return { path, from: nodes[from], to: nodes[to], weight, reads: path.dataset.reads };
     });
-    const state = { graph, svg, nodes, edges, sums: [], pinned: new Set(), chosen: null, sought: "", layers: [], zoom: 1 };
+    const state = { graph, svg, nodes, edges, sums: [], pinned: new Set(), chosen: null, sought: "", layers: [], groups: 0, zoom: 1 };
     state.shell = svg.parentElement;
     state.columns = [...svg.querySelectorAll(".column")];
     state.target = nodes.find((node) => node.kind === "target") ?? nodes.at(-1);
@@ -230,12 +230,51 @@
     state.chosen = node;
     show(state);
   };
-  const announce = (state) => state.graph.dispatchEvent(new CustomEvent("chosen", { bubbles: true, detail: state.chosen?.mark.dataset ?? null }));
+  const keyOf = (node) => node.mark.dataset.node;
+  const seenOf = (state) => [state.chosen, arranged(state)];
+  const announce = (state, before) => {
+    const [chosen, arrangement] = seenOf(state);
+    if (chosen === before[0] && arrangement === before[1]) return;
+    state.graph.dispatchEvent(new CustomEvent("chosen", { bubbles: true, detail: { node: chosen?.mark.dataset ?? null, arranged: arrangement } }));
+  };
+
+  // pins, groups with their names, and layers, as text: a page's link has it
+  const arranged = (state) => {
+    const groups = state.nodes.filter((node) => node.members && !state.layers.includes(node));
+    const by = state.graph.querySelector(".by").value;
+    if (!by && !groups.length && !state.pinned.size) return "";
+    return JSON.stringify({ by, pinned: [...state.pinned].map(keyOf), groups: groups.map((group) => [keyOf(group), group.mark.querySelector("text").textContent, group.members.map(keyOf)]) });
+  };
+
+  // what such a text says, as far as it is about nodes of this graph
+  const arrange = (state, text) => {
+    if (text === arranged(state)) return;
+    const list = (of) => (Array.isArray(of) ? of : []), box = state.graph.querySelector(".by");
+    let wanted;
+    try { wanted = JSON.parse(text || "{}") ?? {}; } catch { return; }
+    const nodesOf = (keys) => [...new Set(list(keys))].map((key) => state.nodes.find((node) => node.parent === null && keyOf(node) === key)).filter(Boolean);
+    byLayer(state, "");
+    state.nodes.filter((node) => node.members).reverse().forEach((group) => scatter(state, group));
+    state.pinned.clear();
+    for (const group of list(wanted.groups)) {
+      const [key, name, keys] = list(group), members = nodesOf(keys);
+      if (!/^#\d{1,6}$/.test(key) || members.length < 2) continue;
+      state.groups = Math.max(state.groups, Number(key.slice(1)) + 1);
+      gather(state, members, String(name), key);
+    }
+    nodesOf(wanted.pinned).forEach((node) => state.pinned.add(node));
+    box.value = [...box.options].some(({ value }) => value === wanted.by) ? wanted.by : "";
+    byLayer(state, box.value);
+  };
 
   window.tensorlensGraphs.select = (graph, key) => {
     const state = stateOf(graph), node = state?.nodes.find((of) => of.mark.dataset.node === key) ?? null;
     if (state && state.chosen !== node) choose(state, node);
     return node !== null;
+  };
+  window.tensorlensGraphs.arrange = (graph, text) => {
+    const state = stateOf(graph);
+    if (state) arrange(state, text);
   };
   window.tensorlensGraphs.svg = (graph) => drawn(stateOf(graph));
 
@@ -255,7 +294,7 @@
 
   const join = (state) => {
     const members = [...state.pinned], name = state.graph.querySelector(".name").value.trim() || `group of ${members.length}`;
-    const group = gather(state, members, name);
+    const group = gather(state, members, name, `#${state.groups++}`);
     state.pinned.clear();
     state.graph.querySelector(".name").value = "";
     resum(state);
@@ -263,9 +302,9 @@
   };
 
   // a group stands where the last of its members does; what passes through two of them would count twice in a weight
-  const gather = (state, members, name) => {
+  const gather = (state, members, name, key) => {
     const most = (key) => Math.max(...members.map((node) => node[key]));
-    const mark = make(state.svg, "g", "", { class: "t", tabindex: -1, "aria-label": `${name}: ${members.map(called).join(", ")}` });
+    const mark = make(state.svg, "g", "", { class: "t", tabindex: -1, "data-node": key, "aria-label": `${name}: ${members.map(called).join(", ")}` });
     dress(mark);
     make(mark, "rect", "", { rx: 4, class: "ground" });
     make(mark, "text", name, { "text-anchor": "middle" });
@@ -301,7 +340,7 @@
       const key = by === "layer" ? name : `${name} ${node.column}`;
       (layers.get(key) ?? layers.set(key, { name, members: [] }).get(key)).members.push(node);
     }
-    state.layers = [...layers.values()].map(({ name, members }) => gather(state, members, name));
+    state.layers = [...layers.values()].map(({ name, members }) => gather(state, members, name, by === "layer" ? name : `${name}@${members[0].column}`));
     const column = Math.max(...state.nodes.map((node) => node.column));
     state.overTokens = by === "layer";
     state.layers.forEach((group) => {
@@ -392,7 +431,7 @@
     const state = stateOf(event.target);
     if (!state) return;
     const mark = event.target.closest(".t"), button = event.target.closest("button");
-    const before = state.chosen;
+    const before = seenOf(state);
     if (mark) choose(state, state.chosen?.mark === mark ? null : nodeOf(state, mark));
     else if (button?.tensorlensNode) go(state, button.tensorlensNode);
     else if (button?.matches(".into")) scale(state, 1.25 * state.zoom);
@@ -404,7 +443,7 @@
     else if (button?.matches(".svg")) saveSvg(state);
     else if (button?.matches(".png")) savePng(state);
     else if (event.target.closest("svg") && !state.moved) choose(state, null);
-    if (state.chosen !== before) announce(state);
+    announce(state, before);
   });
 
   document.addEventListener("wheel", (event) => {
@@ -429,7 +468,11 @@
 
   document.addEventListener("input", (event) => {
     const state = stateOf(event.target);
-    if (state && event.target.matches(".by")) byLayer(state, event.target.value);
+    if (state && event.target.matches(".by")) {
+      const before = [state.chosen, null];
+      byLayer(state, event.target.value);
+      announce(state, before);
+    }
     if (!state || !event.target.matches(".least, .find")) return;
     state.sought = state.graph.querySelector(".find").value.trim().toLowerCase();
     show(state);
@@ -438,7 +481,7 @@
   document.addEventListener("keydown", (event) => {
     const state = stateOf(event.target);
     if (!state || event.ctrlKey || event.metaKey || event.altKey) return;
-    const mark = event.target.closest(".t");
+    const mark = event.target.closest(".t"), before = seenOf(state);
     const act = () => {
       if (event.key === "Escape") return choose(state, null), true;
       if (event.target.matches(".find") && event.key === "Enter") {
@@ -446,11 +489,11 @@
         if (found.length) go(state, found[(found.indexOf(state.chosen) + 1) % found.length]), event.target.focus();
         return true;
       }
-      if (event.target.matches(".name") && event.key === "Enter") return state.pinned.size > 1 && join(state), true;
+      if (event.target.matches(".name") && event.key === "Enter") return state.pinned.size > 1 && (join(state), announce(state, before)), true;
       if (!mark) return false;
       const node = nodeOf(state, mark);
-      if (event.key === "Enter" || event.key === " ") return choose(state, state.chosen === node ? null : node), announce(state), true;
-      if (event.key === "p" || event.key === "P") return choose(state, node), pin(state), true;
+      if (event.key === "Enter" || event.key === " ") return choose(state, state.chosen === node ? null : node), announce(state, before), true;
+      if (event.key === "p" || event.key === "P") return choose(state, node), pin(state), announce(state, before), true;
       const next = { ArrowUp: "to", ArrowDown: "from" }[event.key];
       const other = next && strongest(state, node, next);
       if (other) go(state, other);

@@ -7,9 +7,9 @@ const HEAD = /^L(\d+)H(\d+)/;
 const MLP = /^(MLP\d+)/;
 let last = {}; // the card of an answer stands while only what is chosen changes: pins, groups and zoom stay
 
-// A chosen node is selected in every view: its head or MLP opens, and its token is marked.
+// A chosen node is selected in every view: its head or MLP opens, and its token is marked. A group has no name there.
 function selection({ name, node, at, kind }) {
-  if (["target", "others"].includes(kind)) return { ...NOTHING, pick: node };
+  if (name === undefined || ["target", "others"].includes(kind)) return { ...NOTHING, pick: node };
   const head = HEAD.exec(name);
   return { ...NOTHING, pick: node, at: Number(at), layer: head ? Number(head[1]) : undefined, head: head ? Number(head[2]) : undefined, node: MLP.exec(name)?.[1] };
 }
@@ -23,6 +23,7 @@ export function graphView(view, state, go, about) {
     mark.classList.toggle("linked", head === undefined ? state.node !== undefined && MLP.exec(mark.dataset.name)?.[1] === state.node : Number(layer) === state.layer && Number(head) === state.head);
   }
   requestAnimationFrame(() => { // once it is on the page
+    window.tensorlensGraphs.arrange(graph, state.arranged ?? "");
     const isDrawn = window.tensorlensGraphs.select(graph, state.pick);
     const hidden = state.pick?.includes("@") && !isDrawn;
     last.drawn.querySelector(".hint").textContent = hidden ? `${state.pick.replace("@", " at ")} is not one of the strongest nodes of this question. Choose more nodes to see it.` : "";
@@ -34,7 +35,7 @@ function drawn(view, state, about) {
   const { nodes, edges } = view;
   const holder = h("div");
   holder.innerHTML = view.picture; // the library's own, every text in it escaped
-  holder.addEventListener("chosen", ({ detail }) => last.go(detail ? selection(detail) : NOTHING));
+  holder.addEventListener("chosen", ({ detail: { node, arranged } }) => last.go({ ...(node ? selection(node) : NOTHING), arranged: arranged || undefined }));
   const count = h("select", { "aria-label": "Nodes", onchange: (event) => last.go({ nodes: Number(event.target.value) || undefined }) },
     h("option", { value: "", selected: state.nodes === undefined }, "80 % of the answer"), STEPS.map((step) => h("option", { value: step, selected: step === state.nodes }, step)));
   const rule = isPair(state) ? null : h("select", { id: "rule", "aria-label": "Rule", onchange: (event) => last.go({ rule: event.target.value || undefined, method: undefined }) },

@@ -191,7 +191,7 @@ function title(prompt, state) {
 
 function examples() {
   find("examples").replaceChildren("Examples:", ...about.examples.map(({ name, text, other }) =>
-    h("button", { type: "button", class: "example quiet", onclick: () => { drafts.clear(); go({ ...NOTHING, query: undefined, target: undefined, minus: undefined, new: undefined, chat: undefined, without: undefined, by: undefined, text, other }); } }, name)));
+    h("button", { type: "button", class: "example quiet", onclick: () => { drafts.clear(); go({ ...NOTHING, query: undefined, target: undefined, minus: undefined, new: undefined, chat: undefined, without: undefined, by: undefined, arranged: undefined, text, other }); } }, name)));
 }
 
 function welcome() {

@@ -1,6 +1,6 @@
 // What the page shows is in its address, so that a link, a reload, undo and redo all give the same page.
 const NUMBERS = ["query", "target", "layer", "head", "key", "nodes", "dictionary", "feature", "at", "new", "start", "stop"];
-const TEXTS = ["text", "other", "method", "rule", "node", "without", "by", "pick", "image", "other_image", "hops", "chat"];
+const TEXTS = ["text", "other", "method", "rule", "node", "without", "by", "pick", "arranged", "image", "other_image", "hops", "chat"];
 const RUN = ["text", "other", "chat", "image", "other_image", "query", "target", "minus"];
 
 // The fields that a view depends on: an answer stands until one of them changes.
