@@ -1216,6 +1216,10 @@ def test_nothing_sticks_out(browser, opened, width):
         states = [{"node": "L1H0", **HEAD}, {"node": "MLP2", "pick": "MLP2@34"}, {"other": OTHER, "nodes": 120}]
         for state in ({"text": PROMPT, **state} for state in states):
             load(browser, opened, **state)
+            browser.execute_script(  # as many columns as a deep model has layers
+                "for (const row of document.querySelectorAll('.components tr')) "
+                "for (let more = 0; more < 60; more++) row.append(row.lastChild.cloneNode(true))"
+            )
             assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

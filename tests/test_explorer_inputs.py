@@ -76,6 +76,39 @@ def test_generated_text_has_the_sources_that_the_library_gives(model, fields, op
         assert not any(view["scores"][view["first"] :])
 
 
+def test_a_written_token_is_explained_by_every_view(model):
+    session = Session(model)
+    fields = {"text": TEXT, "new": 6, "start": 2}
+    written = tlens.generation.freeze_generation(model, TEXT, max_new_tokens=6)
+    run = written.frozen
+    query = written.generated_ranges()[0][0] + 1
+    best, second = run.logits(query)[0, 0].argsort(descending=True)[:2].tolist()
+    assert best == int(run.tokens[0, query + 1])  # it wrote its first choice
+    prompt = session.view("prompt", fields)
+    assert (prompt["tokens"], prompt["query"]) == (run.str_tokens[0], query)
+    assert (prompt["target"]["id"], prompt["minus"]["id"]) == (best, second)
+    tokens = session.view("tokens", fields)
+    expected = tlens.attribute(run, best, minus=second, query=query)
+    assert tokens["scores"] == pytest.approx(expected.scores[0, 0].tolist(), abs=1e-5)
+    assert tokens["total"] == pytest.approx(prompt["numbers"][0], abs=1e-3)
+    assert torch.allclose(run_code(tokens, model=model).scores, expected.scores, atol=1e-5)
+    components = session.view("components", fields)
+    effects = tlens.circuits.logit_attribution(run, best, second, query=query)
+    assert components["total"] == pytest.approx(float(effects.total), abs=1e-4)
+    head = session.view("head", {**fields, "layer": 1, "head": 0})
+    assert head["pattern"] == pytest.approx(run.pattern(1)[0, 0, query].tolist(), abs=1e-6)
+    ablated = session.view("ablate", {**fields, "without": "L1H0"})
+    assert ablated["before"] == pytest.approx(prompt["numbers"][0], abs=1e-3)
+    graph = session.view("graph", {**fields, "nodes": 10})
+    assert graph["total"] == pytest.approx(prompt["numbers"][0], abs=1e-3)
+    moved = session.view("prompt", {**fields, "query": 3})
+    assert moved["query"] == 3
+    alone = session.view("prompt", {"text": TEXT, "new": 6})  # without a start it is the prompt's own
+    assert alone["tokens"] == run.str_tokens[0][: written.generated_ranges()[0][0]]
+    with pytest.raises(tlens.InvalidInputError, match="start is 6; the model wrote 6 tokens"):
+        session.view("prompt", {**fields, "start": 6})
+
+
 def test_clicks_on_one_text_freeze_it_once(model, monkeypatch):
     session = Session(model)
     runs = []
@@ -380,6 +413,8 @@ def shown_scores(browser, selector):
 
 
 def test_the_page_writes_and_takes_stretches(browser, opened_chat, chat_model):
+    from selenium.webdriver import ActionChains
+
     session = Session(chat_model)
     load(browser, opened_chat, text=TEXT)
     one(browser, "#new").send_keys("6\n")
@@ -390,6 +425,12 @@ def test_the_page_writes_and_takes_stretches(browser, opened_chat, chat_model):
     several(browser, ".generated .chip")[8].click()
     wait(browser, lambda: "start=2" in browser.current_url)
     settled(browser)
+    asked = {"text": TEXT, "new": 6, "start": 2}
+    assert shown_scores(browser, ".tokens .chip") == pytest.approx(session.view("tokens", asked)["scores"], abs=1e-6)
+    effects = float(one(browser, ".components .bars .value").get_attribute("title"))
+    components = session.view("components", asked)
+    parts = [score for row in components["heads"] for score in row] + components["mlps"]
+    assert effects == pytest.approx(max(parts, key=abs), abs=1e-6)
     chips = several(browser, ".generated .chip")
     browser.execute_script(
         "arguments[0].dispatchEvent(new MouseEvent('click', {shiftKey: true, bubbles: true}))", chips[10]
@@ -400,6 +441,13 @@ def test_the_page_writes_and_takes_stretches(browser, opened_chat, chat_model):
     assert shown_scores(browser, ".generated .chip") == pytest.approx(view["scores"], abs=1e-6)
     pressed = [chip.get_attribute("aria-pressed") for chip in several(browser, ".generated .chip.new")]
     assert pressed == ["false", "false", "true", "true", "true", "false"]
+    several(browser, ".generated .chip")[9].click()
+    wait(browser, lambda: "start=3" in browser.current_url)
+    settled(browser)
+    chips = several(browser, ".generated .chip")
+    ActionChains(browser).click_and_hold(chips[8]).move_to_element(chips[10]).release().perform()
+    wait(browser, lambda: "start=2&stop=5" in browser.current_url)
+    settled(browser)
     one(browser, "#hops [value=all]").click()
     wait(browser, lambda: "hops=all" in browser.current_url)
     settled(browser)

@@ -72,7 +72,8 @@ class Question:
         image: the name of an image that is read in place of a prompt, or None.
         other_image: the name of the image of the second run, or None.
         new: how many tokens the model writes after the prompt, or None.
-        start, stop: a stretch of these, `stop` excluded; without them all.
+        start, stop: a stretch of these, `stop` excluded; without them all. With a start, the other views are of prompt
+            and continuation, and explain the token there.
         hops: how often what reached generated tokens is sent on to what made those, or ``"all"``.
     """
 
@@ -113,9 +114,14 @@ class Question:
         return [{"role": "user", "content": self.text}]
 
     @property
-    def run(self) -> tuple[str, bool, str | None]:
+    def is_of_written(self) -> bool:
+        """Whether its run is of the prompt with what the model writes after it."""
+        return self.new is not None and self.start is not None and not self.is_comparison
+
+    @property
+    def run(self) -> tuple[str, bool, str | None, int | None]:
         """What its first run is of."""
-        return self.text, self.chat, self.image
+        return self.text, self.chat, self.image, self.new if self.is_of_written else None
 
     @property
     def second(self) -> "Question":
@@ -284,13 +290,17 @@ class Passes:
         Raises:
             TensorLensError: what `freeze` refuses.
         """
+        if question.is_of_written:
+            return _runs(self.written(question))[0]
         of_other = second and self.other is not None
         model: Any = self.other if of_other else self.model
         single = question.second if second else question
         return self._frozen[of_other].get(single.run, lambda: freeze(model, self._input(single)))
 
     def prompt(self, question: Question, *, second: bool = False) -> Prompt:
-        """The tokens of a question's first or second run; nothing is run."""
+        """The tokens of a question's first or second run; nothing is run, unless the model writes some of them."""
+        if question.is_of_written:
+            return self.frozen(question).capture.prompt
         return self.predictor(second=second).prompt(self._input(question.second if second else question))
 
     def change(self, question: Question) -> Difference:
@@ -325,7 +335,7 @@ class Passes:
         single = question.second if second else question
         predictor = self.predictor(second=second)
         key = (second and self.other is not None, *single.run, query)
-        return self._logits.get(key, lambda: predictor.logits(predictor.prompt(self._input(single)), query))
+        return self._logits.get(key, lambda: predictor.logits(self.prompt(question, second=second), query))
 
     def _input(self, question: Question) -> Any:
         """What the model reads of a question's first run: a text, a chat of one message, or pixels."""
@@ -500,11 +510,21 @@ class Inquiry:
             return prompt.class_at
         length = prompt.tokens.shape[1]
         query = self.question.query
+        if query is None and self.question.is_of_written:
+            return self._before_written()
         if query is None:
             return length - 1
         if query >= length:
             raise InvalidInputError(f"explorer: query is {query}; the prompt has {length} tokens.")
         return query
+
+    def _before_written(self) -> int:
+        """The position that predicts the generated token that is asked about."""
+        first, stop = self.passes.written(self.question).generated_ranges()[0]
+        start = self.question.start or 0
+        if start >= stop - first:
+            raise InvalidInputError(f"explorer: start is {start}; the model wrote {stop - first} tokens.")
+        return first + start - 1
 
     @property
     def is_aligned(self) -> bool:
@@ -601,8 +621,11 @@ class Inquiry:
         if question.other_image is not None:
             lines.append(f"# other_pixels is the image {question.other_image}")
         prompt = _prompt(question)
+        written = f"tlens.generation.freeze_generation(model, {prompt}, max_new_tokens={question.new})"
         if any(isinstance(call, Call) and call.is_method for call in self.calls):
-            lines.append(f"run = tlens.generation.freeze_generation(model, {prompt}, max_new_tokens={question.new})")
+            lines.append(f"run = {written}")
+        elif question.is_of_written:
+            lines.append(f"run = {written}.frozen")
         else:
             lines.append(f"run = tlens.freeze(model, {prompt})")
         if question.is_comparison:

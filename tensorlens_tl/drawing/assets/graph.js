@@ -10,7 +10,11 @@
   const HIGH = 22, APART = 4, BETWEEN = 8, SIDE = 76, MARGIN = 8, LETTER = 6.6, WIDE = 900, CELLS = [260, 190, 130, 90, 60], BENT = 60, KEY_WIDTH = 92, KEY_HEIGHT = 18;
   const BESIDE = { queries: -7, keys: 7, gate: 14 };
   const states = new WeakMap();
-  const digits = (value) => (value >= 0 ? "+" : "") + Number(value.toPrecision(4));
+  // four digits, and of numbers that stand together as many decimals as the largest has
+  const digits = (value, most = value) => {
+    const size = Math.abs(most), decimals = size > 0 ? Math.min(8, Math.max(0, 3 - Math.floor(Math.log10(size)))) : 0;
+    return (value >= 0 ? "+" : "−") + Math.abs(value).toFixed(decimals);
+  };
   const total = (edges) => edges.reduce((sum, edge) => sum + edge.weight, 0);
 
   const make = (parent, name, text = "", attributes = {}) => {
@@ -51,6 +55,7 @@
     state.largest = Math.max(...edges.map((edge) => Math.abs(edge.weight)));
     nodes.forEach((node) => dress(node.mark));
     state.shell.addEventListener("scroll", () => keepTokens(state));
+    new ResizeObserver(() => keepTokens(state)).observe(state.shell);
     if (state.whole) { // so many edges at first
       const sizes = edges.map((edge) => Math.abs(edge.weight)).sort((a, b) => b - a), least = sizes[Math.min(Number(graph.dataset.shown), sizes.length) - 1];
       graph.querySelector(".least").value = Math.floor(100 * Math.sqrt(least / state.largest));
@@ -206,13 +211,13 @@
     const shown = edges.filter((edge) => isShown(state, edge, limit)).sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight));
     const lines = shown.slice(0, SHOWN), left = edges.length - lines.length;
     const body = make(make(side, "table", "", { class: "r flows" }), "tbody");
-    const apart = state.keys > 0;
+    const apart = state.keys > 0, most = Math.max(...edges.map((edge) => Math.abs(edge.weight)), Math.abs(node.weight ?? 0));
     const line = (first, weight, kind = "", reads = "") => {
       const row = make(body, "tr", "", { class: kind });
       const cell = make(row, kind ? "th" : "td", typeof first === "string" ? first : "");
       if (typeof first !== "string") make(cell, "button", called(first), { type: "button", class: "go" }).tensorlensNode = first;
       if (reads) make(cell, "span", ` ${reads}`, { class: "n" });
-      make(row, "td", typeof weight === "number" ? digits(weight) : weight, { title: weight });
+      make(row, "td", typeof weight === "number" ? digits(weight, most) : weight, { title: weight });
     };
     line(`${title}: ${edges.length}`, "", "heading");
     lines.forEach((edge) => line(edge[end], edge.weight, "", apart ? edge.reads : ""));

@@ -1,7 +1,7 @@
 // What the page shows is in its address, so that a link, a reload, undo and redo all give the same page.
 const NUMBERS = ["query", "target", "layer", "head", "key", "nodes", "dictionary", "feature", "at", "new", "start", "stop"];
 const TEXTS = ["text", "other", "method", "rule", "node", "without", "by", "pick", "arranged", "image", "other_image", "hops", "chat"];
-const RUN = ["text", "other", "chat", "image", "other_image", "query", "target", "minus"];
+const RUN = ["text", "other", "chat", "image", "other_image", "query", "target", "minus", "new", "start"];
 
 // The fields that a view depends on: an answer stands until one of them changes.
 const FIELDS = {
@@ -59,6 +59,7 @@ let version; // of the model: how often the server has seen it change
 function bodyOf(view, state) {
   const fields = FIELDS[view] ? Object.fromEntries(FIELDS[view].map((name) => [name, state[name]])) : { ...state };
   if (isPair(state)) delete fields.rule; // it is of one run
+  if (view !== "generated" && (isPair(state) || state.start === undefined)) { delete fields.new; delete fields.start; } // of the prompt alone
   return JSON.stringify(fields);
 }
 
