@@ -411,9 +411,16 @@ def edges_of(browser, which=0):
 def lines_of(browser, title):
     """Name and number of each line of a list beside the graph."""
     tables = """return [...document.querySelector('.side').querySelectorAll('table')].map(table =>
-        [...table.rows].map(row => [...row.cells].map(cell => cell.textContent)))"""
+        [...table.rows].map(row => [row.cells[0].textContent, row.cells[1].textContent, row.cells[1].title]))"""
     (found,) = [rows[1:] for rows in browser.execute_script(tables) if rows[0][0].startswith(title)]
-    return {name.split(" “")[0].replace(" at ", " "): float(value) for name, value in found}
+    return {name.split(" “")[0].replace(" at ", " "): exact(*value) for name, *value in found}
+
+
+def exact(shown, title):
+    """The number of a line in full, which it shows rounded."""
+    decimals = len(shown.partition(".")[2])
+    assert float(shown.replace("−", "-")) == pytest.approx(float(title), abs=0.51 * 10.0**-decimals)
+    return float(title)
 
 
 SLIDE = """const slider = document.querySelector('.least'); slider.value = arguments[0];
@@ -647,7 +654,7 @@ def test_layers_become_one_node_each(opened, browser, pages, by):
     into = small.edges[small.edges["target"] == len(small.nodes) - 1]
     sums = into.groupby(into["source"].map(lambda row: group_of.get(row, row)))["weight"].sum()
     inputs = """return [...document.querySelector('.side table').rows].filter(row => row.querySelector('button'))
-        .map(row => Number(row.cells[1].textContent))"""
+        .map(row => Number(row.cells[1].title))"""
     lines = browser.execute_script(inputs)
     assert sorted(lines) == pytest.approx(sorted(sums), rel=1e-3)
     browser.execute_script(choose, "")
@@ -705,12 +712,12 @@ def test_a_circuit_is_a_page_whose_edges_are_readings(opened, pages, width, sche
     head = next(edge.split(" → ")[1].split(".")[0] for edge in circuit.edges if edge.endswith(".k"))
     click(browser, find(browser, f'.circuit .t[data-name="{head}"]').find_element("css selector", "rect"))
     table = """return [...document.querySelector('.side table').rows].slice(1).map(row =>
-        [...row.cells].map(cell => cell.textContent))"""
+        [row.cells[0].textContent, row.cells[1].textContent, row.cells[1].title])"""
     frame = circuit.to_dataframe()
     frame = frame[frame["destination"].str.startswith(head + ".")]
     words = {"q": "queries", "k": "keys", "v": "values"}
     expected = {f"{row.source} {words[row.destination[-1]]}": row.score for row in frame.itertuples()}
-    assert {name: float(value) for name, value in browser.execute_script(table)} == {
+    assert {name: exact(*value) for name, *value in browser.execute_script(table)} == {
         name: pytest.approx(score, rel=1e-3) for name, score in expected.items()
     }
     assert browser.get_log("browser") == []
