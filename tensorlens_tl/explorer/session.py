@@ -276,7 +276,7 @@ def ablate_view(inquiry: Inquiry) -> View:
     nodes = question.without.split(",")
     runs = inquiry.change.runs if question.is_comparison else [inquiry.frozen]
     others = {"other": runs[1]} if patched else {}
-    after: list[Float[Tensor, d_vocab]] = []
+    after: list[Tensor] = []
     for number, run in enumerate(runs[: 1 if patched else 2]):
         ablation = inquiry.passes.result(
             question, ("ablation", number, inquiry.query), partial(Ablation, run, inquiry.query)
