@@ -1018,6 +1018,24 @@ def test_the_sliders_change_the_graph(browser, opened):
     assert "nodes=20" in browser.current_url
 
 
+def test_all_others_are_a_number_without_a_bar(browser, opened, session):
+    load(browser, opened, text=PROMPT, **HEAD)
+    wait(browser, lambda: several(browser, ".head .bars"))
+    script = """const bars = document.querySelector('.head [aria-label="Why it attends there"]');
+    return [...bars.querySelectorAll('.name')].map((name) => [name.classList.contains('soft'),
+        parseFloat(name.nextSibling.firstChild?.style.width ?? 0), Number(name.nextSibling.nextSibling.title)])"""
+    rows = browser.execute_script(script)
+    assert [score for *_, score in rows] == pytest.approx(
+        [row["score"] for row in session.view("head", {"text": PROMPT, **HEAD})["why"]["rows"]], rel=1e-4
+    )
+    assert {width for muted, width, _ in rows if muted} == {0}
+    shares = [(width, abs(score)) for muted, width, score in rows if not muted]
+    most = max(score for _, score in shares)
+    widest = max(width for width, _ in shares)
+    assert widest in (50, 100)
+    assert [width for width, _ in shares] == pytest.approx([widest * score / most for _, score in shares], rel=1e-4)
+
+
 def test_a_rule_is_chosen_for_graph_and_tokens(browser, opened, session):
     load(browser, opened, text=PROMPT)
     wait(browser, lambda: several(browser, ".graph .t"))

@@ -84,8 +84,8 @@ export function chips(tokens, { values, selected, changed, linked, pick, label }
 export const spaced = (name) => ({ kind: /^ \S/.test(name) ? " spaced" : "", name: name.replace(/^ (?=\S)/, "") });
 
 export function bars(rows, { pick, label, unsigned, selected, shown } = {}) {
-  const most = largest(rows.map((row) => row.score));
-  shown ??= together(most);
+  const most = largest(rows.filter((row) => !row.muted).map((row) => row.score)); // all others are a number without a bar
+  shown ??= together(largest(rows.map((row) => row.score)));
   const oneSided = unsigned || !rows.some((row) => row.score < 0) || !rows.some((row) => row.score > 0);
   const cells = rows.flatMap((row) => {
     const share = 100 * Math.abs(row.score) / most;
@@ -99,7 +99,7 @@ export function bars(rows, { pick, label, unsigned, selected, shown } = {}) {
         ? h("button", { type: "button", class: `name${kind}`, title: full, "aria-pressed": pressed, onclick: () => pick(row.pick) }, name)
         : h("span", { class: row.muted ? "name soft" : `name${kind}`, title: full }, name),
       h("span", { class: oneSided ? "bars-bar" : "bars-bar signed", "aria-hidden": "true" },
-        h("i", { style: { ...tint(row.score, most), width: `${width}%`, left: `${left}%` } })),
+        row.muted ? null : h("i", { style: { ...tint(row.score, most), width: `${width}%`, left: `${left}%` } })),
       h("span", { class: "value", title: String(row.score) }, row.shown ?? shown(row.score)),
     ];
   });
