@@ -1,13 +1,14 @@
 """Methods on trained language models: `make evaluation-real` writes a section of docs/evaluation.md, its chart and tables.
 
 Lines of docs/_static/evaluation_real.csv are written as soon as they are measured, and what is there is not measured
-again: delete lines, or the file, to do so. Names of models and tests choose some (``evaluation_real.py gemma3 nodes``);
-``tables`` measures nothing. float32, TransformerBridge, one thread.
+again: delete lines, or the file, to do so. Names of models, tests and tasks choose some (``evaluation_real.py gemma3
+nodes facts``); ``tables`` measures nothing. float32, TransformerBridge, one thread.
 """
 
 import csv
 import ctypes
 import io
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,7 @@ from tensorlens_tl import evaluate
 from tensorlens_tl.circuits import contribution_graph
 from tensorlens_tl.circuits.compare import corrupted_stream, edge_layout, pair_target
 from tensorlens_tl.circuits.live_edges import LiveEdges
+from tensorlens_tl.circuits.measured import LARGEST as LARGEST_LIVE
 from tensorlens_tl.errors import InvalidInputError, UnsupportedModelError
 from tensorlens_tl.evaluate import LANGUAGE_TASKS
 from tensorlens_tl.evaluate.language import SOURCED, LanguageTask
@@ -71,7 +73,7 @@ class Line(NamedTuple):
 Row = tuple[str, str, torch.Tensor]
 """Method, metric, and the values of prompts."""
 
-LOWER = ("cmd", "error", "forwards", "megabytes", "nodes")
+LOWER = ("cmd", "error", "forwards", "megabytes", "nodes", "fall, least relevant first")
 """Metrics of which less is better."""
 
 
@@ -143,6 +145,16 @@ def sources(model: Any, task: LanguageTask) -> Iterator[Row]:
             yield method, metric + question, values
 
 
+def replacements(model: Any, task: LanguageTask) -> Iterator[Row]:
+    """How far the difference of the answers' logits falls where tokens that the model predicts replace those there."""
+    pairs = task.pairs
+    chosen = {"target": pairs.target.tolist(), "minus": pairs.minus.tolist(), "metrics": "logit"}
+    for order, first in (("descending", "most"), ("ascending", "least")):
+        result = evaluate.perturbation(model, pairs.clean, REPLACING, order=order, **chosen)
+        for method, _, values in numbers_of(result):
+            yield method, f"fall, {first} relevant first", values
+
+
 def graphs(model: Any, task: LanguageTask) -> Iterator[Row]:
     """What the nodes of a graph that is to carry 80 % carry, how many they are, and by how much sums at them are off."""
     pairs = task.pairs
@@ -158,8 +170,24 @@ def graphs(model: Any, task: LanguageTask) -> Iterator[Row]:
         yield of, metric, torch.tensor(values)
 
 
-TESTS = {"nodes": nodes, "sources": sources, "edges": edges, "circuits": circuits, "graphs": graphs}
-TASKS_OF = {"sources": SOURCED, "cost": ("15 tokens", "64 tokens", "256 tokens")}
+TESTS = {
+    "nodes": nodes,
+    "sources": sources,
+    "edges": edges,
+    "circuits": circuits,
+    "graphs": graphs,
+    "replacements": replacements,
+}
+TASKS_OF = {
+    "sources": SOURCED,
+    "replacements": ("indirect objects", "agreement", "facts"),
+    "cost": ("15 tokens", "64 tokens", "256 tokens"),
+}
+REPLACING = (
+    "tensorlens target", "tensorlens in_out", "attnlrp", "decompx target", "input-x-gradient", "difference", "ifr",
+    "alti", "leave-one-out", "random",
+)  # fmt: skip
+"""Methods whose order replacements follow: one of each kind, since each replacement is a run of its own."""
 NODES = [name for name in ROWS if name not in ("frozen+qk", "patching")]
 COSTS = ("gradient", "integrated-gradients", "atp*", "difference", "measured", "patching")
 ROUNDING = 1e-4
@@ -217,7 +245,8 @@ def measure(chosen: set[str]) -> None:
         model = TransformerBridge.boot_transformers(str(FOLDER / name), dtype=torch.float32)
         every = [*TESTS, "cost"]
         for test in [test for test in every if test in chosen or not chosen & {*every}]:
-            for of in TASKS_OF.get(test, LANGUAGE_TASKS):
+            tasks = [*TASKS_OF.get(test, LANGUAGE_TASKS)]
+            for of in [of for of in tasks if of in chosen or not chosen & {*tasks}]:
                 if (name, test, of) in {line[:3] for line in lines()}:
                     continue
                 start = time.time()
@@ -233,7 +262,7 @@ def measured(model: Any, name: str, test: str, of: str) -> list[Line]:
         try:
             results = list(TESTS[test](model, evaluate.language_task(model, of, PROMPTS[name])))
         except (InvalidInputError, UnsupportedModelError) as error:
-            return [Line(name, test, of, NONE, str(error), "", "", "0", "")]
+            return [Line(name, test, of, NONE, str(error).replace(f"{FOLDER}/", ""), "", "", "0", "")]
     found = []
     for method, metric, values in results:
         worst = values.max() if metric in LOWER else values.min()
@@ -293,6 +322,16 @@ def visible(result: evaluate.Evaluation, first: str, second: str) -> float:
     return float(POWER * (rows[0] - rows[1]).std() / len(rows[0]) ** 0.5)
 
 
+def prompts_needed(result: evaluate.Evaluation, first: str, second: str) -> str:
+    """How many prompts show the difference of two methods in four of five cases, if it and its scatter are these."""
+    (metric,) = result.metrics
+    seen = abs(result.mean(metric, first) - result.mean(metric, second))
+    if not seen:
+        return f"`{first}` and `{second}` have one mean"
+    needed = max(math.ceil(len(result.units) * (visible(result, first, second) / seen) ** 2), 2)
+    return f"to tell `{first}` from `{second}` in four of five cases takes {float(f'{needed:.2g}'):,.0f} prompts"
+
+
 FEWEST = 6
 """Prompts below which no paired test of signs comes to 5 %."""
 POWER = 2.8
@@ -335,8 +374,9 @@ def of_nodes(found: list[Line]) -> Iterator[str]:
         for what in ("error", "bound")
     ]
     yield (
-        f"`measured` states how far the scores are off that it did not measure. What it states at 90 % held on {holds[0].mean():.0%} of {len(holds[0])} "
-        f"prompts, its bound on a single score on {holds[1].mean():.0%}."
+        f"`measured` estimates the error of the scores that it did not measure. Its 90 % interval held on {holds[0].mean():.0%} of {len(holds[0])} "
+        f"prompts, its bound on a single score on {holds[1].mean():.0%}. It patches up to {LARGEST_LIVE} large nodes and {LARGEST_LIVE // 2} random ones of each "
+        "prompt, and these are compared with themselves: part of its lead is by construction."
     )
     low_of = {name: f"{min(worst[name].values()):.2f}" for name in NODES}
     yield (
@@ -344,10 +384,17 @@ def of_nodes(found: list[Line]) -> Iterator[str]:
         f"(`integrated-gradients`) {low_of['integrated-gradients']}. A gradient at the clean prompt alone fails on some prompts: `gradient` "
         f"{low_of['gradient']}, `atp*` {low_of['atp*']}, `frozen` {low_of['frozen']}."
     )
+    shortlists, ranks = (pooled(lines_of(found, "nodes", metric)) for metric in ("largest", "spearman"))
+    shares = ", ".join(f"`{name}` {shortlists.mean('largest', name):.0%}" for name in SHORTLISTS)
+    in_order = ", ".join(f"`{name}` {ranks.mean('spearman', name):.2f}" for name in SHORTLISTS)
+    yield (
+        f"r counts size; a shortlist does not. Of the {LARGEST} largest nodes, these are among a method's own {LARGEST}: {shares}; ranks correlate by "
+        f"{in_order}. So a gradient lists nodes well and misjudges the size of some, and the difference the reverse: for a shortlist without live runs take both."
+    )
     runner = result.table().index[1]
     yield (
-        f"Over all {len(result.units)} prompts `{best}` is first in r ({level_with(others)}). So many prompts show a difference of "
-        f"{visible(result, best, runner):.3f} between it and `{runner}` in four of five cases; the difference is "
+        f"Over all {len(result.units)} prompts `{best}` is first in r ({level_with(others)}). So many prompts detect a difference of "
+        f"{visible(result, best, runner):.3f} between it and `{runner}` with 80 % power; the difference is "
         f"{result.mean('pearson', best) - result.mean('pearson', runner):.3f}."
     )
 
@@ -365,7 +412,7 @@ def of_edges(found: list[Line]) -> Iterator[str]:
         result = pooled(chosen)
         if len(result.units) < FEWEST:
             tasks = ", ".join(dict.fromkeys(line.task for line in chosen))
-            yield f"{what[0].upper()}{what[1:]} ({tasks}): {len(result.units)} prompts tell no methods apart, so there is no verdict; the table has them."
+            yield f"{what[0].upper()}{what[1:]} ({tasks}): {len(result.units)} prompts are too few to rank methods; the table has their values."
             continue
         best, others = leading(result)
         yield (
@@ -395,6 +442,29 @@ def of_sources(found: list[Line]) -> Iterator[str]:
             f"From which token was the answer read ({prompts_of(chosen, result)})? Asked of {asked}, the mean reciprocal "
             f"rank of the true source is {ranks}; first is `{best}` with {result.mean(metric, best):.2f} ({level_with(others)})."
         )
+
+
+def of_replacements(found: list[Line]) -> Iterator[str]:
+    """What follows where tokens are replaced in the order of scores, or that this cannot tell methods apart."""
+    for first in ("most", "least"):
+        metric = f"fall, {first} relevant first"
+        chosen = lines_of(found, "replacements", metric)
+        if not chosen:
+            continue
+        result = pooled(chosen)
+        best, others = leading(result)
+        test = (
+            f"Tokens replaced by others that the model predicts, the {first} relevant first ({prompts_of(chosen, result)}; "
+            f"fall of the difference of both answers' logits)"
+        )
+        if best == "random" or "random" in others:
+            needed = prompts_needed(result, best if best != "random" else result.table().index[1], "random")
+            yield f"{test}: no method is told apart from a random order, so there is no verdict ({needed})."
+        else:
+            yield (
+                f"{test}: first is `{best}` with {result.mean(metric, best):.2f} ({level_with(others)}); a random order has "
+                f"{result.mean(metric, 'random'):.2f}; {prompts_needed(result, best, result.table().index[1])}."
+            )
 
 
 def of_graphs(found: list[Line]) -> Iterator[str]:
@@ -438,7 +508,9 @@ def of_costs(found: list[Line]) -> str:
 
 def verdicts(found: list[Line]) -> list[str]:
     """What the page concludes, with its numbers: those that are not measured yet are left out."""
-    return [sentence for part in (of_nodes, of_edges, of_sources, of_graphs) for sentence in part(found)]
+    return [
+        sentence for part in (of_nodes, of_edges, of_sources, of_replacements, of_graphs) for sentence in part(found)
+    ]
 
 
 def drawn(found: list[Line]) -> str:
@@ -451,10 +523,14 @@ def drawn(found: list[Line]) -> str:
         if any(line.model == model for line in nodes_of)
     )
     links = [f"[{title}](_static/{name})" for name, title, _, _ in TABLES if (DOCS / "_static" / name).exists()]
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for line in found:
+        if line.method == NONE:
+            reason = line.metric.removeprefix(f"{line.task}: ")
+            reasons.setdefault((NAMES[line.model], line.test, reason), []).append(line.task)
     failed = [
-        f"* Not measured: {NAMES[line.model]}, {line.test} of {line.task}: {line.metric}"
-        for line in found
-        if line.method == NONE
+        f"* Not measured: {model}, {test} of {', '.join(tasks)}: {reason}"
+        for (model, test, reason), tasks in reasons.items()
     ]
     measured_already = {line[:3] for line in found}
     lacking = list[str]()
@@ -489,6 +565,13 @@ TABLES = (
     ("evaluation_real-cmd.csv", "CMD", "circuits", "cmd"),
     ("evaluation_real-sources.csv", "sources of a logit", "sources", "mrr"),
     ("evaluation_real-contrasts.csv", "sources of a difference of logits", "sources", "mrr of a difference"),
+    ("evaluation_real-replaced-most.csv", "most relevant tokens replaced", "replacements", "fall, most relevant first"),
+    (
+        "evaluation_real-replaced-least.csv",
+        "least relevant tokens replaced",
+        "replacements",
+        "fall, least relevant first",
+    ),
     ("evaluation_real-graphs.csv", "what a graph's nodes carry", "graphs", "share"),
     ("evaluation_real-cost.csv", "cost", "cost", "forwards"),
 )
@@ -557,6 +640,8 @@ COLOURS = {"measured": "#0a7d4f", "difference": "#1f5fbf", "integrated-gradients
 """The methods of the chart."""
 TOP = 46
 """Where its first row begins."""
+SHORTLISTS = ("measured", "gradient", "integrated-gradients", "difference")
+"""Methods that are compared by the largest nodes that they find."""
 LATER = ("greater than", "copying", "arguments")
 """Tasks of which no number was known when the methods and their options were chosen."""
 

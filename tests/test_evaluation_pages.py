@@ -87,6 +87,14 @@ def test_verdicts_on_trained_models_hold():
     worst = {name: min(scores[name][1] for scores in by_column.values()) for name in real["NODES"]}
     assert worst["measured"] > 0.93 > 0.9 > max(worst["difference"], worst["integrated-gradients"])
     assert max(worst[name] for name in ("gradient", "atp*", "frozen")) < 0.3
+    lists = {
+        metric: {
+            name: sum(float(line.mean) for line in real["lines"]() if (line.metric, line.method) == (metric, name))
+            for name in ("gradient", "difference")
+        }
+        for metric in ("largest", "spearman")
+    }
+    assert all(of["gradient"] > of["difference"] for of in lists.values())
     stated = [line for line in real["lines"]() if line.metric.startswith("stated")]
     assert (
         min(
