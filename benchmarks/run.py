@@ -34,6 +34,7 @@ from passes import batches, batches_of_prompts, costs, experts, growth, long_pro
 from peers import peers
 from questions import clicks, composition, graphs, methods, perturbing, rules
 from recursions import scans, selective, whitened
+from sizes import sizes
 from timing import interleaved
 
 
@@ -57,6 +58,7 @@ def imports() -> Lines:
 
 
 SECTIONS = (
+    sizes,
     imports,
     costs,
     batches_of_prompts,

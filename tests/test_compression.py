@@ -212,7 +212,7 @@ def test_command_line_leaves_out_what_does_not_fit(capsys, monkeypatch, tmp_path
         (["--ratio", "0.5"], "at least 1"),
         (["--methods", "laser", "--ratio", "2", "--save", "plan.html"], "no page"),
         (["--matrices", "XY"], "--matrices 'XY'"),
-        (["--task", "recall", "--prompts", "nothing.txt"], "pass one of them"),
+        (["--task", "recall", "--prompts", __file__], "pass one of them"),
         (["--layers", "9"], "--layers 9"),
     ],
 )

@@ -178,7 +178,7 @@ def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
     (tmp_path / "empty").write_text("\n")
     for command, message in [
         (["perturbation", "--model", "demo:recall"], "--prompts"),
-        (["perturbation", "--prompts", str(tmp_path / "none")], "no such file"),
+        (["perturbation", "--prompts", str(tmp_path / "none")], "there is no 'none'"),
         (["perturbation", "--prompts", str(tmp_path / "empty")], "is empty"),
         (["perturbation", "-n", "2", "--methods", "nothing"], "no method called"),
         (["relations", "--model", "demo:relations", "--relations", str(tmp_path / "none")], "not a relation"),

@@ -210,7 +210,7 @@ def test_a_program_by_name_from_the_shell(capsys):
     ("arguments", "message"),
     [
         (["known-answer", "--model", "program:srt"], "program='srt'; use one of 'previous-token'"),
-        (["known-components", "--model", "no/such/folder"], "this is known of programs only"),
+        (["known-components", "--model", "name/of-model"], "this is known of programs only"),
         (["known-components", "--model", "program:two-back", "--change", "choice"], "two-back has 'source'"),
         (["known-attention", "--methods", "norm"], "methods: 'norm'; use some of 'qk_attribution', 'random'"),
         (["perturbation", "--model", "program:sort"], "has no text of its own"),

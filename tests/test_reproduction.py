@@ -304,7 +304,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     for command, message in [
         (["table-9"], "no 'table-9'"),
         (["table-1", "--model", "demo:recall"], "data is missing"),
-        (["table-1", "--data", str(tmp_path / "nothing")], "no such file"),
+        (["table-1", "--data", str(tmp_path / "nothing")], "there is no 'nothing'"),
         (["table-1", "--data", str(tmp_path / "folder")], "that is a folder"),
         (["table-1", "--data", str(tmp_path / "short.txt")], "none of the 2 texts has 128 tokens"),
         (["table-1", "--data", str(tmp_path / "empty.txt")], "the file is empty"),

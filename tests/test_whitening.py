@@ -238,7 +238,7 @@ def test_the_command(tmp_path, capsys):
     assert "blocks.0.whitening.hook_out" in (tmp_path / "table.csv").read_text(encoding="utf-8")
     for wrong, message in (
         (["--prompts", str(text), "--length", "60"], "none of 8 lines has 60 tokens"),
-        (["--prompts", str(tmp_path / "no")], "no such file"),
+        (["--prompts", str(tmp_path / "no")], "there is no 'no'"),
         (["-o", str(tmp_path / "table.txt")], "end its name in .html or .csv"),
         (["-o", str(tmp_path / "a.html"), "--hooks", "blocks.0.hook_resid_pre"], "2 hook points or more"),
         (["-n", "6", "--filters"], "6 prompts; at least 8 are needed with --filters"),
