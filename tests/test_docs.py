@@ -19,7 +19,7 @@ from tensorlens_tl.testing.models import HookedTransformer
 
 DOCS = Path(__file__).parent.parent / "docs"
 API = sorted((DOCS / "api").glob("*.md"))
-PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts and "tutorial" not in path.parts)
+PAGES = sorted(path for path in DOCS.rglob("*.md") if not {"_build", "names", "tutorial"} & set(path.parts))
 HOW_TO = [DOCS / "install.md", *sorted((DOCS / "howto").glob("*.md"))]
 SECTIONS = ["Cost", "Trust", "Source", "Deviations"]
 PACKAGES = [found.name for found in pkgutil.iter_modules(tlens.__path__, "tensorlens_tl.") if found.ispkg]

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     [
         *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
-        *(path for path in (ROOT / "docs").rglob("*.md") if not {"_build", "tutorial"} & set(path.parts)),
+        *(path for path in (ROOT / "docs").rglob("*.md") if not {"_build", "names", "tutorial"} & set(path.parts)),
     ]
 )
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
