@@ -8,6 +8,7 @@ import pytest
 
 pages = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "evaluation_pages.py"))
 TEXT = pages["TABLES"].read_text(encoding="utf-8")
+PAGE_TEXT = " ".join(pages["PAGE"].read_text(encoding="utf-8").split())
 
 
 def test_the_files_are_those_of_the_tables():
@@ -52,8 +53,19 @@ POSITIVE, INDUCTION = "Language model: positive perturbation", "Induction, langu
 def test_findings_quote_the_tables(finding, quoted):
     """A table that is drawn again changes what the page has to say about it."""
     numbers = {(cell.table, cell.method, cell.metric): float(cell.mean) for cell in pages["cells"](TEXT)}
-    page = " ".join(pages["PAGE"].read_text(encoding="utf-8").split())
-    assert finding.format(*(f"{numbers[cell]:.2f}" for cell in quoted)) in page
+    assert finding.format(*(f"{numbers[cell]:.2f}" for cell in quoted)) in PAGE_TEXT
+
+
+@pytest.mark.parametrize(
+    ("method", "quoted"),
+    [
+        ("tensorlens target", "mrr {:.3f} on recall, {:.3f} on brackets, {:.3f} on induction"),
+        ("leave-one-out", "leaving one out {:.3f}, {:.3f} and {:.3f}"),
+    ],
+)
+def test_ranks_of_known_sources_are_quoted(method, quoted):
+    numbers = {cell.table: float(cell.mean) for cell in pages["cells"](TEXT) if cell[1:3] == (method, "mrr")}
+    assert quoted.format(*(numbers[of] for of in ("Key–value recall", "Brackets", INDUCTION))) in PAGE_TEXT
 
 
 real = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "evaluation_real.py"))
