@@ -137,7 +137,7 @@ def test_attribute_saves(tmp_path):
         (["attribute", "the", "--method", "tensorlns"], "Did you mean 'tensorlens'"),
         (["attribute", "the", "--target", "two words"], "a target is one token"),
         (["verify", "--model", "no/such/folder"], "there is no 'no' in "),
-        (["verify", "--model", "no_such_model"], "no such folder, and the hub gives no model"),
+        (["verify", "--model", "no--such..model"], "no such folder, and the hub gives no model"),
     ],
 )
 def test_errors_are_printed_without_a_traceback(capsys, arguments, message):
