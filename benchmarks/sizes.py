@@ -6,8 +6,7 @@ python benchmarks/sizes.py 1B 64   # prints JSON
 import json
 import os
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from checkouts import json_of
 from offloaded import Peak
 from page import Lines, row, table
 from shapes import bridge
-from timing import THREADS
+from timing import THREADS, interleaved
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
@@ -47,27 +46,27 @@ def process(size: str, tokens: int) -> dict[str, Any]:
     second[0, tokens // 2] += 1
     with torch.no_grad():
         model(first)  # what a process does once is not counted
-        measured = {"weights": sum(each.numel() * each.element_size() for each in module.parameters()) / 1e6}
-        measured["forward"] = seconds(lambda: model(first))[0]
+        measured = interleaved({"forward": lambda: model(first)}, 0)
+    measured |= interleaved({"freeze": lambda: tlens.freeze(model, first)}, 0)
     with Peak() as peak:
-        measured["freeze"], frozen = seconds(lambda: tlens.freeze(model, first))
-        other = tlens.freeze(model, second)
-        measured["tokens"] = seconds(lambda: tlens.attribute(frozen, **TARGET))[0]
-        measured["heads"] = seconds(lambda: circuits.logit_attribution(frozen, **TARGET))[0]
-        measured["difference"] = seconds(lambda: tlens.attribute(tlens.difference(frozen, other), **TARGET))[0]
-        measured["nodes"] = seconds(lambda: circuits.patch_scores(frozen, other, **TARGET, method="measured"))[0]
-    captured = frozen.capture.activations.values()
+        frozen, other = (tlens.freeze(model, ids) for ids in (first, second))
+        questions: dict[str, Callable[[], Any]] = {
+            "tokens": lambda: tlens.attribute(frozen, **TARGET),
+            "heads": lambda: circuits.logit_attribution(frozen, **TARGET),
+            "difference": lambda: tlens.attribute(tlens.difference(frozen, other), **TARGET),
+            "nodes": lambda: circuits.patch_scores(frozen, other, **TARGET, method="measured"),
+        }
+        measured |= interleaved(questions, 0)
     return measured | {
-        "kept": sum(each.numel() * each.element_size() for each in captured) / 1e6,
+        "weights": megabytes(module.parameters()),
+        "kept": megabytes(frozen.capture.activations.values()),
         "most": peak.bytes / 1e6,
     }
 
 
-def seconds(job: Callable[[], Any]) -> tuple[float, Any]:
-    """How long a job takes, and what it gives."""
-    start = time.perf_counter()
-    result = job()
-    return time.perf_counter() - start, result
+def megabytes(tensors: Iterable[torch.Tensor]) -> float:
+    """What tensors take together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / 1e6
 
 
 def sizes() -> Lines:

@@ -172,6 +172,7 @@ def test_help_imports_nothing_heavy():
         (["dataset", "PLACE/rows.csv", "-o", "PLACE/run", "--method", "total_effect"], "Did you mean 'total_effects'?"),
         (["dataset", "PLACE/rows.csv", "-o", "PLACE/run", "--text", "tx"], "Did you mean 'txt'?"),
         (["compress", "--prompts", "PLACE/row.csv"], "there is no 'row.csv' in PLACE. Did you mean 'rows.csv'?"),
+        (["compress", "--prompts", "PLACE"], "--prompts PLACE: that is a folder; name a file in it."),
         (["evaluate", "patching", "--pairs", "PLACE/pairs.csv"], "--pairs PLACE/pairs.csv: there is no 'pairs.csv'"),
     ],
 )

@@ -22,6 +22,8 @@ def check(args: argparse.Namespace) -> None:
         path = getattr(args, flag, None)
         if path is not None and not path.exists():
             raise InvalidInputError(f"--{flag} {path}: {_missing(path)}")
+        if flag != "data" and path is not None and path.is_dir():
+            raise InvalidInputError(f"--{flag} {path}: that is a folder; name a file in it.")
     _check_methods(args)
 
 

@@ -16,7 +16,7 @@ from tensorlens_tl.hooks import (
 )
 from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.lifecycle import WeightState, configuration, refuse_devices, refuse_dropout
-from tensorlens_tl.passes import note_held
+from tensorlens_tl.passes import note_fresh
 from tensorlens_tl.passes.inputs import Prompt, prepare, query_positions
 
 
@@ -52,7 +52,7 @@ class Predictor:
         with lock_of(model):
             if not self._weights.holds(model):
                 return False
-            note_held(self._weights, model)
+            note_fresh(self._weights, model)
             return configuration(model) == self._configuration and hook_numbers(model) == self._hooks
 
     def prompt(self, input: Any) -> Prompt:

@@ -28,7 +28,7 @@ from tensorlens_tl.passes.backward import (
 from tensorlens_tl.passes.block_maps import BlockMaps, Routes, mlp_chain as mlp_chain
 from tensorlens_tl.passes.capture import (
     Capture,
-    note_held as note_held,
+    note_fresh as note_fresh,
     one_check as one_check,
     one_question as one_question,
 )

@@ -55,7 +55,7 @@ def one_check(model: HookedModel) -> Generator[None, None, None]:
             _checked.reset(token)
 
 
-def note_held(weights: WeightState, model: HookedModel) -> None:
+def note_fresh(weights: WeightState, model: HookedModel) -> None:
     """Inside `one_check`, read the model's weights no more: these were taken from it or compared with it just now."""
     checked = _checked.get()
     if checked is not None:
@@ -218,7 +218,7 @@ class Capture:
 
     def note_fresh(self) -> None:
         """Inside `one_check`, do not compare the pass with its model again: it was taken or compared just now."""
-        note_held(self.weights, self.view.model)
+        note_fresh(self.weights, self.view.model)
 
     def _shares_a_check(self) -> bool:
         """Whether another pass that had these very weights was compared with the model in this question."""
