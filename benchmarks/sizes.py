@@ -27,7 +27,7 @@ SIZES = {
            "num_key_value_heads": 8, "vocab_size": 128256},
 }  # fmt: skip
 LENGTHS = (64, 512)
-TARGET = {"target": 3, "minus": 5}
+TARGET: dict[str, Any] = {"target": 3, "minus": 5}
 
 
 def process(size: str, tokens: int) -> dict[str, Any]:
