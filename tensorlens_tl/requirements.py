@@ -154,8 +154,11 @@ def full_rows(frozen: FrozenPass, method: str) -> None:
 
 @Requirement
 def secants(frozen: FrozenPass | Difference, method: str) -> None:
-    """The stream has one vector for each token; what else two runs need is seen when they are compared."""
+    """The stream has one vector for each token, and queries are not read by experts that each token is sent to."""
     frozen.view.require_single_streams("a difference of two runs")
+    for block in frozen.view.blocks:
+        if block.mixer is None and block.attention.routing is not None:
+            block.require_query_key()
 
 
 REQUIREMENTS = {
