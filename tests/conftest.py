@@ -50,7 +50,7 @@ MIXED = ("mamba", "mamba2", "jamba", "falcon-h1", "lfm2", "qwen3-next", "rwkv")
 of others; these have `test_mixers`."""
 
 
-MODELS_OF_A_TEST = 3
+MODELS_OF_A_TEST = 2
 """On so many models a test runs by default, with each of its options on one at least: other tests run on others, so
 that every model is run."""
 
@@ -77,7 +77,7 @@ OF_ONE_LINE = re.compile("hooked/|encoder/|encoder-decoder/|bridge/roberta|bridg
 """Models that one line of TransformerLens alone has or runs."""
 
 
-TURNS = 3
+TURNS = 5
 """So many commits run each of the marked cases once."""
 
 
@@ -86,8 +86,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--half", type=int, choices=(1, 2), help="of the marked cases that both lines of TransformerLens have, one half"
     )
-    third = "of the marked cases one third, the same on both lines"
-    parser.addoption("--turn", type=int, choices=range(TURNS), help=third)
+    fifth = "of the marked cases one fifth, the same on both lines"
+    parser.addoption("--turn", type=int, choices=range(TURNS), help=fifth)
     parser.addoption("--other-rounding", action="store_true", help="round otherwise than this processor does")
 
 
