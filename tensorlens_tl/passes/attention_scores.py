@@ -108,6 +108,8 @@ def _angle_tables(maps: BlockMaps, attn: nn.Module, inner: nn.Module, x: Tensor)
                     yield tables[0].real, tables[0].imag
                 if isinstance(tables, tuple) and len(tables) == 2 and tables[0].ndim == 3:
                     cos, sin = tables
+                    if not bool(cos[0, 0].any()):  # cos 0 is 1: GPT-J's sines come first
+                        cos, sin = sin, cos
                     half = cos.shape[-1] // 2
                     yield cos[0, :, :half], sin[0, :, :half]
                     yield cos[0], sin[0]  # each plane once (gpt-oss)
