@@ -2,6 +2,9 @@
 
 import ast
 import importlib
+import inspect
+import pkgutil
+import re
 from functools import cache
 from pathlib import Path
 
@@ -69,3 +72,14 @@ def test_no_module_is_called_as_a_name_of_its_folders_face(folder):
     face = importlib.import_module(folder)
     modules = {path.stem for path in Path(face.__file__).parent.glob("*.py")}
     assert not modules & set(face.__all__)
+
+
+def test_the_road_of_a_score_goes_through_what_exists():
+    """CONTRIBUTING.md names each thing by the module that defines it."""
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("## How the score of a token comes about")[2].partition("\n## ")[0]
+    names = {name for name in re.findall(r"`([\w.]+)`", section) if "." in name}
+    assert len(names) > 15
+    for name in names:
+        thing = pkgutil.resolve_name(f"tensorlens_tl.{name}")
+        assert inspect.ismodule(thing) or f"{thing.__module__}.{thing.__qualname__}" == f"tensorlens_tl.{name}"
