@@ -26,7 +26,7 @@ SIZES = {
     "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
            "num_key_value_heads": 8, "vocab_size": 128256},
 }  # fmt: skip
-LENGTHS = (64, 512)
+LENGTHS = (64, 256)
 TARGET: dict[str, Any] = {"target": 3, "minus": 5}
 
 
