@@ -329,7 +329,7 @@ def prompts_needed(result: evaluate.Evaluation, first: str, second: str) -> str:
     if not seen:
         return f"`{first}` and `{second}` have one mean"
     needed = max(math.ceil(len(result.units) * (visible(result, first, second) / seen) ** 2), 2)
-    return f"to tell `{first}` from `{second}` in four of five cases takes {float(f'{needed:.2g}'):,.0f} prompts"
+    return f"separating `{first}` from `{second}` with 80 % power takes {float(f'{needed:.2g}'):,.0f} prompts"
 
 
 FEWEST = 6
@@ -346,7 +346,7 @@ def listed(names: Iterable[str]) -> str:
 
 def level_with(others: list[str]) -> str:
     """What a sentence says of those that are not told apart from the first."""
-    return f"not told apart from it: {listed(others)}" if others else "all others are significantly behind"
+    return f"not significantly different: {listed(others)}" if others else "all others are significantly behind"
 
 
 def of_nodes(found: list[Line]) -> Iterator[str]:
@@ -363,10 +363,10 @@ def of_nodes(found: list[Line]) -> Iterator[str]:
     result = pooled(by_r)
     best, others = leading(result)
     yield (
-        f"**To find the heads and MLPs that made the difference, use `measured`.** It agrees with patching best in {first} of "
-        f"{len(columns)} tasks (a task of each model counts): its mean r is at least 0.99 in {sum(mean >= 0.99 for mean in means['measured'].values())} of "
-        f"them and {min(means['measured'].values()):.3f} in the worst; its worst prompt has {worst['measured'][low]:.3f} ({NAMES[low[0]]}, {low[1]}). On the {len({task for _, task in later})} tasks that were "
-        f"chosen after the method was fixed ({', '.join(dict.fromkeys(task for _, task in later))}) the worst prompt has "
+        f"**To find the heads and MLPs that made the difference, use `measured`.** Its scores agree best with patching in {first} of "
+        f"{len(columns)} tasks (each model's tasks counted separately). Its mean r is at least 0.99 in {sum(mean >= 0.99 for mean in means['measured'].values())} of "
+        f"them and {min(means['measured'].values()):.3f} in the worst; its worst prompt has r = {worst['measured'][low]:.3f} ({NAMES[low[0]]}, {low[1]}). On the {len({task for _, task in later})} tasks that were "
+        f"chosen after the method was fixed ({', '.join(dict.fromkeys(task for _, task in later))}) the worst prompt has r = "
         f"{min(worst['measured'][column] for column in later):.3f}."
     )
     holds = [
@@ -374,27 +374,27 @@ def of_nodes(found: list[Line]) -> Iterator[str]:
         for what in ("error", "bound")
     ]
     yield (
-        f"`measured` estimates the error of the scores that it did not measure. Its 90 % interval held on {holds[0].mean():.0%} of {len(holds[0])} "
-        f"prompts, its bound on a single score on {holds[1].mean():.0%}. It patches up to {LARGEST_LIVE} large nodes and {LARGEST_LIVE // 2} random ones of each "
-        "prompt, and these are compared with themselves: part of its lead is by construction."
+        f"`measured` also estimates the error of the scores that it does not measure. Its 90 % interval contained the true error on {holds[0].mean():.0%} of {len(holds[0])} "
+        f"prompts, and its bound on a single score held on {holds[1].mean():.0%}. It patches up to {LARGEST_LIVE} large nodes and {LARGEST_LIVE // 2} random ones of each "
+        "prompt. There we compare patching with itself, so part of its lead is by construction."
     )
     low_of = {name: f"{min(worst[name].values()):.2f}" for name in NODES}
     yield (
-        f"What costs one pass or five gradients is a step behind: the worst prompt of `difference` has r {low_of['difference']}, of EAP-IG "
-        f"(`integrated-gradients`) {low_of['integrated-gradients']}. A gradient at the clean prompt alone fails on some prompts: `gradient` "
-        f"{low_of['gradient']}, `atp*` {low_of['atp*']}, `frozen` {low_of['frozen']}."
+        f"Cheaper methods, which take one pull or five gradients, are a step behind: on its worst prompt `difference` has r = {low_of['difference']} and EAP-IG "
+        f"(`integrated-gradients`) has {low_of['integrated-gradients']}. A gradient at the clean prompt alone fails on some prompts, where r falls to "
+        f"{low_of['gradient']} for `gradient`, {low_of['atp*']} for `atp*` and {low_of['frozen']} for `frozen`."
     )
     shortlists, ranks = (pooled(lines_of(found, "nodes", metric)) for metric in ("largest", "spearman"))
     shares = ", ".join(f"`{name}` {shortlists.mean('largest', name):.0%}" for name in SHORTLISTS)
     in_order = ", ".join(f"`{name}` {ranks.mean('spearman', name):.2f}" for name in SHORTLISTS)
     yield (
-        f"r counts size; a shortlist does not. Of the {LARGEST} largest nodes, these are among a method's own {LARGEST}: {shares}; ranks correlate by "
-        f"{in_order}. So a gradient lists nodes well and misjudges the size of some, and the difference the reverse: for a shortlist without live runs take both."
+        f"r depends on the sizes of scores, a shortlist only on their order. Of the {LARGEST} largest nodes, each method has this share among its own {LARGEST}: {shares}. Rank correlations are "
+        f"{in_order}. So a gradient lists nodes well but misjudges the size of some, and the difference does the reverse: for a shortlist without live runs, use both."
     )
     runner = result.table().index[1]
     yield (
-        f"Over all {len(result.units)} prompts `{best}` is first in r ({level_with(others)}). So many prompts detect a difference of "
-        f"{visible(result, best, runner):.3f} between it and `{runner}` with 80 % power; the difference is "
+        f"Over all {len(result.units)} prompts `{best}` has the highest r ({level_with(others)}). This many prompts would reveal a lead of "
+        f"{visible(result, best, runner):.3f} over `{runner}` with 80 % power; the lead is "
         f"{result.mean('pearson', best) - result.mean('pearson', runner):.3f}."
     )
 
@@ -402,9 +402,9 @@ def of_nodes(found: list[Line]) -> Iterator[str]:
 def of_edges(found: list[Line]) -> Iterator[str]:
     """What follows about edges and circuits."""
     for test, metric, what in (
-        ("edges", "pearson", "r with patching over edges"),
-        ("circuits", "cpr", "the area under circuits' curves (CPR)"),
-        ("circuits", "cmd", "the area between them and the model (CMD)"),
+        ("edges", "pearson", "agreement with patching over edges"),
+        ("circuits", "cpr", "the area under the faithfulness curve of circuits (CPR)"),
+        ("circuits", "cmd", "the area between that curve and the model (CMD)"),
     ):
         chosen = lines_of(found, test, metric)
         if not chosen:
@@ -412,11 +412,11 @@ def of_edges(found: list[Line]) -> Iterator[str]:
         result = pooled(chosen)
         if len(result.units) < FEWEST:
             tasks = ", ".join(dict.fromkeys(line.task for line in chosen))
-            yield f"{what[0].upper()}{what[1:]} ({tasks}): {len(result.units)} prompts are too few to rank methods; the table has their values."
+            yield f"{what[0].upper()}{what[1:]} ({tasks}): {len(result.units)} prompts are too few to rank methods; the table lists their values."
             continue
         best, others = leading(result)
         yield (
-            f"In {what} ({prompts_of(chosen, result)}) the first is `{best}` with {result.mean(metric, best):.3f}; "
+            f"By {what} ({prompts_of(chosen, result)}), the best is `{best}` with {result.mean(metric, best):.3f}; "
             f"{level_with(others)}."
         )
 
@@ -430,7 +430,10 @@ def prompts_of(chosen: list[Line], result: evaluate.Evaluation) -> str:
 
 def of_sources(found: list[Line]) -> Iterator[str]:
     """What follows about the token that an answer was read from."""
-    for metric, asked in (("mrr", "the answer's logit"), ("mrr of a difference", "its logit less the other answer's")):
+    for metric, asked in (
+        ("mrr", "the answer's logit"),
+        ("mrr of a difference", "the difference from the other answer's logit"),
+    ):
         chosen = lines_of(found, "sources", metric)
         if not chosen:
             continue
@@ -439,8 +442,8 @@ def of_sources(found: list[Line]) -> Iterator[str]:
         names = [name for name in ("tensorlens target", "leave-one-out", "random") if name in result.methods]
         ranks = ", ".join(f"`{name}` {result.mean(metric, name):.2f}" for name in names)
         yield (
-            f"From which token was the answer read ({prompts_of(chosen, result)})? Asked of {asked}, the mean reciprocal "
-            f"rank of the true source is {ranks}; first is `{best}` with {result.mean(metric, best):.2f} ({level_with(others)})."
+            f"From which token was the answer read ({prompts_of(chosen, result)})? In explanations of {asked}, the mean reciprocal "
+            f"rank of the true source is {ranks}; the best is `{best}` with {result.mean(metric, best):.2f} ({level_with(others)})."
         )
 
 
@@ -454,15 +457,15 @@ def of_replacements(found: list[Line]) -> Iterator[str]:
         result = pooled(chosen)
         best, others = leading(result)
         test = (
-            f"Tokens replaced by others that the model predicts, the {first} relevant first ({prompts_of(chosen, result)}; "
-            f"fall of the difference of both answers' logits)"
+            f"Replacing tokens by others that the model predicts, the {first} relevant first ({prompts_of(chosen, result)}; "
+            f"fall in the logit difference of the two answers)"
         )
         if best == "random" or "random" in others:
             needed = prompts_needed(result, best if best != "random" else result.table().index[1], "random")
-            yield f"{test}: no method is told apart from a random order, so there is no verdict ({needed})."
+            yield f"{test}: no method differs significantly from a random order, so there is no verdict ({needed})."
         else:
             yield (
-                f"{test}: first is `{best}` with {result.mean(metric, best):.2f} ({level_with(others)}); a random order has "
+                f"{test}: the best is `{best}` with {result.mean(metric, best):.2f} ({level_with(others)}); a random order has "
                 f"{result.mean(metric, 'random'):.2f}; {prompts_needed(result, best, result.table().index[1])}."
             )
 
@@ -484,9 +487,9 @@ def of_graphs(found: list[Line]) -> Iterator[str]:
     models = " and ".join(dict.fromkeys(NAMES[line.model] for line in chosen))
     yield (
         f"**How much of the answer does a graph show?** With `nodes={COVERED:g}` ({models}; {len(of['difference'])} pairs) the graph of a "
-        f"difference has {counts['difference'].mean():.0f} nodes, which carry {of['difference'].mean():.0%} of what enters the answer ({COVERED:.0%} or more on "
-        f"{enough['difference']:.0%} of the pairs, at least {of['difference'].min():.0%}); that of one run has {counts['one run'].mean():.0f}, which carry "
-        f"{of['one run'].mean():.0%}. With all others as nodes of their own, what enters a node sums to it: the worst sum is {gap:.0e} of the answer off."
+        f"difference has {counts['difference'].mean():.0f} nodes on average, which carry {of['difference'].mean():.0%} of the answer's inputs ({COVERED:.0%} or more on "
+        f"{enough['difference']:.0%} of the pairs, never less than {of['difference'].min():.0%}). The graph of a single run has {counts['one run'].mean():.0f} nodes, which carry "
+        f"{of['one run'].mean():.0%}. With all other nodes included, the inputs of each node sum to it: the largest error is {gap:.0e} of the answer."
     )
 
 
@@ -495,7 +498,7 @@ def of_costs(found: list[Line]) -> str:
     cells = {(line.method, line.metric, line[0:3:2]): float(line.mean) for line in found if line.test == "cost"}
     columns = columns_of([line for line in found if line.test == "cost"])
     rows = [
-        "Cost of the nodes of one pair: processor time in forwards of the model, and the memory that it takes at most (MB):",
+        "Cost of scoring the nodes of one pair: processor time in forward passes of the model · peak memory in MB:",
         f"| method | {' | '.join(f'{NAMES[model]}, {tokens}' for model, tokens in columns)} |",
         "| --- |" + " --- |" * len(columns),
     ]
@@ -540,26 +543,26 @@ def drawn(found: list[Line]) -> str:
         if left:
             lacking.append(f"{NAMES[model]} {test} ({'all' if len(left) == len(every) else ', '.join(left)})")
     parts = [
-        f"Measured on {counts}: pairs of prompts that the model answers both (`evaluate.language_task`; float32, weights that were "
-        "quantised to four bits). Scores of every head and MLP are compared with patching each of them in the live model:",
+        f"Measured on {counts}. The model answers both prompts of each pair (`evaluate.language_task`; float32, weights "
+        "quantised to four bits). The chart compares the scores of all heads and MLPs with patching each of them in the live model:",
         "![r with patching by method and task, with intervals](_static/evaluation_real.svg)",
         "\n".join(f"* {sentence}" for sentence in verdicts(found)),
-        f"Tables: {', '.join(links)}; {{download}}`the number of every prompt <_static/evaluation_real.csv>`.",
+        f"Tables: {', '.join(links)}; {{download}}`the numbers of every prompt <_static/evaluation_real.csv>`.",
     ]
     if any(line.test == "cost" for line in found):
         parts.insert(3, of_costs(found))
     if failed:
         parts.append("\n".join(failed))
     if lacking:
-        parts.append(f"Not measured yet (`make evaluation-real` measures what is lacking): {'; '.join(lacking)}.")
+        parts.append(f"Not measured yet (`make evaluation-real` measures what is missing): {'; '.join(lacking)}.")
     return "\n\n".join(parts)
 
 
 TABLES = (
     ("evaluation_real-nodes.csv", "nodes, r", "nodes", "pearson"),
-    ("evaluation_real-ranks.csv", "by rank", "nodes", "spearman"),
+    ("evaluation_real-ranks.csv", "nodes, rank correlation", "nodes", "spearman"),
     ("evaluation_real-errors.csv", "sizes of errors", "nodes", "error"),
-    ("evaluation_real-largest.csv", "the 20 largest that are found", "nodes", "largest"),
+    ("evaluation_real-largest.csv", "share of the 20 largest found", "nodes", "largest"),
     ("evaluation_real-edges.csv", "edges, r", "edges", "pearson"),
     ("evaluation_real-cpr.csv", "CPR", "circuits", "cpr"),
     ("evaluation_real-cmd.csv", "CMD", "circuits", "cmd"),

@@ -52,10 +52,9 @@ def of_data_sets(results: Tables) -> str:
     best = max(plain, key=plain.__getitem__)
     memory = {size: of(f"`attribute_dataset`{sizes[size]}", "memory, MB") for size in (8192, 2048)}
     return (
-        f"On two cores, {of('`attribute_dataset`', 'rows'):,.0f} rows of 16 to 79 tokens on the bundled model took "
-        f"`attribute_dataset` {ours[8192]:.0f} rows a second, including every check: "
-        f"{ours[8192] / loop:.1f} times the rate of a loop over `attribute`, and {ours[8192] / plain[best]:.2f} of the "
-        f"fastest batched forward. It used {memory[8192]:.0f} MB; with `tokens_per_batch=2048`, {memory[2048]:.0f} MB "
+        f"On two cores, `attribute_dataset` explained {of('`attribute_dataset`', 'rows'):,.0f} rows of 16 to 79 tokens on the bundled model "
+        f"at {ours[8192]:.0f} rows a second, including every check. That is {ours[8192] / loop:.1f} times the rate of a loop over "
+        f"`attribute`, and {ours[8192] / plain[best]:.2f} of the rate of the fastest batched forward pass. It used {memory[8192]:.0f} MB; with `tokens_per_batch=2048`, {memory[2048]:.0f} MB "
         f"at {ours[2048]:.0f} rows a second."
     )
 
@@ -74,11 +73,11 @@ def of_long_prompts(results: Tables) -> str:
     every = at(128, "all queries ÷ tokens")
     recomputed = [at_length(n, "target", "recompute") / at_length(n, "target") for n in (1024, 2048)]
     return (
-        "In forward passes of the same prompt, at GPT-2 small's shape and on two threads, freezing takes "
-        f"{at(64, 'freeze'):.1f} forwards at 64 tokens, {at(256, 'freeze'):.1f} at 256 and "
-        f"{at_length(2048, 'freeze'):.1f} at 2,048; a target takes {at(64, 'target'):.2f}, {at(256, 'target'):.2f} and "
-        f"{at_length(2048, 'target'):.2f}. All queries are quadratic in the prompt: "
-        f"{every:.2f} forwards for each query at 128 tokens, so some {round(2048 * every, -2):.0f} for a prompt of 2,048 "
+        "At GPT-2 small's shape and on two threads, freezing takes "
+        f"{at(64, 'freeze'):.1f} forward passes of the prompt at 64 tokens, {at(256, 'freeze'):.1f} at 256 and "
+        f"{at_length(2048, 'freeze'):.1f} at 2,048; one target takes {at(64, 'target'):.2f}, {at(256, 'target'):.2f} and "
+        f"{at_length(2048, 'target'):.2f}. The cost of all queries is quadratic in the prompt: "
+        f"{every:.2f} forward passes for each query at 128 tokens, so about {round(2048 * every, -2):.0f} for a prompt of 2,048 "
         '(extrapolated). With `patterns="recompute"` a target costs '
         f"{recomputed[0]:.1f} times as much at 1,024 tokens, and {recomputed[1]:.1f} times at 2,048."
     )
@@ -95,8 +94,8 @@ def of_offloaded(results: Tables) -> str:
 
     share = number(rows, "on disk", what="memory on disk ÷ weights")
     return (
-        "On two cores, with 3.4 GB of weights (Llama-like, 16 layers, 32 tokens), freezing takes "
-        f"{times('freeze')}, a target of one query {times('target, one query')}, of all queries "
+        "On two cores, with 3.4 GB of weights on disk (Llama-like, 16 layers, 32 tokens), freezing takes "
+        f"{times('freeze')}, a target of one query {times('target, one query')}, a target of all queries "
         f"{times('target, all queries')}, and `input-x-gradient` {times('`input-x-gradient`')}. Memory grows by at most "
         f"{100 * share:.0f} % of the weights' size; set `MALLOC_MMAP_THRESHOLD_=1000000`, or glibc keeps freed memory."
     )
@@ -110,8 +109,8 @@ def of_all_queries(results: Tables) -> str:
     decoders = [number for shape, number in measured if shape != "BERT base"]
     encoder = [number for shape, number in measured if shape == "BERT base"]
     return (
-        f"[Measured](cost.md), a query of all n took {min(decoders):.2f} to {max(decoders):.2f} forward passes on "
-        f"decoders and {min(encoder):.2f} to {max(encoder):.2f} on an encoder, which spares no position "
+        f"In [measurements](cost.md), all n queries took {min(decoders):.2f} to {max(decoders):.2f} forward passes each on "
+        f"decoders and {min(encoder):.2f} to {max(encoder):.2f} on an encoder, where no position can be skipped "
         "(`python benchmarks/run.py`)."
     )
 
@@ -130,8 +129,64 @@ def of_hops(results: Tables) -> str:
 
     whole, sampled = ([times(stretch, proof) for stretch in stretches] for proof in ("whole", "sampled"))
     return (
-        f"Freezing included, `hops=2` takes {whole[0]} times as long as the span alone for 32 tokens after a prompt of 96, "
+        f"Including freezing, `hops=2` takes {whole[0]} times as long as the span alone for 32 tokens after a prompt of 96, "
         f'and {whole[1]} times for 256 after 768; with `verify="sample"`, {sampled[0]} and {sampled[1]} times.'
+    )
+
+
+EXPLANATIONS = {
+    "freeze": "freezing, which comes first",
+    "target and foil over components": "heads and MLPs that write the answer",
+    "attnlrp": '`method="attnlrp"`',
+    "difference": "difference of two frozen prompts, by token",
+    "nodes by gradient": "`patch_scores` of two prompts, by gradient",
+    "edges of a difference": "`edge_scores` of two prompts",
+    "graph of a difference": "`contribution_graph` of two prompts",
+}
+"""Rows of the table of deep models, in a reader's words."""
+
+
+def of_this_machine(results: Tables) -> str:
+    """What a reader's own model would take: seconds and memory of measured sizes, and forwards for any other."""
+    short, long = results["Freezing and target maps, in forwards"], results["Long prompts"]
+    disk, deep = (
+        results["A model on disk beside the same in memory"],
+        results["Questions about deep models, in forwards"],
+    )
+    rows = [
+        "| model | tokens | a forward pass, s | freezing, s | scores of one target, s |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for shape, name in (("GPT-2 small", "GPT-2 small (124M parameters)"), ("Llama-like 160M", "Llama-like, 160M")):
+        for tokens in (64, 256):
+            forward, freeze, target = (
+                number(short, column, shape=shape, threads=2, tokens=tokens)
+                for column in ("forward, ms", "freeze", "target")
+            )
+            seconds = (forward / 1000, forward * freeze / 1000, forward * target / 1000)
+            rows.append(f"| {name} | {tokens} | {' | '.join(f'{each:.2f}' for each in seconds)} |")
+    for column in ("in memory", "on disk"):
+        freeze, target = (number(disk, column, what=what) for what in ("freeze, s", "target, one query, s"))
+        rows.append(f"| Llama-like, 0.85B (3.4 GB), {column} | 32 | – | {freeze:.2f} | {target:.2f} |")
+    forwards = ["| explanation | SmolLM2 135M | Llama-like, 48 layers |", "| --- | --- | --- |"]
+    for question, words in EXPLANATIONS.items():
+        cells = (f"{number(deep, column, question=question):.1f}" for column in ("SmolLM2", "48 layers"))
+        forwards.append(f"| {words} | {' | '.join(cells)} |")
+
+    def most(tokens: int, patterns: str) -> str:
+        return f"{number(long, 'freezing', shape='GPT-2 small', tokens=tokens, patterns=patterns):,.0f}"
+
+    return "\n\n".join(
+        (
+            "Yes, on two CPU cores. In float32 its weights take 4 GB. These times are for one prompt:",
+            "\n".join(rows),
+            "Explanations cost this many forward passes of the model (prompts of 15 tokens, one thread):",
+            "\n".join(forwards),
+            "**Memory** comes on top of the weights. On a short prompt it is small: with the weights on disk, freezing and every timed explanation of 32 tokens "
+            f"added at most {100 * number(disk, 'on disk', what='memory on disk ÷ weights'):.0f} % of the weights' size. It grows with the prompt: at GPT-2 small's shape, "
+            f"freezing allocates at most {most(1024, 'keep')} MiB for 1,024 tokens and {most(2048, 'keep')} MiB for 2,048; "
+            f'with `patterns="recompute"`, {most(1024, "recompute")} and {most(2048, "recompute")} MiB.',
+        )
     )
 
 
@@ -141,6 +196,7 @@ SENTENCES: dict[tuple[Path, str], Callable[[Tables], str]] = {
     (HOWTO / "10_generated_text.md", "hops"): of_hops,
     (HOWTO.parent / "mathematics.md", "queries"): of_all_queries,
     (HOWTO / "17_data_sets.md", "costs"): of_data_sets,
+    (HOWTO.parent / "cost.md", "machine"): of_this_machine,
 }
 """What is written into each page, by its subject there."""
 

@@ -7,22 +7,45 @@ from sphinx import addnodes
 
 LINKED = {
     "gap": "gap",
+    "additive": "additive",
+    "frozen pass": "frozen pass",
     "frozen": "frozen",
     "freeze": "freeze",
     "live model": "live",
     "pull": "pull",
     "push": "push",
     "secant": "secant",
+    "attention pattern": "pattern",
+    "norm scale": "scale",
+    "layer map": "layer map",
+    "exact difference": "difference",
+    "difference of two runs": "difference",
+    "hop": "hop",
     "proof": "proof",
     "activation ratio": "activation ratio",
     "direct effect": "direct effect",
     "total effect": "total effect",
     "contribution": "contribution",
-    "residual stream": "residual",
+    "residual stream": "residual stream",
 }
 """Words, each with its entry; words that plain English uses in another sense are left out."""
-WORDS = re.compile(rf"\b({'|'.join(sorted(LINKED, key=len, reverse=True))})s?\b", flags=re.I)
-PAGES = ("howto/", "methods/", "choose", "guarantees", "evaluation", "findings", "install", "index")
+WORDS = re.compile(rf"\b({'|'.join(sorted(LINKED, key=len, reverse=True))})(?:e?s)?\b", flags=re.I)
+PAGES = (
+    "howto/",
+    "methods/",
+    "choose",
+    "comparison",
+    "cost",
+    "guarantees",
+    "evaluation",
+    "findings",
+    "install",
+    "index",
+    "mathematics",
+    "support",
+    "troubleshooting",
+    "tutorial/",
+)
 LINKS = (nodes.reference, addnodes.pending_xref)
 ELSEWHERE = (nodes.literal, nodes.literal_block, nodes.title, nodes.raw, nodes.math, *LINKS)
 
