@@ -158,27 +158,95 @@ def test_a_difference_is_that_of_the_two_live_runs(model, session):
     assert [sum(row) for row in routes["scores"]] == pytest.approx([expected] * len(routes["layers"]), abs=1e-3)
 
 
-def test_a_head_shows_its_pattern_and_why(model, session):
+def test_a_head_shows_its_pattern(model, session):
     view = session.view("head", {"text": PROMPT, **HEAD})
     frozen = tlens.freeze(model, PROMPT)
     assert view["pattern"] == pytest.approx(frozen.pattern(1)[0, 0, -1].tolist(), rel=1e-5)
     assert view["key"] == int(frozen.pattern(1)[0, 0, -1].argmax())
     assert sum(view["moved"]) == pytest.approx(view["score"], abs=1e-5)
-    pairs = circuits.qk_attribution(frozen, 1, 0, key=view["key"], by="head")
-    assert view["why"]["total"] == pytest.approx(float(pairs.total[0]), rel=1e-5)
-    rows = {row["name"]: row["score"] for row in view["why"]["rows"]}
-    assert sum(rows.values()) == pytest.approx(view["why"]["total"], abs=1e-4)
-    assert rows["both biases"] == pytest.approx(float(pairs.bias[0]), abs=1e-6)
-    assert f"{pairs.pairs[0].numel() - 12} other pairs" in rows
     full = circuits.full_ov(frozen, 1, 0)
     row = (full.A @ full.B)[frozen.tokens[0, view["key"]]]
     assert view["promotes"][0]["id"] == int(row.argmax())
 
 
+WHY = {"layer": 2, "head": 1, "key": 4}
+
+
+def scores_of(rows):
+    return {row["name"]: row["score"] for row in rows}
+
+
+def test_why_a_head_attends_begins_with_sums_by_token_and_by_layer(model, session):
+    view = session.view("why", {"text": PROMPT, **WHY})
+    frozen = tlens.freeze(model, PROMPT)
+    tokens, parts = (circuits.qk_attribution(frozen, 2, 1, key=4, by=by) for by in ("token", "head"))
+    of_query = tokens.pairs[0].sum(1) + tokens.query_sources[0]
+    layer_0 = [at for at, name in enumerate(parts.names[0]) if name.startswith(("L0", "MLP0"))]
+    of_key = parts.pairs[0].sum(0) + parts.key_sources[0]
+    lists = {(one["by"], one["side"]): one for one in view["lists"]}
+    assert scores_of(lists["token", "query"]["rows"])["34"] == pytest.approx(float(of_query[34]), abs=1e-5)
+    assert scores_of(lists["layer", "key"]["rows"])["L0"] == pytest.approx(float(of_key[layer_0].sum()), abs=1e-5)
+    for one in lists.values():
+        rows = scores_of(one["rows"])
+        assert sum(rows.values()) == pytest.approx(float(parts.total[0]), abs=1e-4)
+        assert f"the {one['side']}'s bias" in rows
+    assert view["total"] == float(parts.total[0])
+    assert view["gap"] == float(max(tokens.gap[0], parts.gap[0]))
+
+
+@pytest.mark.parametrize("other", [None, OTHER])
+def test_all_others_are_no_more_than_what_they_stand_beside(session, other):
+    fields = {"text": PROMPT, "other": other}
+    counted = 0
+    for layer, head in ((1, 0), (2, 1), (2, 3)):
+        for one in session.view("why", {**fields, "layer": layer, "head": head})["lists"]:
+            listed = [abs(row["score"]) for row in one["rows"] if row["part"]]
+            others = [abs(row["score"]) for row in one["rows"] if row["name"].endswith((" others", " other"))]
+            assert max(others, default=0) <= max(listed)
+            counted += len(others)
+    assert counted
+
+
 def test_why_attention_moved_sums_to_the_change(session):
-    why = session.view("head", {"text": PROMPT, "other": OTHER, **HEAD})["why"]
-    assert sum(row["score"] for row in why["rows"]) == pytest.approx(why["total"], abs=1e-5)
-    assert any(row["name"].endswith(" other parts") for row in why["rows"])
+    why = session.view("why", {"text": PROMPT, "other": OTHER, **HEAD})
+    for by in ("token", "layer"):
+        sides = sum(sum(scores_of(one["rows"]).values()) for one in why["lists"] if one["by"] == by)
+        constants = sum(value for name, value in why["sums"].items() if name not in ("query", "key"))
+        assert sides + constants == pytest.approx(why["total"], abs=1e-5)
+    assert sum(why["sums"].values()) == pytest.approx(why["total"], abs=1e-5)
+    layer = session.view("why", {"text": PROMPT, "other": OTHER, **HEAD, "part": "key L0"})
+    row = next(scores_of(one["rows"])["L0"] for one in why["lists"] if (one["by"], one["side"]) == ("layer", "key"))
+    assert sum(scores_of(layer["opened"]["rows"]).values()) == pytest.approx(row, abs=1e-6)
+
+
+def test_a_row_opens_into_what_it_is_made_of(model, session):
+    """A layer into its parts, a token and a part into pairs with the other side: each sums to its row."""
+    pairs = circuits.qk_attribution(tlens.freeze(model, PROMPT), 2, 1, key=4, by="token")
+    before = session.view("why", {"text": PROMPT, **WHY})["lists"]
+    for by, side, name in (
+        ("token", "query", "34"),
+        ("token", "key", "4"),
+        ("layer", "query", "L0"),
+        ("layer", "key", "embed"),
+    ):
+        (row,) = (
+            row
+            for one in before
+            if (one["by"], one["side"]) == (by, side)
+            for row in one["rows"]
+            if row["name"] == name
+        )
+        opened = session.view("why", {"text": PROMPT, **WHY, "part": row["part"]})["opened"]
+        assert sum(scores_of(opened["rows"]).values()) == pytest.approx(row["score"], abs=1e-5)
+        assert opened["total"] == pytest.approx(row["score"], abs=1e-5)
+        if name == "34":
+            assert scores_of(opened["rows"])["4"] == pytest.approx(float(pairs.pairs[0, 34, 4]), abs=1e-6)
+        if name != "L0":
+            continue
+        for part in [row for row in opened["rows"] if row["part"]]:
+            inside = session.view("why", {"text": PROMPT, **WHY, "part": part["part"]})["opened"]
+            assert inside["pairs"]
+            assert sum(scores_of(inside["rows"]).values()) == pytest.approx(part["score"], abs=1e-5)
 
 
 def test_the_method_difference_names_its_baseline(model, session):
@@ -441,6 +509,7 @@ def test_chosen_nodes_have_the_effects_that_they_have_among_all(model):
         ("tokens", {"method": "rollout"}),
         ("components", {"query": 12}),
         ("head", HEAD),
+        ("why", HEAD),
         ("tokens", {"other": OTHER}),
         ("components", {"other": OTHER}),
         ("head", {"other": OTHER, **HEAD}),
@@ -541,6 +610,14 @@ def test_passes_are_bounded(model):
         ("head", {"text": PROMPT, "layer": 9, "head": 0}, "9"),
         ("head", {"text": PROMPT, "layer": 1, "head": 99}, "99"),
         ("head", {"text": PROMPT, **HEAD, "key": 999}, "key is 999"),
+        ("why", {"text": PROMPT, "layer": 1}, "layer and head are missing"),
+        ("why", {"text": PROMPT, **HEAD, "part": "query L9"}, "part is 'query L9'; click a row"),
+        ("why", {"text": PROMPT, **HEAD, "part": "value L0"}, "click a row"),
+        ("why", {"text": PROMPT, **HEAD, "part": "key 999"}, "click a row"),
+        ("why", {"text": PROMPT, **HEAD, "part": "key ²"}, "click a row"),
+        ("why", {"text": PROMPT, **HEAD, "part": "<img src=x>"}, "click a row"),
+        ("why", {"text": PROMPT, **HEAD, "part": "x" * 300}, "300 characters long"),
+        ("why", {"text": PROMPT, "other": OTHER, **HEAD, "part": "query 3"}, "click a row"),
         ("tokens", {"text": PROMPT, "target": 10**30}, "the vocabulary has"),
         ("prompt", {"text": PROMPT, "minus": " file list"}, r"minus=' file list' is 2 tokens \[' file', ' list'\]"),
         ("prompt", {"text": PROMPT, "minus": "first-choice"}, "minus='first-choice' is .* tokens"),
@@ -1020,20 +1097,40 @@ def test_the_sliders_change_the_graph(browser, opened):
 
 def test_all_others_are_a_number_without_a_bar(browser, opened, session):
     load(browser, opened, text=PROMPT, **HEAD)
-    wait(browser, lambda: several(browser, ".head .bars"))
-    script = """const bars = document.querySelector('.head [aria-label="Why it attends there"]');
-    return [...bars.querySelectorAll('.name')].map((name) => [name.classList.contains('soft'),
+    wait(browser, lambda: several(browser, ".why .bars"))
+    script = """return [...arguments[0].querySelectorAll('.name')].map((name) => [name.classList.contains('soft'),
         parseFloat(name.nextSibling.firstChild?.style.width ?? 0), Number(name.nextSibling.nextSibling.title)])"""
-    rows = browser.execute_script(script)
-    assert [score for *_, score in rows] == pytest.approx(
-        [row["score"] for row in session.view("head", {"text": PROMPT, **HEAD})["why"]["rows"]], rel=1e-4
-    )
-    assert {width for muted, width, _ in rows if muted} == {0}
-    shares = [(width, abs(score)) for muted, width, score in rows if not muted]
-    most = max(score for _, score in shares)
-    widest = max(width for width, _ in shares)
-    assert widest in (50, 100)
-    assert [width for width, _ in shares] == pytest.approx([widest * score / most for _, score in shares], rel=1e-4)
+    lists = session.view("why", {"text": PROMPT, **HEAD})["lists"]
+    for drawn, one_list in zip(several(browser, ".why .bars"), lists, strict=True):
+        rows = browser.execute_script(script, drawn)
+        assert [score for *_, score in rows] == pytest.approx([row["score"] for row in one_list["rows"]], rel=1e-4)
+        assert {width for muted, width, _ in rows if muted} <= {0}
+        shares = [(width, abs(score)) for muted, width, score in rows if not muted]
+        most = max(score for _, score in shares)
+        widest = max(width for width, _ in shares)
+        assert widest in (50, 100)
+        assert [width for width, _ in shares] == pytest.approx([widest * score / most for _, score in shares], rel=1e-4)
+
+
+def test_why_a_head_attends_is_opened_row_by_row(browser, opened, session):
+    load(browser, opened, text=PROMPT, **WHY)
+    wait(browser, lambda: several(browser, ".why .bars"))
+    for part in ("query L0", "query MLP0", "key 4"):
+        name = part.split()[1].replace("4", "“is” 4")
+        aria = {"query L0": "Layers in the query", "key 4": "Tokens in the key"}.get(part, "L0 in the query, by part")
+        one(browser, f'.why [aria-label="{aria}"] button[title="{name}"]').click()
+        wait(browser, lambda part=part: part.replace(" ", "+") in browser.current_url)
+        settled(browser)
+        wait(browser, lambda: several(browser, ".why .inside"))
+        expected = session.view("why", {"text": PROMPT, **WHY, "part": part})["opened"]["rows"]
+        shown = [float(value.get_attribute("title")) for value in several(browser, ".why .inside .value")]
+        assert shown == pytest.approx([row["score"] for row in expected], rel=1e-4)
+    one(browser, "#undo").click()
+    wait(browser, lambda: "MLP0" in one(browser, ".why .inside h3").text)
+    several(browser, ".head .chips .chip")[0].click()
+    wait(browser, lambda: "part=" not in browser.current_url)
+    settled(browser)
+    assert not several(browser, ".why .inside")
 
 
 def test_a_rule_is_chosen_for_graph_and_tokens(browser, opened, session):

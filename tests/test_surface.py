@@ -344,9 +344,28 @@ def test_tables_end_in_a_line_for_all_others(frozen, capsys):
         assert sum(counted) == (len(result.tokens[0]) if k == 3 else len(result)) - k
         total = lines.pop("total")
         assert sum(lines.values()) == pytest.approx(total, rel=2e-3, abs=2e-2)  # four digits each
-    score = circuits.qk_attribution(frozen, 1, 0)
-    lines = shown(capsys, score, k=3)
-    assert sum(value for name, value in lines.items() if name != "total") == pytest.approx(lines["total"], abs=2e-2)
+
+
+@pytest.mark.parametrize("by", ["token", "component", "head"])
+def test_a_score_is_shown_by_sums_of_either_side(frozen, capsys, by):
+    """Each table sums to its last line, and its line for all others is no larger than what it stands beside."""
+    score = circuits.qk_attribution(frozen, 2, 0, by=by)
+    score.show(3)
+    tables = [part.split("└")[0] for part in capsys.readouterr().out.split("┏")[1:]]
+    assert len(tables) == (3 if by == "token" else 4)
+    for table in tables:
+        lines = [line.split("│") for line in table.splitlines() if "│" in line]
+        *parts, (_, whole) = [(cells[1].strip(), float(cells[2])) for cells in lines]
+        assert sum(value for _, value in parts) == pytest.approx(whole, abs=2e-2)  # four digits each
+        others = [abs(value) for name, value in parts if re.match(r"\d+ other", name)]
+        assert max(others, default=0) <= max(abs(value) for name, value in parts if not name.endswith("bias"))
+    assert [float(lines.split("total │")[1].split()[0]) for lines in tables[:2]] == pytest.approx(
+        [float(score.total)] * 2, rel=1e-3
+    )
+    layers = score.by_layer()
+    assert float(layers.gap.max()) < 1e-5
+    assert torch.allclose(layers.pairs.sum(), score.pairs.sum(), atol=1e-5)
+    assert "source in the key" in score.to_html()
 
 
 def test_a_table_of_many_queries_says_which_it_shows(frozen, capsys):

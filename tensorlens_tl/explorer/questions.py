@@ -62,6 +62,7 @@ class Question:
             default method; None is the frozen model.
         layer, head: the head that is looked at, or None.
         key: the position that the head attends to, or None: the one it attends to most.
+        part: the row of a list that is opened, such as ``"query L20"``: tokens by position, layers, heads and MLPs.
         node: the MLP that is taken apart, such as ``"MLP2"``, or None.
         without: the heads and MLPs that are ablated together, such as ``"L1H3,MLP2"``, or None.
         by: what takes their place: ``"zero"``, ``"mean"``, or ``"other"``, the value of the second run.
@@ -88,6 +89,7 @@ class Question:
     layer: int | None = None
     head: int | None = None
     key: int | None = None
+    part: str | None = None
     node: str | None = None
     without: str | None = None
     by: str = "zero"
@@ -167,6 +169,7 @@ class Question:
             runner_up=runner_up,
             method=_text(fields, "method", LONGEST_NAME) or DEFAULT,
             rule=rule,
+            part=_text(fields, "part", LONGEST_NAME),
             node=_text(fields, "node", LONGEST_NAME),
             without=_text(fields, "without", LONGEST_LIST),
             by=_text(fields, "by", LONGEST_NAME) or "zero",

@@ -19,12 +19,13 @@ from tensorlens_tl.errors import FrozenModelError, InvalidInputError, TensorLens
 from tensorlens_tl.explorer.images import Images, on_image
 from tensorlens_tl.explorer.mends import aligned, mends
 from tensorlens_tl.explorer.questions import TOP, Call, Inquiry, Passes, Question, runner_up, with_labels
+from tensorlens_tl.explorer.why import attended, why_view
 from tensorlens_tl.models import RUNNER_UP, ModelView
 from tensorlens_tl.passes import Difference, FrozenPass, one_check
 from tensorlens_tl.passes.inputs import Prompt
-from tensorlens_tl.passes.target import chosen_head, token_label
+from tensorlens_tl.passes.target import token_label
 from tensorlens_tl.registry import DEFAULT, Method, get_method, list_methods, list_rules
-from tensorlens_tl.results import COVERED, SHOWN_EDGES, ScoreAttribution, ScoreChange, Terms
+from tensorlens_tl.results import COVERED, SHOWN_EDGES, Terms
 
 View = dict[str, Any]
 
@@ -165,27 +166,13 @@ def components_view(inquiry: Inquiry) -> View:
 
 
 def head_view(inquiry: Inquiry) -> View:
-    """Where a head attends, what it moves to the answer, why it attends there, and what it promotes."""
-    question = inquiry.question
-    if question.layer is None or question.head is None:
-        raise InvalidInputError("explorer: layer and head are missing; click a head.")
+    """Where a head attends, what it moves to the answer, and what it promotes."""
+    layer, head, key, patterns = attended(inquiry)
     run = inquiry.run
     frozen = inquiry.frozen
-    layer, head = chosen_head(frozen.view, question.layer, question.head)
-    query = inquiry.query
-    if question.key is not None and question.key > query and frozen.prompt.class_at is None:
-        raise InvalidInputError(f"explorer: key is {question.key}; the query, {query}, comes before it.")
     name = f"L{layer}H{head}"
-    patterns = [frozen.pattern(layer)[0, head, query]]
-    strength = patterns[0]
-    if isinstance(run, Difference):
-        patterns.append(run.b.pattern(layer)[0, head, query])
-        strength = (patterns[0] - patterns[1]).abs()
     terms = inquiry.result(run, "circuits.logit_attribution", by="head_token", **inquiry.aim)
     moved = terms.keys[0, 0, terms.names.index(name)]
-    key = question.key
-    if key is None:
-        key = int(strength.argmax())
     return {
         "name": name,
         "pattern": patterns[0].tolist(),
@@ -194,44 +181,8 @@ def head_view(inquiry: Inquiry) -> View:
         "score": float(terms[name][0, 0]),
         "key": key,
         "reads": frozen.str_tokens[0][key],
-        "why": _why(inquiry, layer, head, query, key),
         "promotes": _promotes(frozen, layer, head, key),
     }
-
-
-def _why(inquiry: Inquiry, *place: int) -> View:
-    """Why a head attends there, by components: the score, or of two runs the change of its pattern.
-
-    Args:
-        inquiry: the question.
-        place: layer, head, query and key.
-    """
-    of = "pattern" if inquiry.question.is_comparison else "score"
-    try:
-        parts = inquiry.result(inquiry.run, "circuits.qk_attribution", *place, by="head", of=of)
-    except TensorLensError as error:
-        return {"refused": str(error)}
-    return {"of": of, "rows": _why_rows(parts), "total": float(parts.total[0]), "gap": float(parts.gap[0])}
-
-
-def _why_rows(parts: ScoreAttribution | ScoreChange) -> list[View]:
-    """The largest parts of an attention score, or of its change, and what all others give: they sum to its total."""
-    rows: list[View] = [{"name": entry.name, "score": entry.score} for entry in parts.top(TOP)]
-    alone: dict[str, float] = {}
-    if isinstance(parts, ScoreAttribution):
-        kind = "pairs"
-        all_parts = parts.pairs[0]
-        alone["the query alone, with the key’s bias"] = float(parts.query_sources[0].double().sum())
-        alone["the key alone, with the query’s bias"] = float(parts.key_sources[0].double().sum())
-        alone["both biases"] = float(parts.bias[0])
-    else:
-        kind = "parts"
-        all_parts = torch.cat([parts.query_sources[0], parts.key_sources[0], parts.constants[0]])
-    count = all_parts.numel() - len(rows)
-    if count:
-        others = float(all_parts.double().sum()) - sum(row["score"] for row in rows)
-        rows += [{"name": f"{count} other {kind}", "score": others, "muted": True}]
-    return rows + [{"name": name, "score": score, "muted": True} for name, score in alone.items() if score]
 
 
 def _promotes(frozen: FrozenPass, layer: int, head: int, key: int) -> list[View]:
@@ -508,6 +459,7 @@ VIEWS: Mapping[str, Callable[[Inquiry], View]] = {
     "tokens": tokens_view,
     "components": components_view,
     "head": head_view,
+    "why": why_view,
     "routes": routes_view,
     "ablate": ablate_view,
     "graph": graph_view,
@@ -569,8 +521,8 @@ class Session:
         often that happened so far, is one more.
 
         Args:
-            name: ``"prompt"``, ``"mends"``, ``"tokens"``, ``"components"``, ``"head"``, ``"routes"``, ``"ablate"``,
-                ``"graph"``, ``"neurons"``, ``"features"``, ``"feature"``, ``"generated"`` or ``"image"``.
+            name: ``"prompt"``, ``"mends"``, ``"tokens"``, ``"components"``, ``"head"``, ``"why"``, ``"routes"``,
+                ``"ablate"``, ``"graph"``, ``"neurons"``, ``"features"``, ``"feature"``, ``"generated"`` or ``"image"``.
             fields: those of a `Question`.
 
         Raises:

@@ -5,6 +5,7 @@ from ast import literal_eval
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -111,6 +112,19 @@ def with_others(entries: Sequence[Entry], everything: float, count: int) -> list
     if left == 1:
         others = "1 other"
     return [*lines, (others, everything - sum(score for _, score in lines))]
+
+
+def closing(scores: Float[Tensor, "part"], names: Sequence[str], k: int) -> list[tuple[str, float]]:
+    """Lines of a table that sum to everything: the k largest that are not zero, or as many more as it takes until all
+    others together are no larger than the largest of them; then these others in one."""
+    scores = scores.detach().double().cpu()
+    order = scores.abs().argsort(descending=True, stable=True)
+    left = (scores.sum() - scores[order].cumsum(0)).abs()
+    is_enough = (left <= scores.abs().amax()) & (torch.arange(1, len(scores) + 1) >= min(k, len(scores)))
+    count = int(is_enough.nonzero()[0]) + 1
+    shown: list[int] = order[:count].tolist()
+    entries = [Entry(names[at], float(scores[at])) for at in shown if scores[at]]
+    return with_others(entries, float(scores.sum()), len(scores))
 
 
 def some_numbers(values: Tensor, most: int = 4) -> str:

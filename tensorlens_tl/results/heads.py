@@ -1,10 +1,11 @@
 """Attention: how much every head attends where a kind of head would; and a score of a head as a sum over pairs of
 sources, one in the query and one in the key, its change as one over sources."""
 
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -13,13 +14,20 @@ from torch import Tensor
 
 from tensorlens_tl.algebra.numerics import relative_gap
 from tensorlens_tl.drawing import Axes, figure, graphs, matrix
+from tensorlens_tl.drawing.marks import note
 from tensorlens_tl.errors import InvalidInputError
-from tensorlens_tl.results.entry import check_batch, prompts_in_words, shown_prompt, some_numbers, with_others
+from tensorlens_tl.results.entry import check_batch, closing, prompts_in_words, shown_prompt, some_numbers
 from tensorlens_tl.results.result import array
 from tensorlens_tl.results.scores import Bars, Parts, Scored, long_table, no_part, provenance_of_both
 
 if TYPE_CHECKING:
     import pandas as pd
+
+Sources = TypeVar("Sources", bound="SourceScores")
+
+SIDES = ("query", "key")
+READABLE = 40
+"""Sources of one side that a matrix shows apart; more are shown by layer."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -159,6 +167,28 @@ class SourceScores(Scored):
     def target(self) -> str:
         """What is explained, in words."""
 
+    @property
+    @abstractmethod
+    def sides(self) -> tuple[Float[Tensor, "batch source_q"], Float[Tensor, "batch source_k"]]:
+        """What each source gives in the query, and what each gives in the key."""
+
+    def by_layer(self: Sources) -> Sources:
+        """Return the same sum with the sources of each layer as one, ``"L0"``; tokens stay apart.
+
+        >>> tlens.circuits.qk_attribution(frozen, 1, 0, by="head").by_layer().names[0]
+        ['embed', 'pos_embed', 'L0']
+        """
+        if self.by == "token":
+            return self
+        layers = [layer_of(name) for name in self.names[0]]
+        names = list(dict.fromkeys(layers))
+        members = torch.tensor([[layer == name for name in names] for layer in layers]).to(self.total)
+        return replace(self, names=[names] * len(self.names), by="layer", **self._summed(members))
+
+    @abstractmethod
+    def _summed(self, members: Float[Tensor, "source group"]) -> dict[str, Tensor]:
+        """Its numbers by source, as those of groups of sources."""
+
     def __repr__(self) -> str:
         of = f"of={self.of!r}, " if isinstance(self, ScoreChange) else ""
         totals = some_numbers(self.total, len(self.total))
@@ -186,6 +216,12 @@ class SourceScores(Scored):
     def _exact(self, batch: int, what: str) -> str:
         """How exactly the parts sum."""
         return f"sums to the {what} to {float(self.gap[batch]):.1e}"
+
+
+def layer_of(source: str) -> str:
+    """The layer that a part of the model belongs to: ``"L3"`` of ``"L3H1"`` and ``"MLP3"``; else its own name."""
+    match = re.match(r"(?:L|MLP)(\d+)", source)
+    return f"L{match[1]}" if match else source
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -251,42 +287,85 @@ class ScoreAttribution(SourceScores):
         frame = pd.DataFrame(lines, columns=["batch", "query_source", "key_source"])
         return frame.assign(score=array(self.pairs).ravel())
 
-    def _sums(self, batch: int) -> list[tuple[str, float]]:
-        """What the pairs leave out, and the total; a model without biases leaves nothing out."""
-        outside = [
-            ("with the key's bias", self.query_sources[batch]),
-            ("with the query's bias", self.key_sources[batch]),
-            ("both biases", self.bias[batch]),
-        ]
-        sums = [(name, float(part.double().sum())) for name, part in outside if bool(part.any())]
+    @property
+    def sides(self) -> tuple[Float[Tensor, "batch source_q"], Float[Tensor, "batch source_k"]]:
+        """What each source gives in the query, with all that the key has; and in the key, with all of the query.
+
+        Either one, with what `alone` says, sums to the total.
+        """
+        return self.pairs.sum(2) + self.query_sources, self.pairs.sum(1) + self.key_sources
+
+    def alone(self, batch: int, side: str) -> dict[str, float]:
+        """What no source of a side, ``"query"`` or ``"key"``, gives: that of its bias, and relative positions."""
+        others = self.key_sources if side == "query" else self.query_sources
+        parts = {f"the {side}'s bias": float(others[batch].double().sum() + self.bias[batch])}
         if self.relative is not None:
-            sums.append(("relative positions", float(self.relative[batch])))
-        return [*sums, ("total", float(self.total[batch]))]
+            parts["relative positions"] = float(self.relative[batch])
+        return {name: part for name, part in parts.items() if part}
+
+    def _summed(self, members: Float[Tensor, "source group"]) -> dict[str, Tensor]:
+        """Its numbers by source, as those of groups of sources."""
+        sides = {"query_sources": self.query_sources @ members, "key_sources": self.key_sources @ members}
+        return sides | {"pairs": torch.einsum("bij,ig,jh->bgh", self.pairs, members, members)}
+
+    def _tables(self, k: int, batch: int) -> list[Bars]:
+        """What each side's sources give, by layer where they are parts of the model; then what the largest is made of:
+        pairs of a token, parts of a layer."""
+        layers = self.by_layer()
+        labels = layers._labels(batch)
+        total = ("total", float(self.total[batch]))
+        tables: list[Bars] = []
+        inside: list[Bars] = []
+        for number, side in enumerate(SIDES):
+            scores = layers.sides[number][batch]
+            sums = [*self.alone(batch, side).items(), total]
+            title = "" if number else self._title(batch)
+            tables.append(_table(f"source in the {side}", closing(scores, labels, k), sums, title))
+            best = int(scores.abs().argmax())
+            of_best = [name == labels[best] for name in map(layer_of, self.names[batch])]
+            whole = ("all of it", float(scores[best]))
+            if self.by != "token" and sum(of_best) > 1:
+                parts = self.sides[number][batch][torch.tensor(of_best)]
+                names = [name for name, is_part in zip(self.names[batch], of_best, strict=True) if is_part]
+                inside.append(_table(f"{labels[best]} in the {side}, by part", closing(parts, names, k), [whole]))
+            if self.by == "token" and side == "query":
+                bias = [("with the key's bias", float(self.query_sources[batch, best]))]
+                sums = [*(one for one in bias if one[1]), whole]
+                name = f"{labels[best]} in the query × source in the key"
+                inside.append(_table(name, closing(self.pairs[batch, best], labels, k), sums))
+        return tables + inside
+
+    def _print(self, k: int, batch: int | None = None) -> None:
+        for table in self._tables(k, batch or 0):
+            table.print()
+
+    def _drawn(self) -> "ScoreAttribution":
+        """What a matrix shows: its sources, or layers where these are too many."""
+        return self.by_layer() if len(self.names[0]) > READABLE else self
 
     def _html(self, k: int, batch: int | None = None) -> str:
-        """A matrix, a row per source of the query and a column per source of the key; what they leave out below."""
+        """Sums of the query's sources and of the key's; a matrix of both, a row per source of the query."""
         batch = batch or 0
-        labels, values = self._labels(batch), array(self.pairs[batch])
+        drawn = self._drawn()
+        labels, values = drawn._labels(batch), array(drawn.pairs[batch])
         square = matrix.matrix(labels, labels, values, label=self._title(batch), corner="in the query ↓ in the key →")
-        sums = graphs.bars([], [("all pairs", float(values.sum())), *self._sums(batch)])
-        return self._panel(square, sums, title=self._title(batch), notes=[self._exact(batch, "score")])
+        sums = [note(table.columns[0]) + graphs.bars(table.lines, table.sums) for table in self._tables(k, batch)]
+        return self._panel(*sums, square, title=self._title(batch), notes=[self._exact(batch, "score")])
 
     def _figure(self, k: int, batch: int | None = None, *, ax: Any) -> Any:
         """A heat map of the pairs."""
         batch = batch or 0
-        labels, values = self._labels(batch), array(self.pairs[batch])
+        drawn = self._drawn()
+        labels, values = drawn._labels(batch), array(drawn.pairs[batch])
         rows = _last(np.asarray(values.any(1)))  # what stands behind the query, or the key, gives nothing
         columns = _last(np.asarray(values.any(0)))
         names = ("source in the query", "source in the key")
-        drawn = values[:rows, :columns]
-        return figure.heat_map(drawn, labels[:rows], labels[:columns], self._title(batch), ax, names=names)
+        shown = values[:rows, :columns]
+        return figure.heat_map(shown, labels[:rows], labels[:columns], self._title(batch), ax, names=names)
 
-    def _bars(self, k: int, batch: int | None = None) -> Bars:
-        batch = batch or 0
-        pairs = self.pairs[batch].double()
-        lines = with_others(self.top(k, batch=batch), float(pairs.sum()), pairs.numel())
-        columns = ("query source × key source", "score")
-        return Bars(self._title(batch), lines, self._sums(batch), columns=columns, left=False)
+
+def _table(name: str, lines: list[tuple[str, float]], sums: list[tuple[str, float]], title: str = "") -> Bars:
+    return Bars(title, lines, sums, columns=(name, "score"), left=False)
 
 
 def _last(used: np.ndarray) -> int:
@@ -325,6 +404,15 @@ class ScoreChange(SourceScores):
         """abs(Σ − total) / Σ abs: how far the sum is from holding."""
         parts = torch.cat([self.query_sources, self.key_sources, self.constants], dim=1)
         return relative_gap(parts, torch.zeros_like(self.total), self.total)
+
+    @property
+    def sides(self) -> tuple[Float[Tensor, "batch source"], Float[Tensor, "batch source"]]:
+        """What each source gives by the query, and what each gives by the key."""
+        return self.query_sources, self.key_sources
+
+    def _summed(self, members: Float[Tensor, "source group"]) -> dict[str, Tensor]:
+        """Its numbers by source, as those of groups of sources."""
+        return {"query_sources": self.query_sources @ members, "key_sources": self.key_sources @ members}
 
     @property
     def scores(self) -> Float[Tensor, "batch source"]:
@@ -366,10 +454,8 @@ class ScoreChange(SourceScores):
 
     def _bars(self, k: int, batch: int | None = None) -> Bars:
         batch = batch or 0
-        scores = self._sided(batch)[-1].double()
-        # what is the same in both runs is no line
-        entries = [entry for entry in self.top(k, batch=batch) if entry.score]
-        lines = with_others(entries, float(scores.sum()), len(scores))
+        parts = self._parts(batch)
+        lines = closing(parts.scores, parts.names, k)  # what is the same in both runs is no line
         sums = [("total", float(self.total[batch]))]
         notes = [self._exact(batch, "change")]
         return Bars(self._title(batch), lines, sums, notes=notes, columns=("source", "score"), left=False)

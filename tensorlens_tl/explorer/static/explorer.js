@@ -3,7 +3,7 @@ import { copy, card, error, h, percent, plain, quoted } from "./draw.js";
 import { generatedView, showModes } from "./generated.js";
 import { graphView } from "./circuit.js";
 import { gallery, imageControls, imageView } from "./images.js";
-import { ablateView, featureView, headView, neuronsView } from "./inspect.js";
+import { ablateView, featureView, headView, neuronsView, whyView } from "./inspect.js";
 import { begin, end } from "./jobs.js";
 import { listen, redraw } from "./keys.js";
 import { NOTHING, ask, forget, isAnswered, isPair, read, stop, write } from "./state.js";
@@ -28,7 +28,7 @@ const go = async (change) => {
   const opened = OPENED.find((name) => OPENS[name].some((field) => change[field] !== undefined) && !slots[name].hidden);
   if (opened) panel.scrollTop = slots[opened].offsetTop - panel.firstChild.offsetTop;
 };
-const OPENS = { ablate: ["without", "by"], head: ["head", "key"], neurons: ["node"], feature: ["feature"] };
+const OPENS = { ablate: ["without", "by"], head: ["head", "key"], why: [], neurons: ["node"], feature: ["feature"] };
 const OPENED = Object.keys(OPENS);
 
 // What is typed is read by the model's tokenizer; the address has the token's number, as it has that of a chosen one.
@@ -57,7 +57,7 @@ function places(state, prompt) {
   ];
   if (state.image) list.push(["image", "image", (answer, prompt) => imageView(answer, prompt, state, about, go)]);
   if (state.new && !two) list.push(["generated", "generated", (answer) => generatedView(answer, state, go)]);
-  if (hasHead) list.push(["head", "head", (answer, prompt) => headView(prompt, answer, state, go)]);
+  if (hasHead) list.push(["head", "head", (answer, prompt) => headView(prompt, answer, state, go)], ["why", "why", (answer, prompt) => whyView(prompt, answer, state, go)]);
   if (isMlp) list.push(["neurons", "neurons", (answer) => neuronsView(answer, state, go)]);
   if (state.without) list.push(["ablate", "ablate", (answer) => ablateView(answer, state, go)]);
   if (state.feature !== undefined && !two) list.push(["feature", "feature", (answer, prompt) => featureView(prompt, answer, state)]);

@@ -8,27 +8,43 @@ const ablateButton = (name, state, go) => h("button", { type: "button", id: "abl
 export function headView(prompt, view, state, go) {
   const moved = { columns: ["token", "attention", "moved"], rows: prompt.tokens.map((token, at) => [`${at} ${visible(token)}`, view.pattern[at], view.moved[at]]) };
   const change = view.other_pattern?.map((value, at) => view.pattern[at] - value);
-  const key = quoted(prompt.tokens[view.key]);
-  const whyShown = view.why.refused ? null : together(largest([view.why.total, ...view.why.rows.map((row) => row.score)]));
-  const why = view.why.refused
-    ? h("p", { class: "soft" }, view.why.refused)
-    : h("div", {}, bars(view.why.rows, { label: "Why it attends there", shown: whyShown }),
-      sum([[view.why.of === "pattern" ? "all: change of attention" : "all: attention score", view.why.total], ["relative error", error(view.why.gap), view.why.gap]], whyShown));
   const total = view.moved.reduce((a, b) => a + b, 0);
   return card("head", `Head ${view.name}`, `${isPair(state) ? "change of its" : "its"} direct effect ${number(view.score)}`,
     h("div", { class: "row" },
       ablateButton(view.name, state, go),
       menu(`Head ${view.name}`, view.name, moved, view.code)),
     h("h3", {}, change ? "How its attention changed" : "Where it attends"),
-    chips(prompt.tokens, { values: change ?? view.pattern, selected: view.key, label: "Attention; press a token to ask why", pick: (at) => go({ key: at }) }),
+    chips(prompt.tokens, { values: change ?? view.pattern, selected: view.key, label: "Attention; press a token to ask why", pick: (at) => go({ key: at, part: undefined }) }),
     h("h3", {}, "What it moves to the answer, by source token"),
     chips(prompt.tokens, { values: view.moved, label: "Effects by source token" }),
     sum([["tokens", total], ["=", view.score], ["relative error", error(Math.abs(total - view.score)), total - view.score]]),
-    h("div", { class: "pair" },
-      h("div", {}, h("h3", {}, `Why it ${change ? "turned" : "attends"} to ${key}`),
-        h("small", {}, change ? "by what its query and its keys read" : "source read by the query × source read by the key"), why),
-      h("div", {}, h("h3", {}, `What it promotes, reading ${quoted(view.reads)}`), h("small", {}, "by its weights alone: no part of a sum"),
-        view.promotes.length ? bars(view.promotes.map((of) => ({ name: of.text, score: of.score })), { label: "Promoted tokens" }) : h("p", { class: "soft" }, "Not defined for this model."))));
+    h("h3", {}, `What it promotes, reading ${quoted(view.reads)}`), h("small", {}, "by its weights alone: no part of a sum"),
+    view.promotes.length ? bars(view.promotes.map((of) => ({ name: of.text, score: of.score })), { label: "Promoted tokens" }) : h("p", { class: "soft" }, "Not defined for this model."));
+}
+
+// Why a head attends to a token: sums by token and by layer, on either side; a row opens into what it is made of.
+export function whyView(prompt, view, state, go) {
+  const changes = view.of === "pattern";
+  const shown = together(largest([view.total, ...view.lists.flatMap((list) => list.rows.map((row) => row.score))]));
+  const named = (name, by) => (by === "token" && /^\d+$/.test(name) ? `${quoted(prompt.tokens[name])} ${name}` : name);
+  const where = { query: changes ? "by the query" : "in the query", key: changes ? "by the keys" : "in the key" };
+  const rows = (list) => list.rows.map((row) => ({ ...row, name: named(row.name, list.by), pick: changes && list.by === "token" ? undefined : row.part ?? undefined }));
+  const listed = (list, title) => [h("h3", {}, title), bars(rows(list), { label: title, shown, selected: state.part, pick: (part) => go({ part: part === state.part ? undefined : part }) }), sum([["all", list.total]], shown)];
+  const { opened } = view;
+  const insideOf = (list) => {
+    if (opened?.by !== list.by || opened.side !== list.side) return null;
+    const name = named(opened.name, opened.by);
+    const other = opened.side === "query" ? "key" : "query";
+    return h("div", { class: "inside" }, listed(opened, opened.pairs ? `${name} ${where[opened.side]}, with ${opened.by}s ${where[other]}` : `${name} ${where[opened.side]}, by part`));
+  };
+  const title = `Why ${view.name} ${changes ? "turned" : "attends"} to ${quoted(prompt.tokens[view.key])}`;
+  const table = { columns: ["by", "side", "source", "score"], rows: view.lists.flatMap((list) => list.rows.map((row) => [list.by, list.side, named(row.name, list.by), row.score])) };
+  const sums = Object.entries(view.sums).map(([name, value]) => [where[name] ?? name, value]);
+  return card("why", title, changes ? "the change of its attention, by what its query and its keys read" : "its attention score before the softmax, by what its query reads and, once more, by what its key reads",
+    menu(title, "why", table, view.code),
+    h("div", { class: "pair" }, view.lists.map((list) => h("div", {}, listed(list, `${list.by === "token" ? "Tokens" : "Layers"} ${where[list.side]}`), insideOf(list)))),
+    sum([...sums, [changes ? "= change of attention" : "attention score", view.total], ["relative error", error(view.gap), view.gap]]),
+    h("p", { class: "soft hint" }, changes ? "Press a layer for its heads and its MLP." : "Press a token or a head for its pairs with the other side, a layer for its heads and its MLP."));
 }
 
 export function neuronsView(view, state, go) {

@@ -1,6 +1,6 @@
 // What the page shows is in its address, so that a link, a reload, undo and redo all give the same page.
 const NUMBERS = ["query", "target", "layer", "head", "key", "nodes", "dictionary", "feature", "at", "new", "start", "stop"];
-const TEXTS = ["text", "other", "method", "rule", "node", "without", "by", "pick", "arranged", "image", "other_image", "hops", "chat"];
+const TEXTS = ["text", "other", "method", "rule", "part", "node", "without", "by", "pick", "arranged", "image", "other_image", "hops", "chat"];
 const RUN = ["text", "other", "chat", "image", "other_image", "query", "target", "minus", "new", "start"];
 
 // The fields that a view depends on: an answer stands until one of them changes.
@@ -9,6 +9,7 @@ const FIELDS = {
   tokens: [...RUN, "method", "rule"],
   graph: [...RUN, "nodes", "rule"],
   head: [...RUN, "layer", "head", "key"],
+  why: [...RUN, "layer", "head", "key", "part"],
   ablate: [...RUN, "without", "by"], neurons: [...RUN, "node"],
   features: [...RUN, "dictionary"],
   feature: [...RUN, "dictionary", "feature", "at"],
@@ -17,7 +18,7 @@ const FIELDS = {
 };
 
 // What is selected; a new question leaves it behind.
-export const NOTHING = { layer: undefined, head: undefined, key: undefined, node: undefined, pick: undefined, feature: undefined, at: undefined };
+export const NOTHING = { layer: undefined, head: undefined, key: undefined, part: undefined, node: undefined, pick: undefined, feature: undefined, at: undefined };
 
 // The heads and MLPs that are ablated, and the change that takes one of them in or out.
 export const ablated = (state) => state.without?.split(",") ?? [];
