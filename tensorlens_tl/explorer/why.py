@@ -13,9 +13,7 @@ from tensorlens_tl.errors import InvalidInputError
 from tensorlens_tl.explorer.questions import Inquiry
 from tensorlens_tl.passes import Difference
 from tensorlens_tl.passes.target import chosen_head
-from tensorlens_tl.results import ScoreAttribution, ScoreChange
-from tensorlens_tl.results.entry import closing
-from tensorlens_tl.results.heads import SIDES, layer_of
+from tensorlens_tl.results import SIDES, ScoreAttribution, ScoreChange, closing, layer_of
 
 LISTED = 6
 """Tokens and layers that a list has at least, where there are as many."""

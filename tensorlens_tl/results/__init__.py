@@ -11,13 +11,14 @@ from tensorlens_tl.results.entry import (
     TOKENS_OF_QUERIES as TOKENS_OF_QUERIES,
     Entry,
     check_batch as check_batch,
+    closing as closing,
     number_of as number_of,
     span_text as span_text,
 )
 from tensorlens_tl.results.evaluation import Comparison, Evaluation, area as area
 from tensorlens_tl.results.feature_examples import FeatureExamples
 from tensorlens_tl.results.graph import COVERED as COVERED, SHOWN_EDGES as SHOWN_EDGES, ContributionGraph
-from tensorlens_tl.results.heads import HeadScores, ScoreAttribution, ScoreChange
+from tensorlens_tl.results.heads import SIDES as SIDES, HeadScores, ScoreAttribution, ScoreChange, layer_of as layer_of
 from tensorlens_tl.results.joining import joined as joined
 from tensorlens_tl.results.measured import MeasuredEdges, MeasuredTerms, rest_interval as rest_interval
 from tensorlens_tl.results.result import (
