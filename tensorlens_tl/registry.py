@@ -625,23 +625,23 @@ def attribute(
 ) -> Attribution:
     """Attribute with any registered method: ``attribute(model, text, " Paris")`` or ``attribute(frozen, " Paris")``.
 
-    Many prompts are run in batches of similar length, as many at once as fit the bound of `memory`, and come back as
-    one result in their own order.
+    Many prompts run in batches of similar length, as many at once as `memory` allows, and are returned as one result in
+    the order given.
 
     Args:
-        model: a TransformerLens model; or a `FrozenPass`, which has its input already: the target may come next; or the
-            `Difference` of two, likewise.
-        input: text, the messages of a chat or token ids, one prompt or several; images or sound where the model reads
+        model: a TransformerLens model; or a `FrozenPass` or the `Difference` of two, which have their input already, so
+            that the target may come next.
+        input: text, the messages of a chat or token ids, one prompt or several; images or sound if the model reads
             those (see `freeze`).
-        target: of the methods that take one: a token, one for each prompt, or `NEXT`; see `FrozenOperator.target`. By
-            default the model's first choice against its runner-up, and of a `Difference` the tokens that its two runs
-            predict against each other.
-        method: one of `list_methods()`; None is ``"tensorlens"``, and of a `Difference` ``"difference"``.
-        rule: what stands in place of what is not linear: one of `list_rules()`, or a `Rule` of your own. Those of the
-            frozen model are options of a method that reads weights, by default ``"tensorlens"``; any other is
-            followed by gradients, in place of a method.
-        memory: what may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. It bounds
-            the batches, and whatever the method itself bounds by it.
+        target: for methods that take one: a token, one for each prompt, or `NEXT`; see `FrozenOperator.target`. By
+            default the model's first choice against its runner-up; for a `Difference`, the first run's prediction
+            against the second's.
+        method: one of `list_methods()`; None is ``"tensorlens"``, or ``"difference"`` for a `Difference`.
+        rule: what replaces the nonlinear operations: one of `list_rules()`, or your own `Rule`. Rules of the frozen
+            model are options of a method that reads weights, by default ``"tensorlens"``; any other rule is
+            followed by gradients and takes the place of a method.
+        memory: how much may be allocated at once besides the result, as ``"512MB"`` or bytes; None is 256 MiB. It
+            limits the batches, and the method's own chunks if it has any.
         options: the method's options (``help(tlens.get_method(name).function)`` describes them; the default method
             takes `collapse`, `query`, `minus`, `direction`, `layers`, `heads`, `mlp`, `rule`, `probes`); options of
             `freeze` (`attention_mask`, `prepend_bos`, `verify` …) are passed to it. ``query="mean"`` explains the mean
@@ -653,9 +653,9 @@ def attribute(
 
     Raises:
         RegistryError: unknown method.
-        InvalidInputError: an option that neither knows, a method of one run for the difference of two; see also
-            `freeze`.
-        UnsupportedModelError: the model does not meet what the method needs; see also `freeze`.
+        InvalidInputError: an option that neither the method nor `freeze` has; a method of one run for a difference;
+            see also `freeze`.
+        UnsupportedModelError: the model lacks something that the method needs; see also `freeze`.
         FrozenModelError: the model's weights changed after it was frozen.
 
     Every built-in method is a function of a frozen pass, too, with its options in its signature, for editors to

@@ -124,7 +124,7 @@ def test_every_method_has_its_section(method):
     text = method_pages.sections((DOCS / "methods" / f"{page}.md").read_text(encoding="utf-8"))[method]
     assert re.findall(r"\*\*(\w+)\.\*\*", text) == SECTIONS
     assert "\n$$\n" in text, "no formula"
-    (target,) = re.findall(r"\(#(tensorlens_tl\.methods\.\w+)\): ", text)
+    (target,) = re.findall(r"^\[`methods\.\w+`\]\(#(tensorlens_tl\.methods\.\w+)\) ", text, flags=re.M)
     assert resolve(target) is tlens.get_method(method).function
     assert f'method="{method}"' in text
     assert f"methods/{page}.md#{method}" in choose.TABLE.read_text(encoding="utf-8")

@@ -406,17 +406,17 @@ def edge_scores(
 
     Args:
         clean, corrupted, target, minus, direction, query: as in `patch_scores`.
-        method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by averaged gradients),
+        method: ``"frozen"`` (exact with patterns fixed), ``"frozen+qk"`` (which adds effects of patterns by gradients),
             ``"gradient"`` (attribution patching), ``"integrated-gradients"`` (EAP-IG), ``"difference"`` (exact between
             the two runs), ``"measured"`` (the largest by live runs) or ``"patching"`` (a live run for each edge). None
             is as in `patch_scores`.
         rule: what gradients follow, as in `patch_scores`.
-        positions: also each edge at each position where its destination reads, `EdgeScores.by_position`; not with
+        positions: also score each edge at each position where its destination reads, `EdgeScores.by_position`; not with
             ``"measured"`` and ``"patching"``.
         steps, points, patched, live, seed, memory: as in `patch_scores`.
 
     Returns:
-        Scores; of ``"measured"`` with `measured`, which of them are, and `rest()`, how far the others are off.
+        Scores; under ``"measured"`` also `measured`, which scores were measured, and `rest()`, the error of the others.
 
     Raises:
         InvalidInputError: no such method, rule, points or run to patch, and what `patch_scores` refuses.
@@ -848,38 +848,39 @@ def patch_scores(
       the block's own stack.
 
     Args:
-        clean, corrupted: passes of prompts of the same length, by one model, each clean prompt beside its corrupted
+        clean, corrupted: passes of prompts of the same length, by one model, each clean prompt with its corrupted
             one; in an encoder–decoder, each side has the same length in both.
         target, minus, direction: as in `FrozenOperator.target`, of the clean prompt.
         by: what a node is.
-        method: ``"frozen"`` (exact with patterns held), ``"frozen+qk"`` (what patterns do added by gradients),
+        method: ``"frozen"`` (exact with patterns fixed), ``"frozen+qk"`` (which adds effects of patterns by gradients),
             ``"gradient"`` (attribution patching), ``"integrated-gradients"`` (EAP-IG), ``"atp*"`` (AtP*: a gradient
             without each layer), ``"difference"`` (exact between the two runs), ``"measured"`` (the largest by live
             runs) or ``"patching"`` (a live run for each node). None is ``"difference"``; with a rule of gradients it is
             ``"gradient"``, with one of the frozen model ``"frozen"``.
-        rule: of the frozen methods, a rule of the frozen model; of ``"gradient"`` and ``"integrated-gradients"``, what
-            gradients follow in place of the model's own: one of ``tlens.list_rules()``, or a `Rule`.
-        positions: also each node at each position, in `Terms.keys`, `[batch, query, node, pos]`. They sum to the
-            node's score, except under ``"atp*"``, ``"measured"`` and ``"patching"``, where each is a node by itself.
-            Of an encoder–decoder they are zero at the positions of the other side.
+        rule: for the frozen methods, a rule of the frozen model; for ``"gradient"`` and ``"integrated-gradients"``, the
+            rule that replaces the model's own gradients: one of ``tlens.list_rules()``, or a `Rule`.
+        positions: also score each node at each position, in `Terms.keys`, `[batch, query, node, pos]`. They sum to the
+            node's score, except under ``"atp*"``, ``"measured"`` and ``"patching"``, where each is a separate node.
+            In an encoder–decoder they are zero at the positions of the other side.
         query: one position of each prompt, the last by default.
-        steps: gradients of ``"integrated-gradients"`` and ``"frozen+qk"``, one in each of as many equal steps.
+        steps: how many gradients ``"integrated-gradients"`` and ``"frozen+qk"`` average, one in each of as many steps.
         points: where in its step a gradient is taken: at the ``"midpoint"``, or at the ``"left"`` end, k/steps for k
-            from 0: the corrupted embeddings are one of them and the clean ones are not, as in the published code of
+            from 0, which includes the corrupted embeddings but not the clean ones, as in the published code of
             EAP-IG and of the Mechanistic Interpretability Benchmark.
-        patched: the run whose nodes are given the other's values: the ``"clean"`` one (noising: what is needed), the
+        patched: the run whose nodes get the other run's values: the ``"clean"`` one (noising: what is needed), the
             ``"corrupted"`` one (denoising: what suffices; a score is what the target gains), or ``"both"``, the mean of
             the two, at twice the runs. Gradients and frozen pulls are then of that run; ``"difference"`` is the same
-            from either end, and ``"integrated-gradients"`` with midpoints is, too.
-        live: of ``"measured"``, how many of the largest are patched for each prompt: a number (10 by default), or a
-            share of all (0.1); or how far the others may be off, ``"error<5%"`` of the sizes of all scores: then as
-            many as it takes until the stated error's upper end is below that. Half as many others are drawn at random
-            and patched, and the rest in as many groups. The whole input is patched besides.
-        seed: of ``"measured"``, of draws and groups.
-        memory: what the runs of ``"measured"`` and ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
+            in both directions, as is ``"integrated-gradients"`` with midpoints.
+        live: for ``"measured"``, how many of the largest nodes are patched for each prompt: a number (10 by default),
+            or a share of all (0.1); or how far the others may be off, ``"error<5%"`` of the sum of all absolute scores:
+            then nodes are patched until the upper end of the error's interval is below that. Half as many others, drawn
+            at random, are patched singly, and the rest in as many groups. The whole input is patched, too.
+        seed: for ``"measured"``, the seed of draws and groups.
+        memory: how much the runs of ``"measured"`` and ``"patching"`` may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
-        Terms that are not additive: what goes through two nodes counts for both. `Terms.total` is the number of the run
+        Terms that do not add up: an effect that passes through two nodes counts for both. `Terms.total` is the number
+            of the run
         that is patched; of ``"both"`` and of ``"difference"``, what the clean one is more than the corrupted. Under
         ``"measured"`` they have `measured`, which scores are those of live runs, and `rest()`, how far the others are
         off.

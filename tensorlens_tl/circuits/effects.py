@@ -88,14 +88,14 @@ def logit_attribution(
     rule: RuleLike = None,
     memory: Memory = None,
 ) -> Terms:
-    """The direct effect of every component on a logit; with the biases they sum to it.
+    """Compute the direct effect of every component on a logit; direct effects and biases sum to it.
 
-    Heads count with b_V inside, as TransformerLens' ``hook_result``; b_O and b_out are separate terms. Of an
+    A head's term includes b_V, as in TransformerLens' ``hook_result``; b_O and b_out are separate terms. In an
     encoder–decoder both stacks have terms, and heads of cross-attention are ``"L2.cross.H0"``; what the encoder writes
     reaches a logit through these alone, so its direct effect is zero.
 
     Args:
-        frozen: the pass, or the difference of two: then every term is a part of the change.
+        frozen: the pass, or the difference of two, in which every term is a part of the change.
         target, minus, direction: as in `FrozenOperator.target`.
         by: ``"head"`` (embeddings, heads, each layer's MLP, each bias), ``"component"`` (each layer's attention whole),
             ``"head_token"`` (by head, and each head's or mixer's source tokens in `Terms.keys`), or ``"neuron"`` (also
@@ -103,11 +103,12 @@ def logit_attribution(
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         layers: consecutive layers: a direction then reads the stream where they end (a probe, a feature in the
             middle of the model), and what comes before them is one term.
-        final_norm: False ends before the norm that follows the last layer: for a direction of ``hook_resid_post``.
-            True is refused where the layers end earlier; `logit_lens` applies that norm to the stream there.
-        rule: what stands in place of what is not linear on the way, norms and a prediction head's activation: direct
-            effects pass every MLP by. One of ``tlens.list_rules()``, or a `Rule`; by ``"head_token"`` a frozen one.
-        memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
+        final_norm: False ends before the norm that follows the last layer, for a direction of ``hook_resid_post``.
+            True is an error if the layers end earlier; `logit_lens` applies that norm to the stream there.
+        rule: what replaces the nonlinear operations on the way, which are norms and a prediction head's activation:
+            direct effects bypass every MLP. One of ``tlens.list_rules()``, or a `Rule`; by ``"head_token"`` a frozen
+            one.
+        memory: how much several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Raises:
         InvalidInputError: no such `by`, a query out of range, no target, and what `target` refuses.
@@ -224,7 +225,7 @@ def total_effects(
     nodes: Sequence[str] | None = None,
     memory: Memory = None,
 ) -> Terms:
-    """What a logit loses when each head and MLP is ablated: its output taken away, biases b_O and b_out kept.
+    """Compute what a logit loses when each head or MLP is ablated; the biases b_O and b_out stay.
 
     Args:
         frozen: the pass.
@@ -233,16 +234,16 @@ def total_effects(
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
         layers: consecutive layers: their components are ablated, and a direction reads the stream where they end.
         final_norm: as in `logit_attribution`.
-        live: ablate in the live model, patterns, activations and norms responding, instead of the frozen one. An
-            expert that is taken away counts nothing where its tokens are sent to it; routing of later layers responds.
-        rule: what the pull follows: one of ``tlens.list_rules()``, or a `Rule`. Those of the frozen model are read from
-            weights. Of any other, an effect is a component's hidden vector dotted with the target's gradient there, in
-            the live model.
-        nodes: only these, by name, such as ``["L1H0", "MLP2"]``: one live run then has a copy of the prompts for each.
-        memory: what the runs of ``live=True``, or queries of a rule, may allocate at once, as ``"512MB"`` or bytes.
+        live: ablate in the live model, where patterns, activations and norms respond, instead of the frozen one. An
+            ablated expert outputs zero for the tokens that are sent to it; the routing of later layers responds.
+        rule: the rule of the pull: one of ``tlens.list_rules()``, or a `Rule`. Rules of the frozen model read weights.
+            Under any other, an effect is a component's hidden vector dotted with the target's gradient there, in the
+            live model.
+        nodes: names of the only components to ablate, such as ``["L1H0", "MLP2"]``, each in a copy of the prompts.
+        memory: how much the runs of ``live=True``, or queries of a rule, may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
-        Terms that are not additive: what goes through two components counts for both.
+        Terms that do not add up: an effect that passes through two components counts for both.
 
     Raises:
         InvalidInputError: no such `by`, node or rule, a rule of a difference, and what `logit_attribution` refuses.

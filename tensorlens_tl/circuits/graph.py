@@ -635,23 +635,24 @@ def contribution_graph(
         frozen: a pass of one prompt, or the difference of two.
         target, minus, direction, layers, final_norm: as in `logit_attribution`.
         threshold: edges smaller than this share of the largest edge are left out (0 keeps all but exact zeros); nodes
-            keep their weights, and `ContributionGraph.completeness` says what the kept edges carry.
-        nodes: only so many, those of the largest abs(weight), and the edges between them: a large model's graph in a
-            fraction of the time. Or a number below 1: the nodes through which most passes, until this share of all that
-            enters the target does so from them (`ContributionGraph.coverage`), at most `MOST_COVERING`; then every edge
-            into the target is kept. What enters from others is counted in ``entering`` and in
-            `ContributionGraph.others`. None gives every node.
-        neurons: split MLPs into neurons: an integer, so many at each position of each MLP, the largest; or a number
-            below 1, all whose abs(weight) is at least this share of the largest neuron's. None leaves MLPs whole.
-        sources: split heads by the token they read, in the same way: so many for each head and query, or all that are
-            at least this share of the largest. None leaves heads whole. Mixers have no pattern and stay whole.
+            keep their weights, and `ContributionGraph.completeness` is the share that the kept edges carry.
+        nodes: how many nodes to keep, those of the largest abs(weight), with the edges between them, which takes a
+            fraction of the time on a large model. Or a number below 1: as many nodes, by how much passes through them,
+            as carry this share of the target's inputs (`ContributionGraph.coverage`), at most `MOST_COVERING`; then
+            every edge into the target is kept. ``entering`` and `ContributionGraph.others` include what enters from
+            other nodes. None keeps every node.
+        neurons: split MLPs into neurons: an integer keeps the largest at each position of each MLP; a number below 1
+            keeps all whose abs(weight) is at least this share of the largest neuron's. None leaves MLPs whole.
+        sources: split heads by the token that they read: an integer or share, as for `neurons`, for each head and
+            query. None leaves heads whole. Mixers have no pattern and stay whole.
         dictionaries: the active features of a sparse autoencoder, or of several, in this pass, from
-            `tensorlens_tl.circuits.features`. Each takes the residual stream apart at its place; one place takes one.
-        features: which active features become nodes, in the same way: so many at each position, or all that are at
-            least this share of the largest. None makes a node of each.
+            `tensorlens_tl.circuits.features`. Each splits the residual stream at its hook point, which can have one
+            dictionary only.
+        features: which active features become nodes: an integer or share, as for `neurons`, at each position. None
+            makes a node of each.
         query: one position; see `tensorlens_tl.passes.inputs.query_positions`.
-        rule: what stands in place of what is not linear: one of ``tlens.list_rules()``, or a `Rule`. Where it lets
-            patterns respond, a head is three nodes, as in a difference; what a node adds besides its linear map is its
+        rule: what replaces the nonlinear operations: one of ``tlens.list_rules()``, or a `Rule`. If it lets patterns
+            respond, a head is three nodes, as in a difference; what a node adds besides its linear map is its
             bias. Only rules of the frozen model take `sources` and `dictionaries`.
 
     Raises:

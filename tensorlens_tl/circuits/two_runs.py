@@ -529,43 +529,43 @@ def routes(
     rule: RuleLike = None,
     memory: Memory = None,
 ) -> ChangeRoutes:
-    """By which routes the change of a number passes each layer, exactly; of one pass, the number itself.
+    """Split the change of a logit, or a logit, into the routes by which it passes each layer.
 
     At layer l, with the target's vector pulled back to the block's output, every route's score is what it writes there
-    along that vector: past the layer (``"direct"``), by each head's values, by its attention through queries and
-    through keys, by its gate where it has one (``"gates"``), through what mixes positions in place of attention
-    (``"mixer"``), and through the MLP by the slopes of its activations. Where the norm before the sublayer responds
-    with its scale, that is a route of its own (``"values, scale"``). ``"norms"`` are the responses of norms around the
+    along that vector: bypassing the layer (``"direct"``), through each head's values, through its queries and
+    through its keys, through its gate if it has one (``"gates"``), through what mixes positions in place of attention
+    (``"mixer"``), and through the MLP by the slopes of its activations. The response of a norm's scale before the
+    sublayer is a separate route (``"values, scale"``). ``"norms"`` are the responses of norms around the
     stream or after a sublayer (post-LN, sandwich blocks), and of the one after an encoder. ``"constants"`` is what the
     changed weights of two models add in this layer, ``"later constants"`` after it. A last row, ``"end"``, is what
     follows the last block: the final norm and a masked model's transform, whose own routes are ``"direct"`` and
     ``"norms"``.
 
-    A head of an encoder–decoder's cross-attention responds by what it reads of the encoder's output, by the decoder's
-    queries and by the encoder's keys: ``"cross values"``, ``"cross queries"``, ``"cross keys"``. The decoder's stream
-    goes past an encoder's layer, and the encoder's output past a decoder's, directly.
+    A head of an encoder–decoder's cross-attention responds through what it reads of the encoder's output, through the
+    decoder's queries and through the encoder's keys: ``"cross values"``, ``"cross queries"``, ``"cross keys"``. The
+    decoder's stream bypasses an encoder's layer, and the encoder's output bypasses a decoder's.
 
-    The scores of each layer sum to the whole change. Layers do not add up to each other: every layer is a cut through
-    one and the same change, seen at that depth.
+    The scores of each layer sum to the whole change. Do not add layers: every layer splits the same change, at its own
+    depth.
 
-    Of one pass, the routes are those of the frozen model, or under a rule of its run: what passes with scales held or
-    not is one route then, and ``"constants"`` are all biases of a layer.
+    For one pass, the routes are those of the frozen model, or of its run under a rule. Scales are then no separate
+    routes, and ``"constants"`` are all biases of a layer.
 
     Args:
         difference: of two passes, of one model or of two; or one pass.
         target, minus, direction: the number whose change is explained, as in `FrozenOperator.target`.
         query: positions, the last real token by default; see `tensorlens_tl.passes.inputs.query_positions`.
-        rule: of one pass, what stands in place of what is not linear, as in `contribution_graph`.
+        rule: for one pass, what replaces the nonlinear operations, as in `contribution_graph`.
         memory: what several queries may allocate at once, as ``"512MB"`` or bytes.
 
     Returns:
         Scores by layer and route, and each head's share of them.
 
     Raises:
-        InvalidInputError: no pass or difference, a rule for a difference, a query out of range, and what
+        InvalidInputError: neither a pass nor a difference, a rule for a difference, a query out of range, and what
             `FrozenOperator.target` refuses.
         UnsupportedModelError: a token target where the logits are not ``cap(W_U·x + b_U)``.
-        FrozenModelError: a model is no longer that of its run.
+        FrozenModelError: a model changed after its run.
 
     Source: ours; the rules are those of `tensorlens_tl.algebra.secants`.
 

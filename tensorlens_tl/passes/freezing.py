@@ -352,64 +352,64 @@ def freeze(
 ) -> FrozenPass:
     """Run a model once and hold its patterns, activation ratios and norm scales fixed.
 
-    User-installed hooks on the model run as well, and what they change is part of the pass: where the algebra cannot
-    follow, the proof fails and says so. They are left on, and named in the pass's `other_hooks` and in every result's
-    provenance. Vectors that they add to the residual stream (steering) are constants of the pass, named by hook point.
-    Hooks put on or taken off later do not change a pass; ``attached()`` runs with those that are there.
+    User-installed hooks run with the model, and their changes are part of the pass; if the algebra cannot follow a
+    hook, the proof fails and says so. The hooks stay on the model; the pass's `other_hooks` and every result's
+    provenance name them. Vectors that they add to the residual stream (steering) are constants of the pass, named by
+    hook point. Hooks added or removed later do not change a pass; ``attached()`` runs with those on the model then.
 
     Args:
         model: a HookedTransformer, HookedEncoder or HookedEncoderDecoder (TransformerLens 3.9), or a TransformerBridge
             (3.9 and 4.x).
         input: a string or several (a list, an array, a column of a data frame); or token ids, as a tensor
             `[batch, pos]` or `[pos]`, or as lists, which may differ in length; or the messages of a chat,
-            ``[{"role": "user", "content": "Hello"}]``, or a list of chats, as the tokenizer's chat template renders
-            them up to the beginning of the answer; or what a tokenizer or processor returns, a mapping with
-            `input_ids`. Of a model that reads images or sound, the values that it reads: pixels
+            ``[{"role": "user", "content": "Hello"}]``, or a list of chats, rendered by the tokenizer's chat template
+            up to the beginning of the answer; or what a tokenizer or processor returns, a mapping with
+            `input_ids`. For a model of images or sound, the values that it reads: pixels
             `[batch, channel, height, width]`, a spectrogram `[batch, time, mel]` or samples `[batch, sample]`.
         attention_mask: 1 at real tokens, `[batch, pos]`; with token ids of equal length only.
         token_type_ids: segment ids for BERT-like models.
         decoder_input_ids: what the decoder of an encoder–decoder reads, as text or token ids; its positions follow
-            those of the input in every result. Start it with the token that the model's decoder starts with.
+            those of the input in every result. It must begin with the model's decoder start token.
         decoder_attention_mask: 1 at its real tokens.
-        prepend_bos: as in TransformerLens; a string that begins with the BOS token gets no second one. Left out, an
-            encoder's text has all special tokens that its checkpoint's own tokenizer puts around it.
-        padding_side: ``"left"`` or ``"right"`` (the default, whatever the tokenizer says), where prompts differ in
-            length. Padded on the left, a model that counts positions from the first column (BART, Marian, Pegasus, a
-            HookedEncoder) computes something else than for each prompt by itself, and that is what is explained.
-        model_inputs: what a multimodal model takes besides its tokens, by the names of its forward:
+        prepend_bos: as in TransformerLens; a string that begins with the BOS token gets no second one. By default,
+            an encoder's text has all special tokens that its checkpoint's own tokenizer adds.
+        padding_side: ``"left"`` or ``"right"`` (the default, whatever the tokenizer says), if prompts differ in length.
+            With padding on the left, a model that counts positions from the first column (BART, Marian, Pegasus, a
+            HookedEncoder) computes something different than for each prompt alone; that run is then explained.
+        model_inputs: what a multimodal model takes besides its tokens, under the names that its forward uses:
             ``{"pixel_values": ...}``.
         cache: the ActivationCache of an earlier ``run_with_cache`` on the same input; a copy is stored instead of this
             run's activations, and each of them is compared with this run's.
-        store: ``"cpu"`` keeps the captured activations off the model's device.
-        patterns: ``"recompute"`` keeps queries and keys instead of attention patterns, so that memory grows with the
+        store: ``"cpu"`` stores the captured activations in the CPU's memory.
+        patterns: ``"recompute"`` stores queries and keys instead of attention patterns, so that memory grows with the
             prompt's length and not with its square: a layer's pattern is recomputed, a few queries at a time, when it
-            is used. Every one is compared with the model's own while the pass runs.
-        verify: True proves every block against the model's own output at every token; products of plain blocks whose
+            is used. Each pattern is compared with the model's own while the pass runs.
+        verify: True compares every block with the model's own output at every token; products of plain blocks whose
             result the model shows are compared on random vectors (`tensorlens_tl.passes.proof`), which
-            overlooks an error with a probability of 1e-7. ``"sample"`` proves every block at up to 8 tokens of each
-            prompt, among them its last one (``proof.positions`` of the pass): this detects a part that is read wrongly,
-            and no activation that was changed at another token. Blocks with whitening or a mixer in place of
-            attention, and those of encoder–decoders, are proved at every token all the same. False proves only the
+            overlooks an error with a probability of 1e-7. ``"sample"`` compares every block at up to 8 tokens of each
+            prompt, including the last (``proof.positions`` of the pass): this detects a part that is read wrongly,
+            but not an activation that was changed at another token. Blocks with whitening or a mixer in place of
+            attention, and those of encoder–decoders, are still compared at every token. False compares only the
             first block of each kind, at the same tokens.
-        tolerance: largest relative error that a block may show in its output, and every head, neuron and sublayer in
-            what it gives; None takes `TOLERANCE` for the model's dtype.
-        strict: whether a sum that is further from the model's number than its proof allows (`allowed_gap` of the
-            pass) raises `NumericalError` instead of a `GapWarning`.
-        query: positions whose logits will be asked for, as in `FrozenOperator.target`. Before a logit is explained it
-            is compared with the model's own at that position: of this run at each prompt's last token, at these
-            positions, and of a masked language model at the first token and at every mask; at any other, by one more
-            run when it is first asked for.
+        tolerance: the largest relative error allowed in a block's output, and in the output of every head, neuron and
+            sublayer; None takes `TOLERANCE` for the model's dtype.
+        strict: whether a sum that differs from the model's number by more than the proof allows (`allowed_gap` of
+            the pass) raises `NumericalError` instead of a `GapWarning`.
+        query: positions whose logits you will explain, as in `FrozenOperator.target`. Before a logit is explained it
+            is compared with the model's own at that position. This run provides the logits at each prompt's last
+            token, at these positions, and in a masked language model at the first token and at every mask; any other
+            position takes one more run, the first time that it is explained.
 
     Raises:
-        InvalidInputError: an input that is empty, longer than the context or outside the vocabulary, or shapes that
+        InvalidInputError: an input that is empty, longer than the context or outside the vocabulary; shapes that
             differ; a model in train mode whose dropout is active; a cache of another prompt, other weights or other
             hooks.
-        FrozenModelError: inside ``with frozen.attached()``, where the run would not be the model's own.
+        FrozenModelError: inside ``with frozen.attached()``, when the run would not be the model's own.
         UnsupportedModelError: the model has a part that no known map reproduces, a block's proof fails, or its blocks
             run in a loop.
         NumericalError: NaN or Inf in an activation.
 
-    Warns (`UntrainedWarning`) where the model's checkpoint lacks weights of its embeddings or blocks.
+    Warns (`UntrainedWarning`) if the model's checkpoint lacks weights of its embeddings or blocks.
 
     >>> frozen = tlens.freeze(model, ["Return the value.", "Return the"])
     >>> frozen.tokens.shape, frozen.mask.sum(1)

@@ -50,15 +50,14 @@ from tensorlens_tl.passes.proof import LogitsCheck, Proof, logits_error
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FrozenPass(Linearisation):
-    """One forward pass, held fixed; `freeze` returns one.
+    """One frozen forward pass, as `freeze` returns it: activations, the maps of its blocks, and their proof.
 
-    A value: it is composed of a capture, the maps of its blocks, and their proof. Its methods change nothing but
-    caches.
+    It is immutable: its methods change nothing but caches.
 
     Attributes:
         maps: the parts of every block as maps; ``maps.capture`` has the activations.
-        proof: how each block is put together, and how far its map is from the model.
-        strict: whether a sum that is further from its total than `allowed_gap` is an error instead of a warning.
+        proof: how each block is composed, and the error of its map.
+        strict: whether a sum that misses its total by more than `allowed_gap` is an error instead of a warning.
 
     >>> frozen.operator().target(" value").gap.max() < 1e-4
     tensor(True)
@@ -305,15 +304,15 @@ class FrozenPass(Linearisation):
         final_norm: bool | None = None,
         rule: FrozenRule = "frozen",
     ) -> FrozenOperator:
-        """The frozen pass as one affine map, from ``blocks.0`` input to the final norm's output (or the last block's).
+        """Return the pass as an affine map from the first block's input to the output of the final norm or last block.
 
         Args:
             layers: a contiguous range; one that ends at the last layer includes the final norm.
-            heads: layer → heads of self-attention to keep. Unnamed layers keep all. A dropped head drops its b_V share;
-                b_O stays.
-            mlp: False leaves every MLP out, a collection of layers keeps only theirs.
-            final_norm: False ends at the last block's output; True is refused where the layers end before it.
-            rule: what stands for activations, one of `tlens.FROZEN_RULES` (see `tensorlens_tl.models.activations`).
+            heads: for each layer, the heads of self-attention to keep; other layers keep all. Leaving out a head also
+                leaves out its share of b_V, but not b_O.
+            mlp: False leaves out every MLP; a collection of layers keeps only theirs.
+            final_norm: False ends at the last block's output; True is an error if the layers end earlier.
+            rule: how activations are replaced, one of `tlens.FROZEN_RULES` (see `tensorlens_tl.models.activations`).
 
         >>> op = frozen.operator()
         >>> torch.allclose(op(op.x), frozen.output, atol=1e-4)

@@ -64,25 +64,25 @@ class Attribution(Explained, QueryScores):
     `top`, `show` and `plot` take `batch` and `query`; `plot` also `values`, which writes numbers into a heat map.
 
     Attributes:
-        scores: `[batch, query, key]` unless `axes` says otherwise: what source token `key` gave to `query`.
+        scores: `[batch, query, key]` unless `axes` says otherwise: what source token `key` adds at `query`.
         tokens: readable tokens, one list per prompt.
         queries: the positions of the query axis, `[batch, query]`.
         mask: True at real tokens, `[batch, pos]`; padding has zero scores.
         axes: names of the axes of `scores`.
         layers: the method's local map per layer, `[layer, batch, query, key]`, if it has one.
-        bias: what no source token explains, `[batch, query]`.
-        total: what scores and bias sum to where `additive`, `[batch, query]`.
+        bias: the part of the total that no source token explains, `[batch, query]`.
+        total: what scores and bias sum to if `additive`, `[batch, query]`.
         gap: measured abs(Σ scores + bias − total) / (Σ abs(scores) + abs(bias)), `[batch, query]`.
         stderr: standard error of estimated scores.
         additive: whether scores and bias sum to `total`.
-        sides: an encoder–decoder's side of each token, ``"encoder"`` or ``"decoder"`` (``""`` for what is no token),
-            one list per prompt; None for other models.
+        sides: an encoder–decoder's side of each token, ``"encoder"`` or ``"decoder"`` (``""`` for entries that are not
+            tokens), one list per prompt; None for other models.
         word_starts: which tokens begin a word, for `merge_words`; None reads it from white space.
         image: what an image model's patches tile, `[batch, channel, height, width]`.
         target: what the scores explain.
         method, options: how they were computed.
         provenance: model name, class, TransformerLens version, weight processing, dtype, user-installed hooks.
-        special: positions of special tokens, such as BOS, one list per prompt; None where no tokenizer names them.
+        special: positions of special tokens, such as BOS, one list per prompt; None if no tokenizer names them.
         left_out: positions that `without` hides from pictures, tables and shares, one list per prompt.
     """
 

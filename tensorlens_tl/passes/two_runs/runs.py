@@ -275,30 +275,30 @@ def _of_both(first: str, second: str) -> str:
 def difference(a: PassLike, b: PassLike) -> Difference:
     """The exact difference of two runs, proved block by block.
 
-    Nothing is held but the routing of experts: which of them are chosen is no linear function of what enters, so that a
-    changed routing is a constant by itself, with the name ``"L{layer}.routing"``. Where both runs are the same, the map
-    is the model's Jacobian, with the routing held.
+    Nothing is frozen but the routing of experts: their choice is not a linear function of the input, so a changed
+    routing is a separate constant, named ``"L{layer}.routing"``. If both runs are the same, the map is the model's
+    Jacobian, with the routing fixed.
 
-    What a hook added to the stream of one run and not of the other, or a patch put in its place, is a constant with the
-    name of the hook point: of a patch what it put there less what it replaced, so that what differs before it passes.
+    A vector that a hook adds to the stream of one run only is a constant, named after the hook point. So is a patch:
+    its constant is the patched value minus the value that it replaced, so that earlier differences still pass.
 
     The runs are of one model, or of two models of one architecture (base and fine-tuned, two checkpoints, with and
-    without an adapter). Position by position they must match: as many prompts, of the same lengths.
+    without an adapter). They must match position by position: the same number of prompts, of the same lengths.
 
     Args:
-        a: the run whose numbers count as they are.
-        b: the run that is subtracted.
+        a: the first run.
+        b: the second run; the difference is a − b.
 
     Returns:
-        The difference a − b: a linear map of the difference of the residual streams that enter, whose constants are
-        what else differs. ``tlens.attribute(difference, target)`` has a score for each token.
+        The difference a − b: a linear map of the difference of the input streams, with constants for everything else
+        that differs. ``tlens.attribute(difference, target)`` has a score for each token.
 
     Raises:
-        InvalidInputError: no frozen passes; other numbers, lengths or padding of prompts; other architectures or
-            vocabularies.
-        UnsupportedModelError: a part whose response to another input is not read (scores that are not read), or a block
-            that the map does not reproduce.
-        FrozenModelError: a model is no longer that of its run.
+        InvalidInputError: not two frozen passes; prompts that differ in number, length or padding; different
+            architectures or vocabularies.
+        UnsupportedModelError: a part whose response to another input cannot be read (such as attention scores), or a
+            block that the map does not reproduce.
+        FrozenModelError: a model changed after its run.
 
     >>> other = tlens.freeze(model, text.replace("red", "blue"))
     >>> change = tlens.attribute(tlens.difference(frozen, other), " value")
