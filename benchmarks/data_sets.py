@@ -190,9 +190,10 @@ def in_turn(candidates: dict[str, str], folder: Path, count: int) -> dict[str, d
 def data_sets() -> Lines:
     """## Rows of a data set: how many a second, and how much memory
 
-    2,000 rows of held-out text, 16 to 79 tokens long, on the bundled model; and 200 of them on a random GPT-2 of its
-    shape, beside inseq. Each candidate has processes of its own, in turn; model and libraries are loaded before. Memory is
-    what the work adds to them, and how much more its second half needed at most than its first.
+    2,000 rows of held-out text, 16 to 79 tokens long, on the bundled model, and 200 of them on a random GPT-2 of its
+    shape, compared with inseq. Candidates take turns, each in separate processes that have already loaded the model and
+    the libraries. Memory is what the work adds to the process, and by how much the peak of its second half exceeds that
+    of its first.
     """
     if not Path("/proc/self/statm").is_file():
         yield "Not measured: resident memory is read from /proc."

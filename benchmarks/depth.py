@@ -123,9 +123,10 @@ def in_forwards(times: Times) -> Times:
 def depths() -> Lines:
     """## Questions about deep models, in forwards
 
-    Llamas with random weights and SmolLM2 135M (30 layers), each loaded from a folder; two prompts of 15 tokens, one
-    thread, processor time, forwards of the bare Hugging Face model in the same run, its logits included. A graph of a
-    difference includes the difference. `python benchmarks/depth.py OTHER` measures another checkout in turn.
+    Llamas with random weights and SmolLM2 135M (30 layers), each loaded from a folder, explain two prompts of 15
+    tokens. Processor time on one thread, in forward passes of the bare Hugging Face model in the same run, including
+    its logits. A graph of a difference includes the difference. `python benchmarks/depth.py OTHER` alternates with
+    another checkout.
     """
     costs = in_forwards(in_turn(__file__, processes=PROCESSES)[0])
     models = dict.fromkeys(name.partition("/")[0] for name in costs)

@@ -66,8 +66,9 @@ def ratios(times: dict[str, float]) -> dict[str, float]:
 def differences() -> Lines:
     """## The difference of two runs, in forwards
 
-    Six blocks of GPT-2 small's shape, two prompts of 128 tokens, one thread, processor time. Edges and nodes by
-    "difference" build and prove it each time. `python benchmarks/difference.py OTHER` measures another checkout in turn.
+    Processor time on one thread, for six blocks of GPT-2 small's shape and two prompts of 128 tokens. Edges and nodes
+    by "difference" include building and proving the difference. `python benchmarks/difference.py OTHER` alternates with
+    another checkout.
     """
     yield table("what", "forwards")
     for name, value in ratios(in_turn(__file__, processes=PROCESSES)[0]).items():

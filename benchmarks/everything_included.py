@@ -143,8 +143,9 @@ def in_forwards(times: Times) -> Times:
 def everything_included() -> Lines:
     """## Freezing, questions, generated text and rows from token ids to scores, in forwards
 
-    One thread, processor time, forwards of the bare Hugging Face body in the same run; of rows, of the plain model over
-    the same batches. `python benchmarks/everything_included.py OTHER` measures another checkout in turn.
+    Processor time on one thread, in forward passes of the bare Hugging Face model body in the same run; rows are
+    relative to the plain model over the same batches. `python benchmarks/everything_included.py OTHER` alternates with
+    another checkout.
     """
     yield table("model and input", "what", "forwards")
     for label, value in in_forwards(in_turn(__file__, processes=PROCESSES)[0]).items():

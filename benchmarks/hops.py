@@ -14,8 +14,8 @@ from tensorlens_tl.testing import Allocations
 def generated() -> Lines:
     """## Generated text: 96 tokens of prompt, 32 generated, in forwards
 
-    What freezing the whole text does not include. "Matrix" is divided by the 32 tokens: in forwards per token. Hops are counted from the matrix, which
-    they need once.
+    Costs in addition to freezing the whole text. "Matrix" is divided by the 32 tokens. The cost of hops starts from the
+    matrix, which they need once.
     """
     from tensorlens_tl.generation import freeze_generation
 
@@ -51,8 +51,10 @@ def generated() -> Lines:
 def flashtrace() -> Lines:
     """## Generated text beside FlashTrace
 
-    One span of 32 generated tokens after 96, both from token ids to scores, the same random Llama of 160M parameters, float32. Conservation error: of FlashTrace, how far what lands
-    on the prompt and what is left on generated tokens after its hops are from what it began with, its own scores at hop 0; of ours, how far scores and bias are from the model's logits.
+    Both explain one span of 32 generated tokens after a prompt of 96, from token ids to scores, on the same random
+    Llama of 160M parameters in float32. The conservation error of FlashTrace is how far its scores after the hops, on
+    the prompt and on generated tokens, are from its scores at hop 0. Ours is how far scores and bias are from the
+    model's logits.
     """
     try:
         from flashtrace.core import compute_ifr_sentence_aggregate, compute_multi_hop_ifr
@@ -97,8 +99,9 @@ def flashtrace() -> Lines:
 def routes() -> Lines:
     """## Information flow routes of all queries, 128 tokens, in forwards
 
-    From token ids to scores, freezing and proof included, the same random Llama of 160M parameters, float32, one thread. FlashTrace adds up attention's edges over layers, as
-    `aggregate="sum"` does; the product follows them to the input tokens. "Difference" is the largest one from FlashTrace's scores, in shares of its largest score.
+    From token ids to scores, including freezing and proof, on the same random Llama of 160M parameters in float32, on
+    one thread. FlashTrace adds up attention's edges over layers, as `aggregate="sum"` does; the product follows them to
+    the input tokens. "Difference" is the largest difference from FlashTrace's scores, as a share of its largest score.
     """
     try:
         from flashtrace.core import compute_ifr_for_all_positions

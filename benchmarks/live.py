@@ -70,8 +70,9 @@ def changes(shape: str, question: str) -> int:
 def live_changes() -> Lines:
     """## The live model with something changed, in forwards
 
-    64 tokens, one thread, processor time, forwards of the blocks in the same run; the pass is frozen before. Each change
-    by itself would take one forward and more: `python benchmarks/live.py OTHER` measures another checkout in turn.
+    Processor time for 64 tokens on one thread, in forward passes of the blocks in the same run, with the pass already
+    frozen. Without sharing, each change would take at least one forward pass. `python benchmarks/live.py OTHER`
+    alternates with another checkout.
     """
     yield table("shape", "question", "changes", "forwards", "forwards ÷ changes")
     for name, value in forwards(in_turn(__file__)[0]).items():

@@ -40,9 +40,10 @@ def frozen_output(frozen: Any, shape: Shape) -> Callable[[torch.Tensor], torch.T
 def norm_slice() -> Lines:
     """## Exact norm slice of one query, 64 tokens
 
-    Shares are of the rate of one large matrix product in the same run. "Pull" is a plain pull of every position, on whose
-    operations the share counts; "slice" is `op.norm()`, which leaves dead positions out. Autograd differentiates the
-    hook-frozen model in batches of rows; its best batch size is taken. 48 of the 768 rows are timed, as all are linear in them.
+    Shares are relative to the speed of one large matrix product in the same run. "Pull" is a plain pull of every
+    position, and its share counts those operations; "slice" is `op.norm()`, which skips positions that contribute
+    nothing. Autograd differentiates the model frozen by hooks in batches of rows, with the best batch size. We time 48
+    of the 768 rows, because all times are linear in the number of rows.
     """
     yield table(
         "shape",
@@ -110,7 +111,8 @@ def norm_slice() -> Lines:
 def jacobians() -> Lines:
     """## The same slice with torch.func.jacrev, the paper's own way (Appendix C)
 
-    Four layers of GPT-2 small's shape, 64 tokens, all 768 rows. Peak memory of tensors that the call allocates.
+    Measured on four layers of GPT-2 small's shape, 64 tokens and all 768 rows. The peak counts the tensors that the
+    call allocates.
     """
     torch.set_num_threads(THREADS[-1])
     shape = gpt2_small(layers=4)
@@ -139,8 +141,8 @@ def jacobians() -> Lines:
 def probes() -> Lines:
     """## Norm by random probes, bundled model, 64 tokens of held-out text
 
-    Over 100 seeds and all source tokens of the last query: relative error of the norm, and how often the stated 95 % interval
-    holds the exact one.
+    The table has the relative error of the norm, and how often the stated 95 % interval contains the exact norm, over
+    100 seeds and all source tokens of the last query.
     """
     torch.set_num_threads(THREADS[-1])
     shape = bundled()
@@ -160,8 +162,8 @@ def probes() -> Lines:
 def bounded() -> Lines:
     """## Bounded memory
 
-    Peak bytes allocated beyond the result ÷ the bound, `op.norm()` of one query and `op.contributions()` of all;
-    two layers of GPT-2 small's shape, 128 tokens.
+    Peak bytes allocated beyond the result, divided by the bound, for `op.norm()` of one query and `op.contributions()`
+    of all queries; two layers of GPT-2 small's shape, 128 tokens.
     """
     torch.set_num_threads(THREADS[-1])
     shape = gpt2_small(layers=2)

@@ -178,10 +178,11 @@ def process(place: str, folder: Path, rounds: int) -> dict[str, Any]:
 def offloaded() -> Lines:
     """## A model on disk beside the same in memory
 
-    A Llama-like model of 16 layers with 3.4 GB of weights, 32 tokens; whole on disk but for its unembedding, or in
-    memory, each in a process of its own. "Cold" is with the file not in the system's cache at first. Memory is what all
-    of this adds to the process at most, the captured activations included and the pages of the file not. Processes run
-    with `MALLOC_MMAP_THRESHOLD_=1000000`, as glibc would keep some of what was freed.
+    A Llama-like model of 16 layers with 3.4 GB of weights explains 32 tokens. The weights are on disk except for the
+    unembedding, or in memory; each case runs in a separate process. "Cold" means that the system has not cached the
+    file at first. Memory is the peak that all these calls add to the process, including captured activations but not
+    the pages of the file. Processes run with `MALLOC_MMAP_THRESHOLD_=1000000`, because glibc would otherwise keep some
+    freed memory.
     """
     if not Path("/proc/self/status").is_file() or not hasattr(os, "posix_fadvise"):
         yield "Not measured: memory is read from /proc, and files are dropped from the cache as Linux does it."

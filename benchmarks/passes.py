@@ -16,8 +16,8 @@ from tensorlens_tl.testing import Allocations
 def costs() -> Lines:
     """## Freezing and target maps, in forwards
 
-    "All queries" is divided by the number of tokens: in forwards per token. The target's logits are compared
-    with those of the freezing run; at another position, once, by one more run ("logits" is that run).
+    "All queries" is the cost of explaining all queries, divided by the number of tokens. "Logits" is the extra
+    run that checks the target's logit, if its position was not compared during freezing.
     """
     yield table(
         "shape",
@@ -80,8 +80,8 @@ def costs() -> Lines:
 def batches_of_prompts() -> Lines:
     """## Batches of prompts, per token
 
-    Freezing and one target of each prompt of 64 tokens, on one thread: the time for a token divided by that of a single
-    prompt. Below 1, a batch is faster.
+    The time per token to freeze prompts of 64 tokens and explain one target of each, on one thread, divided by that for a
+    single prompt. Below 1, a batch is faster.
     """
     yield table("shape", "proof", *(f"batch {size}" for size in (1, 8, 32)), "8 padded prompts")
     torch.set_num_threads(1)
@@ -106,7 +106,7 @@ def batches_of_prompts() -> Lines:
 def batches() -> Lines:
     """## Many short prompts in one pass, GPT-2 small
 
-    Per token, in units of one prompt of 256 tokens.
+    The time per token, relative to one prompt of 256 tokens.
     """
     torch.set_num_threads(THREADS[-1])
     shape = gpt2_small()
@@ -136,7 +136,7 @@ def batches() -> Lines:
 def experts() -> Lines:
     """## Mixtures of experts, in forwards
 
-    Two experts for each token; the model's own forward goes through those only.
+    Each token uses two experts, and the model's own forward pass runs only those.
     """
     yield table(
         "shape", "threads", "tokens", "forward, ms", "its share of the product rate", "freeze", "target", "In+Out"
@@ -162,8 +162,9 @@ def experts() -> Lines:
 def growth() -> Lines:
     """## How cost grows with the prompt, GPT-2 small
 
-    A target map is linear in tokens but for the attention products, all queries quadratic (half of the work is
-    spared, as what comes after the query gives nothing). Times are divided by those of 32 tokens.
+    The cost of one target is linear in the number of tokens, except for the attention products. The cost of all queries is
+    quadratic (half of the work is skipped, because tokens after the query contribute nothing). Times are also given
+    relative to those of 32 tokens.
     """
     torch.set_num_threads(THREADS[-1])
     shape = gpt2_small()
@@ -181,9 +182,9 @@ def growth() -> Lines:
 def long_prompts() -> Lines:
     """## Long prompts
 
-    Bytes in MiB, counted as tensors are allocated: what a plain forward allocates at most, what a pass keeps, the most
-    that freezing (without the plain forward's weights) and a target allocate, and what one layer's pattern takes. Times
-    of a target in forwards. Rows whose patterns alone would exceed 4 GiB are left out.
+    Memory in MiB, counted as tensors are allocated: the size of one layer's pattern, the peak of a plain forward pass, the
+    size of a pass, and the peaks of freezing (without the model's weights) and of a target. The last two columns are
+    times in forward passes. Rows whose patterns alone would exceed 4 GiB are left out.
     """
     torch.set_num_threads(THREADS[-1])
     yield table(

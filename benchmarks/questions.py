@@ -19,7 +19,8 @@ from tensorlens_tl.testing import Allocations
 def methods() -> Lines:
     """## Methods at BERT-base size, 64 tokens, freezing and proof included
 
-    In forwards of the plain encoder in the same run; peak memory of tensors allocated beyond the model's own.
+    Times are in forward passes of the plain encoder in the same run. The peak counts the tensors allocated beyond the
+    model's own.
     """
     torch.set_num_threads(THREADS[-1])
     shape = bert_base()
@@ -42,7 +43,8 @@ def methods() -> Lines:
 def perturbing() -> Lines:
     """## Methods that run the live model, 64 tokens, one thread
 
-    In forwards of the plain blocks in the same run, the pass frozen before; "÷ token" of that divided by the tokens.
+    Times are in forward passes through the plain blocks in the same run, with the pass already frozen; "÷ token"
+    divides them by the number of tokens.
     """
     torch.set_num_threads(1)
     yield table("shape", "method", "forwards", "÷ token", "seconds", "peak, MB")
@@ -67,7 +69,8 @@ def perturbing() -> Lines:
 def rules() -> Lines:
     """## Backward rules, 64 tokens
 
-    Of a pass that is frozen already: one query, and the last 16 together, per query; in forwards of the plain model in the same run.
+    The pass is already frozen. Times are per query, for one query and for the last 16 together, in forward passes of
+    the plain model in the same run.
     """
     torch.set_num_threads(THREADS[0])
     yield table("shape", "method", "one query, forwards", "16 queries, forwards each")
@@ -101,7 +104,7 @@ def rules() -> Lines:
 def composition() -> Lines:
     """## Composition scores of all pairs of heads, GPT-2 small's shape
 
-    Beside TransformerLens' own `all_composition_scores` on the same weights.
+    TransformerLens' own `all_composition_scores` ran on the same weights.
     """
     torch.set_num_threads(THREADS[-1])
     shape = gpt2_small()
@@ -160,8 +163,9 @@ def graphs() -> Lines:
 def clicks() -> Lines:
     """## From a click in a contribution graph to the picture, in milliseconds
 
-    Chromium without a window, a page of the bundled model's graph with neurons and source tokens. From the click's dispatch to the
-    second frame after it (at 60 frames a second two frames are 33 ms by themselves), and the script's own part; medians and largest of 30 nodes.
+    Headless Chromium shows a graph of the bundled model with neurons and source tokens. Times run from the click to the
+    second frame after it (at 60 frames a second, two frames alone take 33 ms); the script's own part is separate. The
+    table has medians and maxima over 30 nodes.
     """
     try:
         browser = chromium()

@@ -15,7 +15,8 @@ from tensorlens_tl.testing import Allocations
 def scans() -> Lines:
     """## Whitening's scan, in scans of one position after the other
 
-    Forward and backward, gradients of both inputs; the sequential one is differentiated by autograd. Without gradients, each way by itself.
+    Times are for forward and backward passes with gradients of both inputs, where autograd differentiates the
+    sequential scan, and for each direction alone without gradients.
     """
     from tensorlens_tl.algebra import recursion
 
@@ -52,8 +53,9 @@ def scans() -> Lines:
 def selective() -> Lines:
     """## Scans of state-space layers, by the number of positions
 
-    A push and a pull of one row and of 16, by position, in those of 64 positions: linear growth is 1. Peak memory beyond the result, in vectors
-    of all rows. The widths of Mamba 130M (1,536 channels, 16 states) and of Mamba 2 130M (24 heads of 64 channels, 128 states).
+    Time per position of a push and a pull, of one row and of 16, relative to 64 positions, so that 1 means linear
+    growth. Peak memory beyond the result is in vectors of all rows. The widths are those of Mamba 130M (1,536 channels,
+    16 states) and Mamba 2 130M (24 heads of 64 channels, 128 states).
     """
     from tensorlens_tl.algebra import SelectiveScan
 
@@ -86,8 +88,9 @@ def selective() -> Lines:
 def whitened() -> Lines:
     """## Whitened models, in times of the same model without
 
-    A step is forward, backward and AdamW, over 16 rows of 128 tokens (GPT-2 small's shape: 4 layers, 1 row). The whitened model holds twice
-    d_model² more weights a block. Freezing and target maps are of 64 tokens, whitening started at the identity.
+    A step is a forward pass, a backward pass and an update by AdamW, over 16 rows of 128 tokens (at GPT-2 small's
+    shape: 4 layers, 1 row). The whitened model has twice d_model² more weights per block. Freezing and target maps use
+    64 tokens, with whitening initialised to the identity.
     """
     yield table("shape", "threads", "parameters", "training step", "forward", "freeze", "target")
     for threads in THREADS:

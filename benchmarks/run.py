@@ -1,8 +1,8 @@
 """Measure, and write `RESULTS.md`: every figure is a ratio within one run.
 
-Candidates are interleaved and minima taken, because the machines are noisy. A run whose plain forward falls below 40 % of
-the matrix-product rate measured beside it is repeated once; where it is slow again, the row is discarded and says so.
-"Forward" means the blocks only, of the plain model without hooks.
+The machines are noisy, so candidates take turns and the shortest time counts. If a run's plain forward pass is below 40 %
+of the speed of a matrix product in the same run, the run is repeated once; if it is slow again, its row is discarded.
+"Forward" is a forward pass through the blocks of the plain model, without hooks.
 
     make bench                                # all sections, about an hour on two cores
     python benchmarks/run.py costs probes     # some of them; the others stay as they are
@@ -41,7 +41,8 @@ from timing import interleaved
 def imports() -> Lines:
     """## Import time, in imports of TransformerLens
 
-    Fresh interpreters, minima of five. The first result is freezing and attributing one sentence on the bundled model, after both imports.
+    Each time is the minimum over five fresh interpreters. The first result freezes and explains one sentence on the
+    bundled model, after both imports.
     """
     first = "tlens.attribute(tlens.freeze(tlens.load_demo_model(), 'Return the value of the'))"
     code = {

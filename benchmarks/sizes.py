@@ -72,10 +72,10 @@ def megabytes(tensors: Iterable[torch.Tensor]) -> float:
 def sizes() -> Lines:
     """## In seconds and megabytes
 
-    Llama-like models with random weights in float32 on this CPU, all cores: one run of each, the first with what a
-    question computes once. "A forward" is the model's own, through its hook points; "freeze" has the proof. Two prompts
-    were frozen before they are compared. "Kept" is what one pass stores; "at most" is what all of this adds to the
-    weights, two passes included.
+    Llama-like models with random weights in float32 on this CPU, with all cores. Each call runs once, so the times
+    include what a model's first call computes. "A forward" is the model's own forward pass through its hook points;
+    "freeze" includes the proof. Both prompts are frozen before they are compared. "Kept" is the size of one pass; "at
+    most" is the peak memory of all these calls on top of the weights, including two passes.
     """
     if not Path("/proc/self/status").is_file():
         yield "Not measured: memory is read from Linux' /proc."
