@@ -5,6 +5,7 @@ import torch
 
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
+from tensorlens_tl.circuits.compare import patched_at
 from tensorlens_tl.explorer import Explorer, Session
 
 pytest.importorskip("tensorlens_tl.explorer.server", exc_type=ImportError)
@@ -88,9 +89,53 @@ def test_two_models_are_compared_on_one_image(digits, pixels):
     assert abs(view["total"]) > 1e-3
 
 
+# ------------------------------------------------------------------ drawn nodes, patched live
+
+
+def test_drawn_nodes_are_patched_live_beside_what_the_difference_finds(model):
+    session = Session(model)
+    fields = {"text": PROMPT, "other": OTHER, "nodes": 20}
+    view = session.view("measured", fields)
+    result = session.last
+    frozen, other = (tlens.freeze(model, text) for text in (PROMPT, OTHER))
+    prompt = session.view("prompt", fields)
+    aim = {"target": prompt["target"]["id"], "minus": prompt["minus"]["id"]}
+    patched, found = (
+        circuits.patch_scores(frozen, other, **aim, method=method, positions=True)
+        for method in ("patching", "difference")
+    )
+    for row in view["rows"]:
+        at = patched.names.index(row["name"])
+        assert row["live"] == pytest.approx(float(patched.keys[0, 0, at, row["at"]]), abs=1e-4)
+        at = found.names.index(row["name"])
+        assert row["found"] == pytest.approx(float(found.keys[0, 0, at, row["at"]]), abs=1e-5)
+    drawn = [
+        node for node in session.view("graph", fields)["nodes"] if node["kind"] not in ("target", "others", "bias")
+    ]
+    assert sorted(key for row in view["rows"] for key in row["nodes"]) == sorted(
+        f"{node['name']}@{node['pos']}" for node in drawn
+    )
+    weights = {f"{node['name']}@{node['pos']}": node["weight"] for node in drawn}
+    whole = [row for row in view["rows"] if row["name"].startswith("MLP")]
+    assert [row["found"] for row in whole] == pytest.approx([weights[row["nodes"][0]] for row in whole], abs=1e-4)
+    assert whole
+    assert any(row["nodes"][0] != f"{row['name']}@{row['at']}" for row in view["rows"])  # a head by what it reads
+    again = run_code(view, model=model)
+    assert again.names == result.names
+    assert torch.allclose(again.scores, result.scores, atol=1e-5)
+
+
+@pytest.mark.parametrize("node", ["L9H0@3", "L1H0", "L1H0@99", "L1H0@x", "L1H0@-99", "", "MLP1.N3@2"])
+def test_a_node_that_is_none_is_refused(model, node):
+    frozen, other = (tlens.freeze(model, text) for text in (PROMPT, OTHER))
+    with pytest.raises(tlens.InvalidInputError, match="is no node at a position"):
+        patched_at(frozen, other, nodes=["MLP2@-1", node])
+
+
 @pytest.mark.parametrize(
     ("view", "fields", "message"),
     [
+        ("measured", {"text": PROMPT}, "measured nodes are of two runs"),
         ("tokens", {"other_image": "2", "text": "If"}, "choose the first image, too"),
         ("tokens", {"image": "2", "other": "If"}, "send other_image to compare two images"),
         ("tokens", {"image": "2", "other_image": "99"}, "not here any more"),
@@ -204,6 +249,36 @@ def test_a_comparison_says_what_it_does_not_show(browser, opened):
     load(browser, opened, text=PROMPT)
     assert one(browser, "#new").is_enabled()
     assert "comparison" not in one(browser, "#foot").text
+
+
+def test_the_graph_is_marked_with_what_the_live_model_loses(browser, opened, model):
+    load(browser, opened, text=PROMPT, other=OTHER, nodes=20)
+    wait(browser, lambda: several(browser, ".graph .t"))
+    assert not several(browser, ".measured")
+    one(browser, "#measure").click()
+    wait(browser, lambda: several(browser, ".measured .matrix"))
+    settled(browser)
+    rows = opened._session.view("measured", {"text": PROMPT, "other": OTHER, "nodes": 20})["rows"]
+    shown = [float(value.get_attribute("title")) for value in several(browser, ".measured .matrix button")]
+    assert shown == pytest.approx([row[column] for row in rows for column in ("found", "live")], rel=1e-4, abs=1e-6)
+    lost = {key: row["live"] for row in rows for key in row["nodes"]}
+    most = max(map(abs, lost.values()))
+    outline = (
+        "return [...document.querySelectorAll('.graph .t')].map((t) => [t.dataset.node, t.ariaLabel,"
+        "Number(t.querySelector('rect:not(.ground)').getAttribute('stroke-width'))])"
+    )
+    for key, said, width in browser.execute_script(outline):
+        assert (key in lost) == ("; patched live: " in said)
+        if key in lost:
+            assert width == pytest.approx(1.5 + 2.5 * abs(lost[key]) / most, rel=1e-3)
+    several(browser, ".measured .matrix button")[1].click()
+    wait(browser, lambda: several(browser, f'.graph [data-node="{rows[0]["nodes"][0]}"][aria-pressed=true]'))
+    settled(browser)
+    assert "lost when patched live" in one(browser, ".graph .side").text
+    one(browser, "#measure").click()
+    wait(browser, lambda: not several(browser, ".measured"))
+    settled(browser)
+    wait(browser, lambda: not any("patched live" in said for _, said, _ in browser.execute_script(outline)))
 
 
 def test_the_page_compares_two_images(browser, opened_digits, session, pixels, tmp_path):

@@ -925,6 +925,53 @@ def patch_scores(
     return Terms(names=names, scores=scores, keys=keys, **_fields(comparison, patched))
 
 
+@one_question
+def patched_at(
+    clean: PassLike,
+    corrupted: PassLike,
+    target: TokenLike = None,
+    minus: TokenLike = None,
+    *,
+    nodes: Sequence[str],
+    query: Query = -1,
+    memory: Memory = None,
+) -> Terms:
+    """What the target loses live when single nodes at single positions get their corrupted values: a run for each.
+
+    Args:
+        clean, corrupted, target, minus, query, memory: as in `patch_scores`.
+        nodes: such as ``["L1H0@3", "MLP2@-1", "embed@0"]``; -1 is the last position.
+
+    Raises:
+        InvalidInputError: no such node, or no such position; and what `patch_scores` refuses of ``"patching"``.
+        UnsupportedModelError: a part of the model that no hook reaches.
+
+    >>> from tensorlens_tl.circuits.compare import patched_at
+    >>> corrupted = tlens.freeze(model, text.replace("red", "blue"))
+    >>> patched_at(frozen, corrupted, " value", nodes=["L1H0@-1", "MLP2@-1"]).names
+    ['L1H0@-1', 'MLP2@-1']
+    """
+    comparison = _Comparison.of(
+        clean, corrupted, target, minus, direction=None, query=query, method="patching", rule=None, steps=1,
+        points="midpoint",
+    )  # fmt: skip
+    live, other = _live_nodes(comparison, "head")
+    names = [node.name for node in live.nodes]
+    length = live.frozen.tokens.shape[1]
+    at: dict[str, list[NodeChange]] = {}
+    for change, column in zip(*_at_positions(live), strict=True):
+        for position in (column % length, column % length - length):
+            at.setdefault(f"{names[column // length]}@{position}", []).append(change)
+    wrong = next((node for node in nodes if node not in at), None)
+    if wrong is not None or not nodes:
+        raise InvalidInputError(
+            f"nodes: {wrong!r} is no node at a position, such as 'L1H0@3'; this model has {', '.join(names[:3])}, …, "
+            f"{names[-1]} at positions 0 to {length - 1}."
+        )
+    lost = live.live.losses([at[node] for node in nodes], other, memory, "patches")
+    return Terms(names=[*nodes], scores=lost, **_fields(comparison, "clean"))
+
+
 def _fields(comparison: _Comparison, patched: Patched) -> dict[str, Any]:
     """What a result says of its target: which run is patched, and the number that is compared."""
     readout, (clean, corrupted) = comparison.readout, comparison.numbers

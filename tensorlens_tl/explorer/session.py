@@ -4,6 +4,7 @@ Every number is a sum that the library gives, with its `gap`. Positions are coun
 prompt. Nothing here knows of the web.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tensorlens_tl.circuits import Features, full_ov
+from tensorlens_tl.circuits import Features, full_ov, patch_scores
+from tensorlens_tl.circuits.compare import patched_at
 from tensorlens_tl.circuits.effects import Ablation
 from tensorlens_tl.drawing.marks import short
 from tensorlens_tl.errors import FrozenModelError, InvalidInputError, TensorLensError
@@ -25,7 +27,7 @@ from tensorlens_tl.passes import Difference, FrozenPass, one_check
 from tensorlens_tl.passes.inputs import Prompt
 from tensorlens_tl.passes.target import token_label
 from tensorlens_tl.registry import DEFAULT, Method, get_method, list_methods, list_rules
-from tensorlens_tl.results import COVERED, SHOWN_EDGES, Terms
+from tensorlens_tl.results import COVERED, SHOWN_EDGES, ContributionGraph, Terms
 
 View = dict[str, Any]
 
@@ -267,10 +269,7 @@ def graph_view(inquiry: Inquiry) -> View:
 
     All else is nodes of kind ``"others"``, by layers: what enters any node is its edges and its bias.
     """
-    count = inquiry.question.nodes
-    share = COVERED if count is None else min(count, MOST_NODES)
-    options = {**inquiry.aim, **inquiry.rule}
-    chosen = inquiry.result(inquiry.run, "circuits.contribution_graph", **options, nodes=share, threshold=0)
+    chosen = _graph(inquiry)
     graph = chosen.with_others()
     columns = ["name", "kind", "layer", "pos", "token", "weight", "bias"]
     rows = zip(*(graph.nodes[column].tolist() for column in columns), strict=True)
@@ -288,6 +287,52 @@ def graph_view(inquiry: Inquiry) -> View:
         "coverage": chosen.coverage,
         "covered": chosen.coverage >= COVERED,
     }
+
+
+def _graph(inquiry: Inquiry) -> ContributionGraph:
+    """The nodes that are drawn."""
+    count = inquiry.question.nodes
+    share = COVERED if count is None else min(count, MOST_NODES)
+    options = {**inquiry.aim, **inquiry.rule}
+    return inquiry.result(inquiry.run, "circuits.contribution_graph", **options, nodes=share, threshold=0)
+
+
+def measured_view(inquiry: Inquiry) -> View:
+    """What patching each drawn node live, at its position, takes from the answer, beside what the difference finds.
+
+    A head is patched whole, with its values, queries and keys.
+    """
+    if not inquiry.question.is_comparison:
+        raise InvalidInputError("explorer: measured nodes are of two runs; type a second prompt.")
+    drawn = _graph(inquiry).nodes
+    runs = inquiry.change.runs
+    aim: dict[str, Any] = inquiry.aim
+    options = ", ".join(f"{name}={value}" for name, value in aim.items())
+    found = inquiry.passes.result(
+        inquiry.question, ("found", *aim.items()), lambda: patch_scores(*runs, **aim, positions=True)
+    )
+    inquiry.calls.append(f"found = tlens.circuits.patch_scores(run.a, run.b, {options}, positions=True)")
+    marks: dict[str, list[str]] = {}
+    for name, at in zip(drawn["name"], drawn["pos"], strict=True):
+        node = re.sub(r"\.[qkvg]$", "", name)  # a head is patched whole
+        if node in found.names:
+            marks.setdefault(f"{node}@{at}", []).append(f"{name}@{at}")
+    if not marks:
+        raise InvalidInputError("explorer: no head, MLP or token is drawn; choose more nodes.")
+    nodes = [*marks]
+    key = ("patched", *nodes, *aim.items())
+    live = inquiry.passes.result(inquiry.question, key, lambda: patched_at(*runs, **aim, nodes=nodes))
+    inquiry.calls.append("from tensorlens_tl.circuits.compare import patched_at")
+    inquiry.calls.append(f"result = patched_at(run.a, run.b, nodes={nodes!r}, {options})")
+    inquiry.last = live
+    assert found.keys is not None  # of every position
+    rows: list[View] = []
+    for node, lost in zip(nodes, live.scores[0, 0].tolist(), strict=True):
+        name, _, at = node.rpartition("@")
+        score = float(found.keys[0, 0, found.names.index(name), int(at)])
+        rows.append({"name": name, "at": int(at), "found": score, "live": lost, "nodes": marks[node]})
+    rows.sort(key=lambda row: -abs(row["live"]))
+    return {"rows": rows, "label": live.target, "total": float(live.total[0, 0])}
 
 
 def neurons_view(inquiry: Inquiry) -> View:
@@ -463,6 +508,7 @@ VIEWS: Mapping[str, Callable[[Inquiry], View]] = {
     "routes": routes_view,
     "ablate": ablate_view,
     "graph": graph_view,
+    "measured": measured_view,
     "neurons": neurons_view,
     "features": features_view,
     "feature": feature_view,
@@ -522,7 +568,8 @@ class Session:
 
         Args:
             name: ``"prompt"``, ``"mends"``, ``"tokens"``, ``"components"``, ``"head"``, ``"why"``, ``"routes"``,
-                ``"ablate"``, ``"graph"``, ``"neurons"``, ``"features"``, ``"feature"``, ``"generated"`` or ``"image"``.
+                ``"ablate"``, ``"graph"``, ``"measured"``, ``"neurons"``, ``"features"``, ``"feature"``,
+                ``"generated"`` or ``"image"``.
             fields: those of a `Question`.
 
         Raises:

@@ -196,6 +196,7 @@
     if (node) {
       make(side, "div", called(node).replace(/^target\b/, "answer"), { class: "title" });
       if (!node.members && state.weighted) make(side, "div", `${digits(node.weight)} to the target`, { class: "n" });
+      if (node.live !== undefined) make(side, "div", `${digits(node.live)} lost when patched live`, { class: "n" });
       if (node.members) make(side, "div", node.members.map(called).join(", "), { class: "n" });
       flows(side, "Inputs", all.filter((edge) => edge.to === node), "from", limit, state, node);
       flows(side, "Outputs", all.filter((edge) => edge.from === node), "to", limit, state, node);
@@ -280,6 +281,23 @@
   window.tensorlensGraphs.arrange = (graph, text) => {
     const state = stateOf(graph);
     if (state) arrange(state, text);
+  };
+  // what the live model loses with a node patched, by its key, is its outline
+  window.tensorlensGraphs.measure = (graph, lost) => {
+    const state = stateOf(graph);
+    if (!state) return;
+    const most = Math.max(...Object.values(lost).map(Math.abs), 1e-30);
+    for (const node of state.nodes) {
+      const box = node.mark.querySelector("rect:not(.ground)"), title = node.mark.querySelector("title");
+      if (!box) continue;
+      node.drawn ??= { stroke: box.getAttribute("stroke"), said: title.textContent };
+      node.live = lost[keyOf(node)];
+      const size = Math.abs(node.live) / most, colour = getComputedStyle(graph).getPropertyValue(node.live < 0 ? "--orange" : "--blue");
+      set(box, node.live === undefined ? { stroke: node.drawn.stroke, "stroke-width": 1, "stroke-opacity": 1 } : { stroke: `rgb(${colour})`, "stroke-width": 1.5 + 2.5 * size, "stroke-opacity": 0.25 + 0.75 * size });
+      title.textContent = node.drawn.said + (node.live === undefined ? "" : `; patched live: ${digits(node.live)}`);
+      node.mark.setAttribute("aria-label", title.textContent);
+    }
+    show(state);
   };
   window.tensorlensGraphs.svg = (graph) => drawn(stateOf(graph));
 

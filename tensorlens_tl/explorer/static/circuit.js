@@ -1,10 +1,11 @@
 // The contribution graph: the picture that pages of results have too (graph.js), and what else a chosen node selects.
-import { card, error, h, menu, percent, sum, worded } from "./draw.js";
+import { card, error, h, matrix, menu, percent, quoted, sum, worded } from "./draw.js";
 import { NOTHING, isPair } from "./state.js";
 
 const STEPS = [20, 40, 80, 120];
 const HEAD = /^L(\d+)H(\d+)/;
 const MLP = /^(MLP\d+)/;
+let lost = {}; // what the live model loses with a drawn node patched, by the node's key
 let last = {}; // the card of an answer stands while only what is chosen changes: pins, groups and zoom stay
 
 // A chosen node is selected in every view: its head or MLP opens, and its token is marked. A group has no name there.
@@ -15,14 +16,17 @@ function selection({ name, node, at, kind }) {
 }
 
 export function graphView(view, state, go, about) {
-  if (last.view !== view) last = { view, drawn: drawn(view, state, about) };
-  last.go = go;
+  if (last.view !== view) { lost = {}; last = { view, drawn: drawn(view, state, about) }; }
+  Object.assign(last, { go, state });
   const graph = last.drawn.querySelector(".circuit");
+  const measure = last.drawn.querySelector("#measure");
+  measure?.setAttribute("aria-pressed", String(Boolean(state.measured)));
   for (const mark of graph.querySelectorAll(".t")) {
     const [, layer, head] = HEAD.exec(mark.dataset.name) ?? [];
     mark.classList.toggle("linked", head === undefined ? state.node !== undefined && MLP.exec(mark.dataset.name)?.[1] === state.node : Number(layer) === state.layer && Number(head) === state.head);
   }
   requestAnimationFrame(() => { // once it is on the page
+    if (isPair(state)) window.tensorlensGraphs.measure(graph, state.measured ? lost : {});
     window.tensorlensGraphs.arrange(graph, state.arranged ?? "");
     const isDrawn = window.tensorlensGraphs.select(graph, state.pick);
     const hidden = state.pick?.includes("@") && !isDrawn;
@@ -46,9 +50,25 @@ function drawn(view, state, about) {
   const { bias } = nodes.at(-1);
   return card("graph-card", `${isPair(state) ? "How the change reached the answer" : "How the answer came about"}${part}`,
     `${worded(view.label)}; the ${view.count} nodes drawn carry ${percent(view.coverage)} of what enters the answer, all others are summed by layers`,
-    h("div", { class: "row" }, h("label", { class: "inline" }, "Nodes ", count), rule ? h("label", { class: "inline", title: "What stands in place of what is not linear, here and in the scores of tokens" }, "Rule ", rule) : null, menu("graph", "graph", table, view.code, () => window.tensorlensGraphs.svg(holder.firstChild))),
+    h("div", { class: "row" }, h("label", { class: "inline" }, "Nodes ", count), rule ? h("label", { class: "inline", title: "What stands in place of what is not linear, here and in the scores of tokens" }, "Rule ", rule) : null,
+      isPair(state) && !about.two_models ? h("button", { type: "button", id: "measure", title: "Patch every drawn node with its value of the second run, one by one", onclick: () => last.go({ measured: last.state.measured ? undefined : 1 }) }, "Measure live") : null, menu("graph", "graph", table, view.code, () => window.tensorlensGraphs.svg(holder.firstChild))),
     holder, h("p", { class: "soft hint" }),
     sum([["nodes drawn", view.total - view.others - bias], ["+ all others", view.others], ["+ bias", bias || null], ["=", view.total], ["relative error of all parts", error(view.gap), view.gap]]),
     h("p", { class: "soft" }, "Node totals overlap, so they do not add up. The inputs of any one node do. A head is followed by the token that it attends to most.",
       isRouted ? " A head is .v for its values, .q and .k for where its queries and keys made it attend." : ""));
+}
+
+// What patching each drawn node takes from the live model's answer, beside what the difference finds; marks the graph.
+export function measuredView(prompt, view, state, go) {
+  lost = Object.fromEntries(view.rows.flatMap((row) => row.nodes.map((node) => [node, row.live])));
+  requestAnimationFrame(() => { if (last.drawn?.isConnected) window.tensorlensGraphs.measure(last.drawn.querySelector(".circuit"), lost); });
+  const names = view.rows.map((row) => `${row.name} ${quoted(prompt.tokens[row.at])} ${row.at}`);
+  const columns = ["found", "live"];
+  const values = view.rows.map((row) => columns.map((column) => row[column]));
+  const table = { columns: ["node", ...columns], rows: names.map((name, at) => [name, ...values[at]]) };
+  return card("measured", "What the live model loses", `${worded(view.label)}: each drawn node with its value of the second run, the others as they respond`,
+    menu("measured", "measured", table, view.code),
+    matrix(names, columns, values, { label: "Drawn nodes, found and patched live; press a number to select the node", pick: (row) => go({ pick: view.rows[row].nodes[0] }), selected: (row) => view.rows[row].nodes.includes(state.pick) }),
+    sum([["the first run", view.total]]),
+    h("p", { class: "soft hint" }, "In the graph the fill of a node is what the difference finds, its outline what the live model loses: blue adds to the answer, orange takes from it. A head is patched whole, with its values, queries and keys. Neither column adds up: what passes two nodes counts for both."));
 }

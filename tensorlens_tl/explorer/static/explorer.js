@@ -1,7 +1,7 @@
 // The page: one state, in the address; every view follows it.
 import { copy, card, error, h, percent, plain, quoted } from "./draw.js";
 import { generatedView, showModes } from "./generated.js";
-import { graphView } from "./circuit.js";
+import { graphView, measuredView } from "./circuit.js";
 import { gallery, imageControls, imageView } from "./images.js";
 import { ablateView, featureView, headView, neuronsView, whyView } from "./inspect.js";
 import { begin, end } from "./jobs.js";
@@ -62,12 +62,13 @@ function places(state, prompt) {
   if (state.without) list.push(["ablate", "ablate", (answer) => ablateView(answer, state, go)]);
   if (state.feature !== undefined && !two) list.push(["feature", "feature", (answer, prompt) => featureView(prompt, answer, state)]);
   if (about.dictionaries.length && !two) list.push(["features", "features", (answer) => featuresView(answer, state, go, about)]);
+  if (two && state.measured) list.push(["measured", "measured", (answer, prompt) => measuredView(prompt, answer, state, go)]);
   if (two) list.push(["routes", "routes", (answer) => routesView(answer)]);
   return list;
 }
 
 // The rows of the page, and what the panel beside them holds.
-const ROWS = ["image", "generated", "tokens", "aligned", "next", "mends", "graph", "components", "features", "routes"];
+const ROWS = ["image", "generated", "tokens", "aligned", "next", "mends", "graph", "measured", "components", "features", "routes"];
 const slots = {};
 const panel = h("aside", { class: "panel", "aria-label": "What is opened", hidden: true });
 
@@ -88,7 +89,7 @@ function showPanel() {
 }
 
 const ONE_RUN = "Generated text and features are of one run; a comparison does not show them. ";
-const WAITING = { graph: "Following the strongest nodes back …" };
+const WAITING = { graph: "Following the strongest nodes back …", measured: "Patching the drawn nodes, one by one …" };
 
 function wait(name) {
   slots[name].classList.add("busy");

@@ -1,5 +1,5 @@
 // What the page shows is in its address, so that a link, a reload, undo and redo all give the same page.
-const NUMBERS = ["query", "target", "layer", "head", "key", "nodes", "dictionary", "feature", "at", "new", "start", "stop"];
+const NUMBERS = ["query", "target", "layer", "head", "key", "nodes", "dictionary", "feature", "at", "new", "start", "stop", "measured"];
 const TEXTS = ["text", "other", "method", "rule", "part", "node", "without", "by", "pick", "arranged", "image", "other_image", "hops", "chat"];
 const RUN = ["text", "other", "chat", "image", "other_image", "query", "target", "minus", "new", "start"];
 
@@ -8,6 +8,7 @@ const FIELDS = {
   prompt: RUN, mends: RUN, components: RUN, routes: RUN,
   tokens: [...RUN, "method", "rule"],
   graph: [...RUN, "nodes", "rule"],
+  measured: [...RUN, "nodes"],
   head: [...RUN, "layer", "head", "key"],
   why: [...RUN, "layer", "head", "key", "part"],
   ablate: [...RUN, "without", "by"], neurons: [...RUN, "node"],
