@@ -89,6 +89,87 @@ def test_two_models_are_compared_on_one_image(digits, pixels):
     assert abs(view["total"]) > 1e-3
 
 
+# ------------------------------------------------------------------ two texts that a model writes
+
+WRITTEN = {"text": "If the module is not found, the", "other": "If the class is not found, the"}
+
+
+def generations(model, tuned=None, new=6):
+    return [
+        tlens.generation.freeze_generation(of, text, max_new_tokens=new)
+        for of, text in zip((model, tuned or model), WRITTEN.values(), strict=True)
+    ]
+
+
+def test_two_written_texts_have_the_sources_that_the_library_gives(model):
+    session = Session(model)
+    for span, fields in (("all", {}), ((1, 3), {"start": 1, "stop": 3})):
+        view = session.view("generated", {**WRITTEN, "new": 6, **fields})
+        for text, written in zip((view, view["second"]), generations(model), strict=True):
+            expected = written.attribute(span=span, minus="runner-up")
+            assert text["tokens"] == written.frozen.str_tokens[0]
+            assert text["scores"] == pytest.approx(expected.scores[0, 0].tolist(), abs=1e-5)
+            assert sum(text["scores"]) + text["bias"] == pytest.approx(text["total"], abs=1e-3)
+    again = run_code(view, model=model)
+    assert torch.allclose(again.scores, session.last.scores, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_tuned", [False, True])
+def test_a_token_of_two_written_texts_is_explained_by_their_difference(model, is_tuned):
+    tuned = None
+    if is_tuned:
+        tuned = tlens.load_demo_model()
+        with torch.no_grad():
+            tuned.blocks[1].attn.W_O.mul_(0.9)
+    session = Session(model, tuned)
+    fields = {**WRITTEN, "new": 6, "start": 2}
+    first, second = generations(model, tuned)
+    query = first.generated_ranges()[0][0] + 1
+    prompt = session.view("prompt", fields)
+    assert (prompt["tokens"], prompt["query"]) == (first.frozen.str_tokens[0], query)
+    logits = [of.frozen.logits(query)[0, 0] for of in (first, second)]
+    target, minus = prompt["target"]["id"], prompt["minus"]["id"]
+    assert prompt["numbers"] == pytest.approx([float(of[target] - of[minus]) for of in logits], abs=1e-4)
+    expected = tlens.attribute(
+        tlens.difference(first.frozen, second.frozen), target, minus=minus, query=query, method="difference"
+    )
+    tokens = session.view("tokens", fields)
+    assert tokens["scores"] == pytest.approx(expected.scores[0, 0].tolist(), abs=1e-5)
+    assert tokens["total"] == pytest.approx(prompt["numbers"][0] - prompt["numbers"][1], abs=1e-3)
+    again = run_code(tokens, model=model, tuned=tuned)
+    assert torch.allclose(again.scores, expected.scores, atol=1e-5)
+
+
+def test_where_one_text_ends_before_the_other_both_are_cut(model, monkeypatch):
+    """What is written up to the explained token is the same, so that the runs have the same number of tokens."""
+    session = Session(model)
+    real = tlens.generation.freeze_generation
+
+    def ended(of, prompt, max_new_tokens):
+        return real(of, prompt, max_new_tokens=min(max_new_tokens, 4) if prompt == WRITTEN["text"] else max_new_tokens)
+
+    monkeypatch.setattr("tensorlens_tl.explorer.questions.freeze_generation", ended)
+    prompt = session.view("prompt", {**WRITTEN, "new": 6, "start": 3})
+    first, second = (of.frozen.logits(prompt["query"])[0, 0] for of in generations(model, new=4))
+    target, minus = prompt["target"]["id"], prompt["minus"]["id"]
+    expected = [float(of[target] - of[minus]) for of in (first, second)]
+    assert prompt["numbers"] == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(tlens.InvalidInputError, match="start is 5; the model wrote 4 tokens"):
+        session.view("tokens", {**WRITTEN, "new": 6, "start": 5})
+
+
+def test_written_tokens_of_prompts_of_different_lengths_are_predicted_each_at_its_place(model):
+    fields = {"text": WRITTEN["text"], "other": "The " + WRITTEN["other"], "new": 3, "start": 1}
+    view = Session(model).view("prompt", fields)
+    for name, text in (("chance", fields["text"]), ("other_chance", fields["other"])):
+        written = tlens.generation.freeze_generation(model, text, max_new_tokens=3)
+        chances = written.frozen.logits(written.generated_ranges()[0][0])[0, 0].double().softmax(-1)
+        assert {token["id"]: token[name] for token in view["next"]} == pytest.approx(
+            {token["id"]: float(chances[token["id"]]) for token in view["next"]}, abs=1e-6
+        )
+    assert view["aligned"]
+
+
 # ------------------------------------------------------------------ drawn nodes, patched live
 
 
@@ -108,7 +189,7 @@ def test_drawn_nodes_are_patched_live_beside_what_the_difference_finds(model):
         at = patched.names.index(row["name"])
         assert row["live"] == pytest.approx(float(patched.keys[0, 0, at, row["at"]]), abs=1e-4)
         at = found.names.index(row["name"])
-        assert row["found"] == pytest.approx(float(found.keys[0, 0, at, row["at"]]), abs=1e-5)
+        assert row["difference"] == pytest.approx(float(found.keys[0, 0, at, row["at"]]), abs=1e-5)
     drawn = [
         node for node in session.view("graph", fields)["nodes"] if node["kind"] not in ("target", "others", "bias")
     ]
@@ -117,7 +198,7 @@ def test_drawn_nodes_are_patched_live_beside_what_the_difference_finds(model):
     )
     weights = {f"{node['name']}@{node['pos']}": node["weight"] for node in drawn}
     whole = [row for row in view["rows"] if row["name"].startswith("MLP")]
-    assert [row["found"] for row in whole] == pytest.approx([weights[row["nodes"][0]] for row in whole], abs=1e-4)
+    assert [row["difference"] for row in whole] == pytest.approx([weights[row["nodes"][0]] for row in whole], abs=1e-4)
     assert whole
     assert any(row["nodes"][0] != f"{row['name']}@{row['at']}" for row in view["rows"])  # a head by what it reads
     again = run_code(view, model=model)
@@ -140,7 +221,7 @@ def test_a_node_that_is_none_is_refused(model, node):
         ("tokens", {"image": "2", "other": "If"}, "send other_image to compare two images"),
         ("tokens", {"image": "2", "other_image": "99"}, "not here any more"),
         ("ablate", {**PAIR, "without": "MLP9"}, "name some of"),
-        ("generated", {**PAIR, "new": 3}, "generated text is of one run"),
+        ("generated", {**PAIR, "new": 3}, "text is generated after a prompt"),
         ("routes", {"image": "2"}, "choose a second image"),
     ],
 )
@@ -243,12 +324,35 @@ def test_one_run_names_its_runner_up(browser, opened, model):
 
 def test_a_comparison_says_what_it_does_not_show(browser, opened):
     load(browser, opened, text=PROMPT, other=OTHER)
-    assert not one(browser, "#new").is_enabled()
-    assert "of one prompt only" in one(browser, "#modes").text
     assert "a comparison does not show them" in one(browser, "#foot").text
     load(browser, opened, text=PROMPT)
-    assert one(browser, "#new").is_enabled()
     assert "comparison" not in one(browser, "#foot").text
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_press_on_a_written_token_moves_every_view_of_both_texts(browser, opened, width):
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    load(browser, opened, **WRITTEN, new=6)
+    wait(browser, lambda: several(browser, ".generated .opposite"))
+    view = opened._session.view("generated", {**WRITTEN, "new": 6})
+    rows = several(browser, ".generated .opposite tr")
+    for row, text in zip(rows, (view, view["second"]), strict=True):
+        chips = row.find_elements("css selector", ".chip")
+        assert [float(chip.get_attribute("title")) for chip in chips] == pytest.approx(
+            text["scores"][text["first"] :], abs=1e-6
+        )
+    rows[1].find_elements("css selector", ".chip")[2].click()
+    wait(browser, lambda: "start=2" in browser.current_url)
+    settled(browser)
+    wait(browser, lambda: len(several(browser, ".generated .opposite .chip[aria-pressed=true]")) == 2)
+    tokens = opened._session.view("tokens", {**WRITTEN, "new": 6, "start": 2})
+    shown = [float(chip.get_attribute("title")) for chip in several(browser, ".tokens .chip")]
+    assert shown == pytest.approx(tokens["scores"], abs=1e-6)
+    for place in (".graph-card", ".components", ".routes"):
+        assert several(browser, place)
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_the_graph_is_marked_with_what_the_live_model_loses(browser, opened, model):
@@ -260,7 +364,9 @@ def test_the_graph_is_marked_with_what_the_live_model_loses(browser, opened, mod
     settled(browser)
     rows = opened._session.view("measured", {"text": PROMPT, "other": OTHER, "nodes": 20})["rows"]
     shown = [float(value.get_attribute("title")) for value in several(browser, ".measured .matrix button")]
-    assert shown == pytest.approx([row[column] for row in rows for column in ("found", "live")], rel=1e-4, abs=1e-6)
+    assert shown == pytest.approx(
+        [row[column] for row in rows for column in ("difference", "live")], rel=1e-4, abs=1e-6
+    )
     lost = {key: row["live"] for row in rows for key in row["nodes"]}
     most = max(map(abs, lost.values()))
     outline = (

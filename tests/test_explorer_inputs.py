@@ -131,7 +131,6 @@ def test_clicks_on_one_text_freeze_it_once(model, monkeypatch):
         ({"new": 0}, f"new is 0; ask for 1 to {MOST_NEW} tokens"),
         ({"new": 10**9}, "ask for 1 to"),
         ({"new": "5"}, "send a whole number"),
-        ({"new": 5, "other": TEXT}, "of one run"),
         ({"new": 5, "start": 3, "stop": 3}, "start is 3 and stop 3"),
         ({"new": 5, "start": 0, "stop": 10**30}, "span"),
         ({"new": 5, "hops": -1}, "hops is -1"),

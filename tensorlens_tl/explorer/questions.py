@@ -117,8 +117,8 @@ class Question:
 
     @property
     def is_of_written(self) -> bool:
-        """Whether its run is of the prompt with what the model writes after it."""
-        return self.new is not None and self.start is not None and not self.is_comparison
+        """Whether its runs are of prompts with what the model writes after them."""
+        return self.new is not None and self.start is not None
 
     @property
     def run(self) -> tuple[str, bool, str | None, int | None]:
@@ -294,7 +294,7 @@ class Passes:
             TensorLensError: what `freeze` refuses.
         """
         if question.is_of_written:
-            return _runs(self.written(question))[0]
+            return _runs(self.written(question, second=second))[0]
         of_other = second and self.other is not None
         model: Any = self.other if of_other else self.model
         single = question.second if second else question
@@ -303,7 +303,7 @@ class Passes:
     def prompt(self, question: Question, *, second: bool = False) -> Prompt:
         """The tokens of a question's first or second run; nothing is run, unless the model writes some of them."""
         if question.is_of_written:
-            return self.frozen(question).capture.prompt
+            return self.frozen(question, second=second).capture.prompt
         return self.predictor(second=second).prompt(self._input(question.second if second else question))
 
     def change(self, question: Question) -> Difference:
@@ -323,15 +323,25 @@ class Passes:
             self._results_of = runs
         return self._results.get(key, compute)
 
-    def written(self, question: Question) -> FrozenGeneration:
-        """What the model writes after a question's prompt.
+    def written(self, question: Question, *, second: bool = False) -> FrozenGeneration:
+        """What the model writes after a question's prompt; `second` is after its second one.
 
         Raises:
             TensorLensError: what `freeze_generation` refuses.
         """
-        prompt = self._input(question)
-        key = (question.text, question.chat, question.new)
-        return self._written.get(key, lambda: freeze_generation(self.model, prompt, max_new_tokens=question.new))
+        of_other = second and self.other is not None
+        model: Any = self.other if of_other else self.model
+        single = question.second if second else question
+        prompt = self._input(single)
+        key = (of_other, single.text, single.chat, single.new)
+        return self._written.get(key, lambda: freeze_generation(model, prompt, max_new_tokens=single.new))
+
+    def of_one_length(self, question: Question) -> Question:
+        """The same question of as many written tokens in both runs, where one text ends before the other."""
+        if not (question.is_of_written and question.is_comparison):
+            return question
+        counts = [len(self.written(question, second=second).positions[0]) for second in (False, True)]
+        return replace(question, new=min(counts))
 
     def logits(self, question: Question, query: int, *, second: bool = False) -> Float[Tensor, "d_vocab"] | None:
         """The model's logits at a position of the first or second run, by one run; None of a model that has none."""
@@ -508,22 +518,26 @@ class Inquiry:
     @cached_property
     def query(self) -> int:
         """The position, counted over all tokens; of an image, the one that its class is read at."""
-        prompt = self.prompts[0]
+        return self._query(second=False)
+
+    def _query(self, *, second: bool) -> int:
+        """That of the first run, or of the second, which of prompts of other lengths is another."""
+        prompt = self.prompts[int(second)]
         if prompt.class_at is not None:
             return prompt.class_at
         length = prompt.tokens.shape[1]
         query = self.question.query
         if query is None and self.question.is_of_written:
-            return self._before_written()
-        if query is None:
+            return self._before_written(second=second)
+        if query is None or (second and not self.is_aligned):
             return length - 1
         if query >= length:
             raise InvalidInputError(f"explorer: query is {query}; the prompt has {length} tokens.")
         return query
 
-    def _before_written(self) -> int:
+    def _before_written(self, *, second: bool) -> int:
         """The position that predicts the generated token that is asked about."""
-        first, stop = self.passes.written(self.question).generated_ranges()[0]
+        first, stop = self.passes.written(self.question, second=second).generated_ranges()[0]
         start = self.question.start or 0
         if start >= stop - first:
             raise InvalidInputError(f"explorer: start is {start}; the model wrote {stop - first} tokens.")
@@ -537,8 +551,7 @@ class Inquiry:
     @cached_property
     def logits(self) -> list[Float[Tensor, "d_vocab"]]:
         """The logits of its run at the query, or of its two; of prompts of different lengths the second one's last."""
-        queries = [self.query, self.query if self.is_aligned else self.prompts[-1].tokens.shape[1] - 1]
-        logits = [self.passes.logits(self.question, queries[second], second=second) for second in self._runs]
+        logits = [self.passes.logits(self.question, self._query(second=of), second=of) for of in self._runs]
         if any(of is None for of in logits):
             raise UnsupportedModelError("explorer: this model predicts no tokens, which the page asks about.")
         self.view.require_probabilities("explorer")
@@ -623,18 +636,20 @@ class Inquiry:
             lines.append(f"# pixels is the image {question.image}, [1, channel, height, width], as the model reads it")
         if question.other_image is not None:
             lines.append(f"# other_pixels is the image {question.other_image}")
-        prompt = _prompt(question)
-        written = f"tlens.generation.freeze_generation(model, {prompt}, max_new_tokens={question.new})"
-        if any(isinstance(call, Call) and call.is_method for call in self.calls):
-            lines.append(f"run = {written}")
-        elif question.is_of_written:
-            lines.append(f"run = {written}.frozen")
-        else:
-            lines.append(f"run = tlens.freeze(model, {prompt})")
+        is_text = any(isinstance(call, Call) and call.is_method for call in self.calls)
+        names = (("run", "model", _prompt(question)),)
         if question.is_comparison:
             second = "tuned" if two_models else "model"
-            lines.append(f"other = tlens.freeze({second}, {_prompt(question.second, 'other_pixels')})")
-        if question.is_comparison and self.is_aligned:
+            names += (("other", second, _prompt(question.second, "other_pixels")),)
+        for name, model, prompt in names:
+            written = f"tlens.generation.freeze_generation({model}, {prompt}, max_new_tokens={question.new})"
+            if is_text:
+                lines.append(f"{name} = {written}")
+            elif question.is_of_written:
+                lines.append(f"{name} = {written}.frozen")
+            else:
+                lines.append(f"{name} = tlens.freeze({model}, {prompt})")
+        if question.is_comparison and not is_text and self.is_aligned:
             lines.append("run = tlens.difference(run, other)")
         lines += [call if isinstance(call, str) else f"result = {call.code}" for call in self.calls]
         return "\n".join(lines)

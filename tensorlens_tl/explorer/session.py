@@ -22,6 +22,7 @@ from tensorlens_tl.explorer.images import Images, on_image
 from tensorlens_tl.explorer.mends import aligned, mends
 from tensorlens_tl.explorer.questions import TOP, Call, Inquiry, Passes, Question, runner_up, with_labels
 from tensorlens_tl.explorer.why import attended, why_view
+from tensorlens_tl.generation import FrozenGeneration
 from tensorlens_tl.models import RUNNER_UP, ModelView
 from tensorlens_tl.passes import Difference, FrozenPass, one_check
 from tensorlens_tl.passes.inputs import Prompt
@@ -106,7 +107,7 @@ def mends_view(inquiry: Inquiry) -> View:
     question = inquiry.question
     if not question.is_comparison or inquiry.is_aligned:
         raise InvalidInputError("explorer: there is nothing to mend; both prompts have the same number of tokens.")
-    if question.chat or inquiry.view.tokenizer is None:
+    if question.chat or question.is_of_written or inquiry.view.tokenizer is None:
         return {"mends": []}
 
     def say(prompt: Prompt, which: int) -> Float[Tensor, "d_vocab"]:
@@ -308,14 +309,14 @@ def measured_view(inquiry: Inquiry) -> View:
     runs = inquiry.change.runs
     aim: dict[str, Any] = inquiry.aim
     options = ", ".join(f"{name}={value}" for name, value in aim.items())
-    found = inquiry.passes.result(
-        inquiry.question, ("found", *aim.items()), lambda: patch_scores(*runs, **aim, positions=True)
+    estimates = inquiry.passes.result(
+        inquiry.question, ("difference", *aim.items()), lambda: patch_scores(*runs, **aim, positions=True)
     )
-    inquiry.calls.append(f"found = tlens.circuits.patch_scores(run.a, run.b, {options}, positions=True)")
+    inquiry.calls.append(f"estimates = tlens.circuits.patch_scores(run.a, run.b, {options}, positions=True)")
     marks: dict[str, list[str]] = {}
     for name, at in zip(drawn["name"], drawn["pos"], strict=True):
         node = re.sub(r"\.[qkvg]$", "", name)  # a head is patched whole
-        if node in found.names:
+        if node in estimates.names:
             marks.setdefault(f"{node}@{at}", []).append(f"{name}@{at}")
     if not marks:
         raise InvalidInputError("explorer: no head, MLP or token is drawn; choose more nodes.")
@@ -325,12 +326,12 @@ def measured_view(inquiry: Inquiry) -> View:
     inquiry.calls.append("from tensorlens_tl.circuits.compare import patched_at")
     inquiry.calls.append(f"result = patched_at(run.a, run.b, nodes={nodes!r}, {options})")
     inquiry.last = live
-    assert found.keys is not None  # of every position
+    assert estimates.keys is not None  # of every position
     rows: list[View] = []
     for node, lost in zip(nodes, live.scores[0, 0].tolist(), strict=True):
         name, _, at = node.rpartition("@")
-        score = float(found.keys[0, 0, found.names.index(name), int(at)])
-        rows.append({"name": name, "at": int(at), "found": score, "live": lost, "nodes": marks[node]})
+        score = float(estimates.keys[0, 0, estimates.names.index(name), int(at)])
+        rows.append({"name": name, "at": int(at), "difference": score, "live": lost, "nodes": marks[node]})
     rows.sort(key=lambda row: -abs(row["live"]))
     return {"rows": rows, "label": live.target, "total": float(live.total[0, 0])}
 
@@ -437,12 +438,12 @@ def _label(active: Features, feature: int) -> str:
 
 
 def generated_view(inquiry: Inquiry) -> View:
-    """Tokens of prompt and continuation, and what each gave to a stretch of the continuation."""
+    """Tokens of prompt and continuation, and what each gave to a stretch of the latter; of two runs both texts."""
     question = inquiry.question
     if question.new is None:
         raise InvalidInputError("explorer: new is missing; say how many tokens the model shall write.")
-    if question.is_comparison:
-        raise InvalidInputError("explorer: generated text is of one run; leave the second prompt out.")
+    if question.image is not None:
+        raise InvalidInputError("explorer: text is generated after a prompt; leave the image out.")
     options: dict[str, Any] = {"span": "all"}
     if question.start is not None and question.stop is not None:
         if question.start >= question.stop:
@@ -455,8 +456,15 @@ def generated_view(inquiry: Inquiry) -> View:
         options["minus"] = minus
     if question.hops:
         options["hops"] = question.hops
-    written = inquiry.passes.written(question)
-    attribution = inquiry.answer(Call("attribute", options=options, is_method=True), written)
+    view = _text_of(inquiry, inquiry.passes.written(question), options, "run")
+    if question.is_comparison:
+        view["second"] = _text_of(inquiry, inquiry.passes.written(question, second=True), options, "other")
+    return view
+
+
+def _text_of(inquiry: Inquiry, written: FrozenGeneration, options: Mapping[str, Any], subject: str) -> View:
+    """One text, and what each of its tokens gave to a stretch of it."""
+    attribution = inquiry.answer(Call("attribute", options=options, subject=subject, is_method=True), written)
     numbers = {"bias": attribution.bias, "total": attribution.total, "gap": attribution.gap}
     positions = attribution.options["asked"][0]
     return {
@@ -592,7 +600,8 @@ class Session:
             return self._answer(name, question)
 
     def _answer(self, name: str, question: Question) -> View:
-        inquiry = Inquiry(question, self._passes, self.dictionaries)
+        of_runs = question if name == "generated" else self._passes.of_one_length(question)
+        inquiry = Inquiry(of_runs, self._passes, self.dictionaries)
         answer = self._views[name](inquiry)
         self.question = question
         if inquiry.last is not None:

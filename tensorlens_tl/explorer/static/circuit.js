@@ -63,12 +63,12 @@ export function measuredView(prompt, view, state, go) {
   lost = Object.fromEntries(view.rows.flatMap((row) => row.nodes.map((node) => [node, row.live])));
   requestAnimationFrame(() => { if (last.drawn?.isConnected) window.tensorlensGraphs.measure(last.drawn.querySelector(".circuit"), lost); });
   const names = view.rows.map((row) => `${row.name} ${quoted(prompt.tokens[row.at])} ${row.at}`);
-  const columns = ["found", "live"];
+  const columns = ["difference", "live"];
   const values = view.rows.map((row) => columns.map((column) => row[column]));
   const table = { columns: ["node", ...columns], rows: names.map((name, at) => [name, ...values[at]]) };
   return card("measured", "What the live model loses", `${worded(view.label)}: each drawn node with its value of the second run, the others as they respond`,
     menu("measured", "measured", table, view.code),
-    matrix(names, columns, values, { label: "Drawn nodes, found and patched live; press a number to select the node", pick: (row) => go({ pick: view.rows[row].nodes[0] }), selected: (row) => view.rows[row].nodes.includes(state.pick) }),
+    matrix(names, columns, values, { label: "Drawn nodes, by the difference and patched live; press a number to select the node", pick: (row) => go({ pick: view.rows[row].nodes[0] }), selected: (row) => view.rows[row].nodes.includes(state.pick) }),
     sum([["the first run", view.total]]),
     h("p", { class: "soft hint" }, "In the graph the fill of a node is what the difference finds, its outline what the live model loses: blue adds to the answer, orange takes from it. A head is patched whole, with its values, queries and keys. Neither column adds up: what passes two nodes counts for both."));
 }

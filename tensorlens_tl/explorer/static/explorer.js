@@ -48,7 +48,8 @@ function places(state, prompt) {
   const isNode = state.node !== undefined;
   const isMlp = isNode && state.node.startsWith("MLP");
   const next = ["next", "", (answer, prompt) => nextView(prompt, state, go, about, against)];
-  if (prompt.aligned) return [["aligned", "", (answer, prompt) => alignedView(prompt)], next, ["mends", "mends", (answer) => mendsView(answer, state, go)]];
+  const written = ["generated", "generated", (answer) => generatedView(answer, state, go)];
+  if (prompt.aligned) return [...(state.new ? [written] : []), ["aligned", "", (answer, prompt) => alignedView(prompt)], next, ["mends", "mends", (answer) => mendsView(answer, state, go)]];
   const list = [
     next,
     ["tokens", "tokens", (answer, prompt) => tokensView(prompt, answer, state, go, about)],
@@ -56,7 +57,7 @@ function places(state, prompt) {
     ["components", "components", (answer) => componentsView(answer, state, go)],
   ];
   if (state.image) list.push(["image", "image", (answer, prompt) => imageView(answer, prompt, state, about, go)]);
-  if (state.new && !two) list.push(["generated", "generated", (answer) => generatedView(answer, state, go)]);
+  if (state.new && !state.image) list.push(written);
   if (hasHead) list.push(["head", "head", (answer, prompt) => headView(prompt, answer, state, go)], ["why", "why", (answer, prompt) => whyView(prompt, answer, state, go)]);
   if (isMlp) list.push(["neurons", "neurons", (answer) => neuronsView(answer, state, go)]);
   if (state.without) list.push(["ablate", "ablate", (answer) => ablateView(answer, state, go)]);
@@ -88,7 +89,7 @@ function showPanel() {
   find("views").classList.toggle("open", !panel.hidden);
 }
 
-const ONE_RUN = "Generated text and features are of one run; a comparison does not show them. ";
+const ONE_RUN = "Features are of one run; a comparison does not show them. ";
 const WAITING = { graph: "Following the strongest nodes back …", measured: "Patching the drawn nodes, one by one …" };
 
 function wait(name) {
@@ -203,7 +204,7 @@ function welcome() {
   const image = Boolean(about.classes);
   const example = image ? gallery(about, go) : null;
   fill("tokens", card("welcome", image ? "Choose an image" : "Type a prompt and press Enter", null, null, h("p", { class: "soft" },
-    `You will see which ${image ? "patches" : "tokens"}, heads and MLPs make the model’s ${image ? "class" : "next token"}, as exact sums with their gap.`), example));
+    `You will see which ${image ? "patches" : "tokens"}, heads and MLPs make the model’s ${image ? "class" : "next token"}, as exact sums, each with its relative error.`), example));
 }
 
 function open(two) {

@@ -14,7 +14,7 @@ const FIELDS = {
   ablate: [...RUN, "without", "by"], neurons: [...RUN, "node"],
   features: [...RUN, "dictionary"],
   feature: [...RUN, "dictionary", "feature", "at"],
-  generated: ["text", "chat", "minus", "new", "start", "stop", "hops"],
+  generated: ["text", "other", "chat", "minus", "new", "start", "stop", "hops"],
   image: [...RUN, "method"],
 };
 
@@ -61,7 +61,7 @@ let version; // of the model: how often the server has seen it change
 function bodyOf(view, state) {
   const fields = FIELDS[view] ? Object.fromEntries(FIELDS[view].map((name) => [name, state[name]])) : { ...state };
   if (isPair(state)) delete fields.rule; // it is of one run
-  if (view !== "generated" && (isPair(state) || state.start === undefined)) { delete fields.new; delete fields.start; } // of the prompt alone
+  if (view !== "generated" && state.start === undefined) { delete fields.new; delete fields.start; } // of the prompt alone
   return JSON.stringify(fields);
 }
 
