@@ -13,8 +13,10 @@ import torch
 from page import Lines, row, table
 from shapes import gpt2_small
 from timing import THREADS
+from transformer_lens.model_bridge import TransformerBridge
 
 import tensorlens_tl as tlens
+from scripts.real_models import FOLDER
 from tensorlens_tl.explorer import Session
 
 WORDS = 'The value of the "Lock" class is returned if the file is not found and the name of the module is a string. '
@@ -39,6 +41,14 @@ def gpt2() -> Any:
     return model
 
 
+def smollm2() -> Any | None:
+    """SmolLM2 135M, where `make real` has fetched it."""
+    folder = FOLDER / "smollm2"
+    if not folder.exists():
+        return None
+    return TransformerBridge.boot_transformers(str(folder), dtype=torch.float32)
+
+
 def first_answer(session: Session, texts: Iterator[str]) -> None:
     """What the page shows of a prompt that it has not seen."""
     text = next(texts)
@@ -61,12 +71,14 @@ def waits(model: Any, tokens: int) -> dict[str, float]:
         "20 new tokens": ("generated", {"new": 20}),
         "three of them, hops": ("generated", {"new": 20, "start": 4, "stop": 7, "hops": "all"}),
         "a head": ("head", {"layer": 1, "head": 0}),
+        "why it attends": ("why", {"layer": 1, "head": 0}),
         "ablate it": ("ablate", {"without": "L1H0"}),
         "the graph": ("graph", {}),
         "neurons of an MLP": ("neurons", {"node": "MLP1"}),
         "two heads, by the second run": ("ablate", {"other": texts[1], "without": "L1H0,L1H1", "by": "other"}),
         "two prompts, tokens": ("tokens", {"other": texts[1]}),
         "two prompts, graph": ("graph", {"other": texts[1]}),
+        "its nodes, patched live": ("measured", {"other": texts[1]}),
         "two prompts, routes": ("routes", {"other": texts[1]}),
     }
     views = {what: partial(session.view, view, prompt | fields) for what, (view, fields) in clicks.items()}
@@ -94,8 +106,11 @@ def explorer() -> Lines:
     demo = tlens.load_demo_model()
     bundled = waits(demo, 35)
     growth = growth_of_memory(demo)
-    larger = waits(gpt2(), 64)
-    yield table("what the page waits for", "bundled model, 35 tokens", "GPT-2 small's shape, 64 tokens")
-    for what, value in bundled.items():
-        yield row(what, value, larger[what])
+    models = {"bundled model, 35 tokens": bundled, "GPT-2 small's shape, 64 tokens": waits(gpt2(), 64)}
+    trained = smollm2()
+    if trained is not None:
+        models["SmolLM2 135M, 16 tokens"] = waits(trained, 16)
+    yield table("what the page waits for", *models)
+    for what in bundled:
+        yield row(what, *(of[what] for of in models.values()))
     yield f"\nThe process is {growth:.2f} times as large after {PROMPTS} prompts as after {PROMPTS // 5}."

@@ -478,7 +478,7 @@ def _sum_card(title: str, lines: Sequence[tuple[str, float]], result: Attributio
     if result.total is not None and result.gap is not None:
         sums = [("sum", sum(value for _, value in lines))]
         gap = f"{float(result.gap[0, -1]):.1e}".replace("0.0e+00", "0")
-        notes = f"The model's own number: {float(result.total[0, -1]):+.4g}. Gap: {gap}."
+        notes = f"The model's own number: {float(result.total[0, -1]):+.4g}. Relative error: {gap}."
     return _card(title, graphs.bars(lines, sums), notes)
 
 
