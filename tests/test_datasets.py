@@ -946,7 +946,7 @@ def worker(out, slow=0.0):
 
 
 def wait_for_shards(out, count):
-    for _ in range(1200):
+    for _ in range(6000):
         if len(contents(out)) >= count:
             return
         time.sleep(0.05)
