@@ -880,10 +880,9 @@ def patch_scores(
 
     Returns:
         Terms that do not add up: an effect that passes through two nodes counts for both. `Terms.total` is the number
-            of the run
-        that is patched; of ``"both"`` and of ``"difference"``, what the clean one is more than the corrupted. Under
-        ``"measured"`` they have `measured`, which scores are those of live runs, and `rest()`, how far the others are
-        off.
+            of the run that is patched; under ``"both"`` and ``"difference"`` it is what the clean number exceeds the
+            corrupted one by. Under ``"measured"`` they have `measured`, which scores are those of live runs, and
+            `rest()`, how far the others are off.
 
     Raises:
         InvalidInputError: no such `by`, method, rule, points or run to patch, a rule for a method without gradients,
