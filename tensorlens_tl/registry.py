@@ -725,7 +725,7 @@ def split_options(method: Method, options: Mapping[str, Any]) -> tuple[dict[str,
         if unknown[0] in PER_PROMPT:
             others = [name for name in list_methods() if unknown[0] in get_method(name).options]
             hint = f" What it scores is not one number of the model. These take one: {', '.join(map(repr, others))}."
-        elif unknown[0] == "of" or "prob" in unknown[0]:
+        elif unknown[0] == "of" or "probab" in unknown[0]:
             hint = PROBABILITIES
         raise InvalidInputError(
             f"attribute: method {method.name!r} has no option {unknown[0]!r}.{hint} It "

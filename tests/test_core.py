@@ -67,6 +67,46 @@ def test_in_place_is_out_of_place(name):
         assert mine is None or torch.equal(mine, theirs)
 
 
+def test_a_tensor_times_itself_is_two_factors():
+    """Of one run shared between both, of two the whole change."""
+    x = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    with Linearised(Rule(matmul=shared)):
+        out = torch.matmul(x, x)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert torch.allclose((gradient * x).sum(), out.sum())
+    a, b = torch.randn(2, 1, 1, 3, 3, dtype=torch.float64).unbind()
+    identity = nn.Identity()
+    change = paired(lambda y: torch.matmul(y, y), lambda y: torch.matmul(y, y), (identity, identity), a[0], b[0])
+    assert torch.allclose(change((a - b)[0]), (a @ a - b @ b)[0])
+
+
+def test_a_product_of_three_live_factors_is_refused():
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    with Linearised(FROZEN), pytest.raises(tlens.UnsupportedModelError, match=r"einsum .*3 of its factors"):
+        torch.einsum("i,i,i->", x, 2 * x, 3 * x)
+
+
+def test_a_softmax_is_one_however_it_is_called():
+    x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    with Linearised(Rule(softmax=held)):
+        out = torch.softmax(input=x, dim=-1)
+    assert torch.equal(out, x.detach().softmax(-1))
+    assert not out.requires_grad
+
+
+@pytest.mark.parametrize("function", [functional.softplus, functional.gelu])
+def test_what_an_activation_gives_at_zero_is_a_constant(function):
+    """As of the operator, whose ratio is (φ(z) − φ(0))/z."""
+    z = torch.tensor([-2.0, 0.0, 1e-9, 3.0], dtype=torch.float64, requires_grad=True)
+    with Linearised(FROZEN) as run:
+        out = activation(z, function)
+    ratio, bias = torch.autograd.grad(out.sum(), (z, run.ones.leaf), allow_unused=True)
+    at_zero = function(torch.zeros((), dtype=torch.float64))
+    assert torch.allclose(ratio * z + at_zero, function(z.detach()))
+    assert float(0 if bias is None else bias) == pytest.approx(4 * float(at_zero))
+    assert ratio.abs().max() < 2
+
+
 @pytest.mark.parametrize("rule", [TANGENT, FROZEN])
 def test_what_a_model_computes_without_gradients_is_held(rule):
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)

@@ -83,3 +83,12 @@ def test_the_road_of_a_score_goes_through_what_exists():
     for name in names:
         thing = pkgutil.resolve_name(f"tensorlens_tl.{name}")
         assert inspect.ismodule(thing) or f"{thing.__module__}.{thing.__qualname__}" == f"tensorlens_tl.{name}"
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, *FOLDERS])
+def test_a_table_of_modules_is_of_the_modules_there_are(package):
+    table = (importlib.import_module(package).__doc__ or "").partition("| module |")[2]
+    named = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.partition(" | ")[0])}
+    folder = Path(importlib.import_module(package).__file__).parent
+    files = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert not named or named == files - {"__init__"}

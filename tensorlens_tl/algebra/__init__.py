@@ -4,15 +4,10 @@
 | --- | --- |
 | `maps` | what is an affine map, and how do maps combine? |
 | `primitives` | which maps is everything made of? |
-| `lazy` | what is made when it is used and dropped after, for models larger than memory? |
-| `placed` | what is computed on the device of its weights, between vectors on another one? |
-| `recomputed`, `held_scores` | what attends by a pattern that is recomputed, a few queries at a time? |
-| `segments` | what acts on one side of an encoder–decoder, or attends across? |
-| `reads` | what also reads what entered an earlier map? |
-| `routing` | what acts on some tokens only? |
-| `streams` | what adds several streams to each other? |
-| `recursion` | what passes from each position to the next? |
-| `state_space` | what do state-space layers pass on, with their gates held? |
+| `segments` | what acts on one side of an encoder–decoder, attends across, or adds several streams to each other? |
+| `routing` | what acts on some tokens only, on another device, or with a pattern that is recomputed? |
+| `recursion` | what passes from each position to the next, and what do state-space layers pass on? |
+| `secants` | which maps take the difference of what two runs read to that of what they give? |
 | `positions` | where do vectors live, so that no work is done elsewhere? |
 | `bias_spreading` | where does each bias go, if source tokens are to have it? |
 | `probes` | how is a norm estimated from random rows? |

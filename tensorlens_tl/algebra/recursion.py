@@ -10,10 +10,9 @@ at once, and then hands over what each chunk ends with; a *prefix* scan (Blelloc
 pairs, and fills in the places between. Both do the arithmetic twice, in far fewer steps. *Doubling* (Hillis & Steele
 1986) does it log2(pos) times, in the fewest: best where vectors are few. `scan` takes what costs least.
 
-The maps of state-space layers (Mamba 1 and 2, and the hybrids made of them), with their gates held fixed.
-
-With Δ, B and C held at one input, a selective scan is linear in what it carries, and its attention is implicit (Ali,
-Zimerman & Wolf 2024): channel by channel, output i hears of input j ≤ i by
+State-space layers (Mamba 1 and 2, and the hybrids made of them): with Δ, B and C held at one input, a selective scan is
+linear in what it carries, and its attention is implicit (Ali, Zimerman & Wolf 2024). Channel by channel, output i hears
+of input j ≤ i by
 
     α_ij = Σ_n C_i[n] · exp(A[n]·(Δ_{j+1} + … + Δ_i)) · B_j[n] · Δ_j
 

@@ -9,12 +9,10 @@
 
 | module | question |
 | --- | --- |
-| `tucker` | how is a tensor factorised with shared factors, and which ranks are best? |
-| `heads` | how are a model's heads read and stacked, and which bases are free? |
+| `heads` | how are a model's heads read, stacked and factorised; which ranks are best; do heads share a subspace? |
 | `methods` | what is left of a layer by each method, and which dense weights does that stand for? |
 | `plan` | how is a model compressed, and given back its own weights? |
 | `effect` | what did a compression take away from one prediction? |
-| `sharing` | do heads share a subspace? |
 """
 
 from tensorlens_tl.compress.effect import CompressionEffect, Sharing, Split, compression_effect, sharing

@@ -1,7 +1,7 @@
 """Which factors of a mixer are held in one run: data, where the kinds of operations do not say it.
 
 A state-space layer multiplies values by values of the same projection, and the sum comes out right whichever of them is
-held. What is held here is what the operator holds (`tensorlens_tl.models.sublayers`): Δ, B and C of a scan, decays,
+held. What is held here is what the operator holds (`tensorlens_tl.models.mixers`): Δ, B and C of a scan, decays,
 strengths, keys and queries of the delta rule, both gates of a short convolution, keys of time mixing. The values pass.
 """
 

@@ -243,8 +243,10 @@ class Linearised(TorchFunctionMode):
 
     def _ruled(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], live: list[Tensor]) -> Any:
         """What the rule makes of an operation that is not linear."""
-        rule, x = self.rule, args[0]
         kwargs = {key: value for key, value in kwargs.items() if key != "inplace"}
+        if not args:
+            args = (kwargs.pop("input"),)
+        rule, x = self.rule, args[0]
 
         def of_first(z: Tensor) -> Tensor:
             return func(z, *args[1:], **kwargs)
@@ -600,13 +602,29 @@ def _is_live(x: Tensor) -> bool:
 def _of_factors(
     func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any], live: list[Tensor]
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A product as a function of its two live factors, whatever else it is given."""
+    """A product as a function of its two live factors, which may be one tensor, whatever else it is given.
+
+    Raises:
+        UnsupportedModelError: more than two are live.
+    """
+    name = getattr(func, "__name__", "a product")
+    if len(live) != 2:
+        raise UnsupportedModelError(
+            f"{name} in {calling_module()}: {len(live)} of its factors depend on the input, and rules know products of "
+            "two. Methods over the operator (tensorlens, cp-lrp, relp) work."
+        )
 
     def of_factors(x: Tensor, y: Tensor) -> Tensor:
-        put = {id(live[0]): x, id(live[1]): y}
-        return func(*(_put(arg, put) for arg in args), **{key: _put(arg, put) for key, arg in kwargs.items()})
+        factors = iter((x, y))
 
-    of_factors.__name__ = getattr(func, "__name__", "a product")
+        def put(arg: Any) -> Any:
+            if isinstance(arg, list | tuple):
+                return type(arg)(map(put, arg))
+            return next(factors) if any(arg is factor for factor in live) else arg
+
+        return func(*map(put, args), **{key: put(arg) for key, arg in kwargs.items()})
+
+    of_factors.__name__ = name
     return of_factors
 
 

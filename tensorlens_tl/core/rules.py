@@ -152,14 +152,14 @@ def shared(f: Operation, x: Tensor, y: Tensor) -> Tensor:
 
 
 def by_ratio(f: Operation, z: Tensor) -> Tensor:
-    """φ(z) as φ(z)/z · z, and as φ'(0) · z + φ(0) at zero."""
+    """φ(z) as (φ(z) − φ(0))/z · z + φ(0), with φ'(0) for the ratio at zero: φ(0) is a constant."""
     at = z.detach()
-    out = f(at)
-    ratio, is_zero = out / at, at == 0
-    if not bool(is_zero.any()):
-        return Stands.apply(out, z * ratio, True)
-    ratio = torch.where(is_zero, derivative(f, at), ratio)
-    return Stands.apply(out, z * ratio + constant(out * is_zero), True)
+    out, offset = f(at), f(torch.zeros_like(at))
+    ratio, is_zero = (out - offset) / at, at == 0
+    if bool(is_zero.any()):
+        ratio = torch.where(is_zero, derivative(f, at), ratio)
+    linear = z * ratio
+    return Stands.apply(out, linear + constant(offset) if bool(offset.any()) else linear, True)
 
 
 def softened(f: Operation, scores: Tensor, dim: int) -> Tensor:

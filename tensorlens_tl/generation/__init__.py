@@ -8,9 +8,7 @@ One pass of prompt and continuation is frozen, and every generated token is a qu
 
 | module | question |
 | --- | --- |
-| `writing` | what does a model write after a prompt, and is a given continuation one of it? |
-| `written` | what can be asked of a frozen text, and of many prompts at once? |
-| `hops` | what made the generated tokens that a score landed on? |
+| `written` | what does a model write, what explains a frozen text, and what made the tokens that a score landed on? |
 """
 
 from tensorlens_tl.generation.written import (

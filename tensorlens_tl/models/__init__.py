@@ -5,10 +5,11 @@
 | `protocol` | what must a model be able to do, and what may be passed as a query, a token, a range of layers? |
 | `view` | what is this model made of, whichever its class: its ends, and how its blocks follow each other? |
 | `blocks` | what is each of its blocks made of, and is it what a frozen run or a method needs? |
-| `sublayers` | how is each kind of part read: attention, MLPs, experts, and mixers in attention's place? |
+| `sublayers` | how is each kind of part read: attention, MLPs, experts? |
+| `mixers` | and what stands in the place of attention or beside it? |
 | `parameters` | what do a module's weights amount to, adapters and packing included? |
 | `offload` | how are weights read that lie on a disk or elsewhere? |
-| `classes`, `dictionaries` | how are classifiers and sparse dictionaries read? |
+| `dictionaries` | how are sparse dictionaries read? |
 | `layouts` | how are blocks put together? |
 | `loops` | which call of a stack follows which, where stacks run several times each? |
 | `activations` | how is an activation replaced by a linear form, and which does torch compute at once? |

@@ -2,19 +2,19 @@
 
 | module | question |
 | --- | --- |
-| `inputs` | what does a model take, which positions does a query stand for, where does a text stand? |
+| `inputs`, `texts` | what does a model take, which positions does a query stand for, where does a text stand? |
 | `capture` | what does one pass leave behind? |
-| `block_maps`, `mlps` | which maps do the parts of a block become? |
-| `loops` | which map do blocks become that run in a loop? |
+| `block_maps` | which maps do the parts of a block become, and blocks that run in a loop? |
 | `attention_scores` | how are attention scores computed, and how is a pattern recomputed from them? |
-| `preflight`, `proof` | can this pass be frozen, and is what the weights say what the model does? |
-| `linearisation` | what do operators, targets and circuits need of a pass? |
+| `proof` | is what the weights say what the model does? |
+| `linearisation` | what do operators, targets and circuits need of a pass, and is a model still what was read of it? |
+| `target` | which number of the model is explained? |
 | `operator` | which scores does the whole map give, for which target and which of its parts? |
 | `live` | how is the live model held fixed, or run again with something changed? |
 | `frozen` | the pass that users hold, composed of capture, maps and proof |
-| `freezing` | how does one run of the model become a pass? |
-| `readings` | is a model still what another pass of the same run has read? |
+| `freezing` | can a model be frozen, and how does one run of it become a pass? |
 | `two_runs` | which exact linear map takes the difference of two runs' inputs to that of their outputs? |
+| `pixels` | how much does each pixel of an image count? |
 | `backward`, `replacement` | what gives the live model under other backward rules, or with a token replaced? |
 """
 

@@ -1,12 +1,9 @@
 """Attention scores as the weights make them, and patterns that are recomputed from them.
 
-Patterns that are not stored: recomputed from queries and keys when they are needed, and proved while the pass runs.
-
-The model computes a pattern for every layer anyway. A hook reads each of them and chooses the reading of the layer's
-scores that fits it. The pattern recomputed from queries and keys is
-then compared with the model's, a few queries at a time, and the model's is dropped. What is stored of a layer is linear
-in the number of tokens: queries, keys, and the sum of each row of the pattern, which is less than 1 with attention
-sinks.
+A pattern that is not stored is proved while the pass runs. The model computes it anyway; a hook chooses the reading of
+the layer's scores that fits it, compares the pattern that is recomputed from queries and keys, a few queries at a time,
+and drops the model's. What is stored of a layer is linear in the number of tokens: queries, keys, and the sum of each
+row of the pattern, which is less than 1 with attention sinks.
 """
 
 import math

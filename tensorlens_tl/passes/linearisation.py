@@ -5,10 +5,8 @@ that a sum over what enters must equal. The operator and its targets need no mor
 `FrozenPass`. The frozen pass of one run is a linearisation: its block maps are affine, the residual stream at the first
 block enters, biases are the constants, and the sum is a logit.
 
-Reading a model once for its passes, as long as it stays what it was.
-
-A `ModelView` reads weights when they are first needed: the same ones for every pass, also for every batch of a data
-set.
+Passes of one model share its `ModelView` as long as the model stays what it was: it reads weights when they are first
+needed, also for every batch of a data set.
 """
 
 from abc import ABC, abstractmethod

@@ -1,6 +1,4 @@
-"""The frozen pass as one affine map, and what is computed from it: scores, norms, gradients, pixels.
-
-The frozen pass as one affine map: its tensor, whole or in parts, and how that collapses to scores of source tokens.
+"""The frozen pass as one affine map: its tensor, whole or in parts, and how that collapses to scores of source tokens.
 
 Only `dense` stores the tensor ``T[query, :, key, :]`` of TensorLens. Contributions push the source tokens as rows; a
 slice pulls the basis vectors of one query. In+Out and target scores pull one row per query, a sum of targets one row

@@ -1,6 +1,4 @@
-"""Proofs: is what the weights say what the model does?
-
-Proofs: do the weights, as they are read, reproduce what the model does?
+"""Proofs: do the weights, as they are read, reproduce what the model does?
 
 Every block is composed from its weights in each way that its norms allow; the one that reproduces the block's own
 output on its own input is its layout. A block that no layout reproduces raises an error with the first component that

@@ -111,7 +111,8 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether two parameters are one, or equal."""
     if a is None or b is None:
         return a is b
-    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape) or torch.equal(a, b)
+    is_one = a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+    return a is b or is_one or torch.equal(a, b)
 
 
 def pull_noting(

@@ -3,7 +3,7 @@
 | module | question |
 | --- | --- |
 | `values` | what did the parts of a block read in one run? |
-| `attention`, `cross`, `mlps`, `experts`, `whitening` | which linear map takes Δ of inputs to Δ of outputs? |
+| `attention`, `scores`, `cross`, `mlps`, `experts`, `whitening` | which linear map takes Δ of inputs to Δ of outputs? |
 | `recorded` | the same of attention whose scores no weights explain: the live module says |
 | `maps` | the parts of every block as such secants |
 | `layouts` | how are blocks put together, where one run cannot tell? |
