@@ -1,4 +1,4 @@
-"""What methods and layer maps need of a model: one named check each, which refuses before any work starts.
+"""What methods and layer maps need of a model: one named check each, which a pass has to meet before they start.
 
 A registration names them, ``@register_method("mine", needs=("head_vectors", "unwhitened"))``, or brings a requirement
 that is not in `REQUIREMENTS`:
