@@ -348,7 +348,7 @@ def test_without_pillow_uploads_are_refused_by_name(digits, monkeypatch):
         ("tokens", {"image": 3}, "image is int"),
         ("tokens", {"text": "a prompt"}, "not text"),
         ("tokens", {"image": "0", "target": 99}, "vocabulary has 10"),
-        ("generated", {"image": "0", "new": 3}, "reads images"),
+        ("generated", {"image": "0", "new": 3}, "generated after a prompt"),
         ("image", {"text": "a prompt"}, "image is missing"),
     ],
 )

@@ -83,6 +83,16 @@ export function chips(tokens, { values, selected, changed, linked, pick, label }
 // A token's leading space is a dot before its name, so that names stand in one line.
 export const spaced = (name) => ({ kind: /^ \S/.test(name) ? " spaced" : "", name: name.replace(/^ (?=\S)/, "") });
 
+const LISTED = 8;
+
+// The rows of a list that have the largest scores, and if scores sum to something, all others as one.
+export function strongest(rows, summed = true) {
+  const ordered = rows.filter((row) => row.score).sort((a, b) => Math.abs(b.score) - Math.abs(a.score));
+  const rest = ordered.splice(LISTED);
+  if (summed && rest.length) ordered.push({ name: `${rest.length} others`, score: rest.reduce((total, row) => total + row.score, 0), muted: true });
+  return ordered;
+}
+
 export function bars(rows, { pick, label, unsigned, selected, shown } = {}) {
   const most = largest(rows.filter((row) => !row.muted).map((row) => row.score)); // all others are a number without a bar
   shown ??= together(largest(rows.map((row) => row.score)));

@@ -1,5 +1,5 @@
 // Text that the model writes: how many tokens, a stretch of them, hops; and whether prompts are a chat.
-import { bars, card, chips, error, h, menu, quoted, sum, worded } from "./draw.js";
+import { bars, card, chips, error, h, menu, quoted, strongest, sum, worded } from "./draw.js";
 import { NOTHING } from "./state.js";
 
 const NO_TARGET = { query: undefined, target: undefined, minus: undefined };
@@ -52,7 +52,7 @@ export function generatedView(view, state, go) {
     return { tokens, prompt: every.slice(0, text.first), written: every.slice(text.first) };
   });
   const largest = (of, text, number) => h("div", {}, h("h3", {}, texts.length > 1 ? `Largest, after the ${ORDER[number]} prompt` : "Largest"),
-    bars([...of].sort((a, b) => Math.abs(b.score) - Math.abs(a.score)).slice(0, 8).filter((row) => row.score), { label: "Largest sources" }),
+    bars(strongest(of), { label: "Largest sources" }),
     sum([["tokens", text.scores.reduce((a, b) => a + b, 0)], ["+ bias", text.bias], ["= ", text.total], ["relative error", error(text.gap), text.gap]]));
   return card("generated", "What the model writes", texts.map((text) => worded(text.label)).join(" · "),
     h("div", { class: "row" }, hops,

@@ -1,14 +1,12 @@
 // The views that are always there: tokens, next tokens, components; of two runs, routes; of dictionaries, features.
-import { alike, bars, card, chips, error, h, map, matrix, menu, number, percent, plain, quoted, sideBySide, sum, visible, worded } from "./draw.js";
+import { alike, bars, card, chips, error, h, map, matrix, menu, number, percent, plain, quoted, sideBySide, strongest, sum, visible, worded } from "./draw.js";
 import { NOTHING, isPair } from "./state.js";
-
-const LISTED = 8;
 
 export function tokensView(prompt, view, state, go, about) {
   const two = isPair(state);
   const unit = about.classes ? "patch" : "token";
   const scores = prompt.tokens.map((token, at) => ({ name: `${quoted(token)} ${at}`, score: view.scores[at] }));
-  const top = [...scores].sort((a, b) => Math.abs(b.score) - Math.abs(a.score)).slice(0, LISTED).filter((row) => row.score);
+  const top = strongest(scores, view.total !== null);
   const table = { columns: ["token", "score"], rows: prompt.tokens.map((token, at) => [`${at} ${visible(token)}`, view.scores[at]]) };
   const method = two ? null : h("select", { id: "method", "aria-label": "Method", onchange: (event) => go({ method: event.target.value }) },
     [...new Set(about.methods.map((of) => of.group))].map((label) => h("optgroup", { label },
@@ -96,10 +94,8 @@ export function componentsView(view, state, go) {
   const table = { columns: ["layer", ...columns], rows: values.map((row, at) => [names[at], ...row.map((value) => value ?? "")]) };
   const open = (layer, column) => (column < count ? go({ ...NOTHING, layer, head: column }) : go({ ...NOTHING, node: `MLP${layer}` }));
   const drawing = count > FEW || names.length > FEW ? map : matrix;
-  const all = values.flatMap((row, layer) => row.map((score, column) => ({ name: column < count ? `L${layer}H${column}` : `MLP${layer}`, score, pick: [layer, column] }))).filter((row) => row.score);
-  const top = all.sort((a, b) => Math.abs(b.score) - Math.abs(a.score)).slice(0, LISTED);
-  const rest = all.slice(LISTED);
-  if (rest.length) top.push({ name: `${rest.length} others`, score: rest.reduce((total, row) => total + row.score, 0), muted: true });
+  const all = values.flatMap((row, layer) => row.map((score, column) => ({ name: column < count ? `L${layer}H${column}` : `MLP${layer}`, score, pick: [layer, column] }))));
+  const top = strongest(all);
   return card("components", isPair(state) ? "What changed the answer, by component" : "Which components write it",
     `${worded(view.label)}; direct effects`, menu(view.label, "components", table, view.code),
     h("div", { class: "beside" }, drawing(names, columns, values, {
