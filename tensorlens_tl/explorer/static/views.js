@@ -94,7 +94,7 @@ export function componentsView(view, state, go) {
   const table = { columns: ["layer", ...columns], rows: values.map((row, at) => [names[at], ...row.map((value) => value ?? "")]) };
   const open = (layer, column) => (column < count ? go({ ...NOTHING, layer, head: column }) : go({ ...NOTHING, node: `MLP${layer}` }));
   const drawing = count > FEW || names.length > FEW ? map : matrix;
-  const all = values.flatMap((row, layer) => row.map((score, column) => ({ name: column < count ? `L${layer}H${column}` : `MLP${layer}`, score, pick: [layer, column] }))));
+  const all = values.flatMap((row, layer) => row.map((score, column) => ({ name: column < count ? `L${layer}H${column}` : `MLP${layer}`, score, pick: [layer, column] })));
   const top = strongest(all);
   return card("components", isPair(state) ? "What changed the answer, by component" : "Which components write it",
     `${worded(view.label)}; direct effects`, menu(view.label, "components", table, view.code),
