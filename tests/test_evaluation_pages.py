@@ -38,16 +38,25 @@ POSITIVE, INDUCTION = "Language model: positive perturbation", "Induction, langu
     ("finding", "quoted"),
     [
         (
-            "mrr {} on induction and {} on brackets",
+            "(mrr) is {} on the induction task and {} on the brackets task",
             [(INDUCTION, "difference", "mrr"), ("Brackets", "difference", "mrr")],
         ),
-        ("it leads on recall ({}, with `decompx target`)", [("Key–value recall", "tensorlens target", "mass")]),
-        ("on induction In+Out ({}) does not", [(INDUCTION, "tensorlens in_out", "mass")]),
-        ("on brackets leaving one out ({}) leads", [("Brackets", "leave-one-out", "mass")]),
-        ("(logit {} against {})", [(POSITIVE, "mean attention", "logit"), (POSITIVE, "tensorlens target", "logit")]),
+        (
+            "TensorLens leads on the recall task ({}, with `decompx target`)",
+            [("Key–value recall", "tensorlens target", "mass")],
+        ),
+        ("On the induction task, In+Out ({}) does not", [(INDUCTION, "tensorlens in_out", "mass")]),
+        ("On the brackets task, leaving one out ({}) leads", [("Brackets", "leave-one-out", "mass")]),
+        (
+            "(logit {} against {} for the best)",
+            [(POSITIVE, "mean attention", "logit"), (POSITIVE, "tensorlens target", "logit")],
+        ),
         ("+ table (logit {} against {})", [(POSITIVE, "value-zeroing", "logit"), (POSITIVE, "random", "logit")]),
-        ("(hidden state {} against {})", [(POSITIVE, "alti-logit", "hs_mse"), (POSITIVE, "decompx target", "hs_mse")]),
-        ("half of the first ({} against {})", [(INDUCTION, "chefer", "mass"), (INDUCTION, "alti-logit", "mass")]),
+        (
+            "(hidden state {} against {} for `decompx target`)",
+            [(POSITIVE, "alti-logit", "hs_mse"), (POSITIVE, "decompx target", "hs_mse")],
+        ),
+        ("half of the best mass ({} against {})", [(INDUCTION, "chefer", "mass"), (INDUCTION, "alti-logit", "mass")]),
     ],
 )
 def test_findings_quote_the_tables(finding, quoted):
@@ -59,8 +68,11 @@ def test_findings_quote_the_tables(finding, quoted):
 @pytest.mark.parametrize(
     ("method", "quoted"),
     [
-        ("tensorlens target", "mrr {:.3f} on recall, {:.3f} on brackets, {:.3f} on induction"),
-        ("leave-one-out", "leaving one out {:.3f}, {:.3f} and {:.3f}"),
+        (
+            "tensorlens target",
+            "mrr is {:.3f} on the recall task, {:.3f} on the brackets task and {:.3f} on the induction task",
+        ),
+        ("leave-one-out", "leaving one out is {:.3f}, {:.3f} and {:.3f}"),
     ],
 )
 def test_ranks_of_known_sources_are_quoted(method, quoted):
