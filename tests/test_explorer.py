@@ -938,8 +938,8 @@ def test_shown_sums_add_up_in_their_digits(browser, opened, query):
         decimals = {len(part.partition(".")[2]) for part in (first, second, total)}
         assert len(decimals) == 1
         assert float(first) + float(second) == pytest.approx(float(total), abs=1.01 * 10.0 ** -decimals.pop())
-    rows = [row.text.replace("−", "-") for row in several(browser, ".head .pair > div:first-child .value")]
-    total = one(browser, ".head .pair .sum b").text.replace("−", "-")
+    rows = [row.text.replace("−", "-") for row in several(browser, ".why .pair > div:first-child .value")]
+    total = one(browser, ".why .pair > div:first-child .sum b").text.replace("−", "-")
     digits = len(total.partition(".")[2])
     assert sum(map(float, rows)) == pytest.approx(float(total), abs=len(rows) * 10.0**-digits)
 
