@@ -132,8 +132,8 @@ def test_a_cancelled_prompt_leaves_nothing_of_the_one_before(browser, opened, mo
 
 
 def test_next_tokens_are_shown_before_they_are_explained(browser, opened, monkeypatch):
+    view = opened._session.view("prompt", {"text": OTHER})  # while the page waits, so would a second question
     go = entered(browser, opened, monkeypatch, "tokens")
-    view = opened._session.view("prompt", {"text": OTHER})
     titles = [value.get_attribute("title") for value in several(browser, ".next .bars .value")]
     assert [float(title) for title in titles] == pytest.approx([token["chance"] for token in view["next"]])
     assert "Next tokens in" in one(browser, "#status").text
