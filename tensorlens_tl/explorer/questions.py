@@ -282,10 +282,15 @@ class Passes:
 
     def predictor(self, *, second: bool = False) -> Predictor:
         """The model of a question's first or second run, as it is now."""
-        of_other = second and self.other is not None
+        of_other, model = self._model(second)
         if of_other not in self._predictors:
-            self._predictors[of_other] = Predictor(self.other if of_other else self.model)
+            self._predictors[of_other] = Predictor(model)
         return self._predictors[of_other]
+
+    def _model(self, second: bool) -> tuple[bool, Any]:
+        """Whether a question's first or second run is of another model, and the model."""
+        of_other = second and self.other is not None
+        return of_other, self.other if of_other else self.model
 
     def frozen(self, question: Question, *, second: bool = False) -> FrozenPass:
         """The pass of a question's prompt or image; `second` is that of its second one.
@@ -295,8 +300,7 @@ class Passes:
         """
         if question.is_of_written:
             return _runs(self.written(question, second=second))[0]
-        of_other = second and self.other is not None
-        model: Any = self.other if of_other else self.model
+        of_other, model = self._model(second)
         single = question.second if second else question
         return self._frozen[of_other].get(single.run, lambda: freeze(model, self._input(single)))
 
@@ -329,8 +333,7 @@ class Passes:
         Raises:
             TensorLensError: what `freeze_generation` refuses.
         """
-        of_other = second and self.other is not None
-        model: Any = self.other if of_other else self.model
+        of_other, model = self._model(second)
         single = question.second if second else question
         prompt = self._input(single)
         key = (of_other, single.text, single.chat, single.new)

@@ -60,10 +60,9 @@ def why_view(inquiry: Inquiry) -> View:
         for by, result, names in (("token", by_token, positions), ("layer", layers, layers.names[0]))
         for number, side in enumerate(SIDES)
     ]
-    sums = {side: float(sources[0].double().sum()) for side, sources in zip(SIDES, by_part.sides, strict=True)}
-    if isinstance(by_part, ScoreAttribution):
-        sums = {}
-    else:
+    sums: dict[str, float] = {}
+    if isinstance(by_part, ScoreChange):
+        sums = {side: float(sources[0].double().sum()) for side, sources in zip(SIDES, by_part.sides, strict=True)}
         sums |= dict(zip(by_part.constant_names, by_part.constants[0].tolist(), strict=True))
     part = inquiry.question.part
     return {
