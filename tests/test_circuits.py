@@ -14,6 +14,9 @@ from conftest import NAMES, SCORES, close, hooks_left, pattern_point, some_token
 import tensorlens_tl as tlens
 from tensorlens_tl import circuits
 from tensorlens_tl.circuits import effects, scores, weights
+from tensorlens_tl.circuits.effects import Ablation
+from tensorlens_tl.hooks import model_points
+from tensorlens_tl.models import ModelView
 from tensorlens_tl.models.sublayers import ExpertsWeights
 from tensorlens_tl.passes.target import resolve_target
 from tensorlens_tl.testing import encoder_decoder_names, model_names, tiny_input, tiny_model
@@ -206,6 +209,31 @@ def test_live_effects_in_chunks_and_at_several_queries(model_named):
     assert close(whole.scores[:, :1], circuits.total_effects(alone, 5, live=True).scores, atol=1e-6)
     with frozen.attached(), pytest.raises(tlens.FrozenModelError, match="attached"):
         circuits.total_effects(frozen, 5, live=True)
+
+
+def first_row(stream, *, hook):
+    """A hook that changes one row of a run."""
+    return torch.cat([stream[:1] + 0.1, stream[1:]])
+
+
+@pytest.mark.few(8)
+def test_two_passes_are_ablated_in_one_run(model, name):
+    """They get the logits that each gets by itself; where a user's hook changes one row of a run, in two runs."""
+    hook = (model_points(ModelView(model)).blocks[1].resid_pre, first_row)
+    (tokens, options), others = tiny_input(model), tiny_input(model, seed=1)
+    steered = [] if "whitened" in name else [[hook]]  # what is added to one row cannot be held there
+    for hooks in ([], *steered):
+        with model.hooks(fwd_hooks=hooks):
+            runs = [tlens.freeze(model, tokens, **options), tlens.freeze(model, others[0], **others[1])]
+            if runs[0].view.unembedding is None or is_whole(runs[0]):
+                pytest.skip("nothing to ablate, or no logits")
+            singly = [Ablation(run) for run in runs]
+            together = Ablation(runs[0], also=runs[1])
+            nodes = [change.name for change in singly[0]._nodes if change.expert is None][::3]
+            for by, other in (("zero", None), ("mean", None), ("other", runs[1])):
+                logits = torch.cat([single.logits(nodes, by, other) for single in singly])
+                assert close(together.logits(nodes, by, other), logits, atol=tolerance(name))
+            assert bool(together._singly) == bool(hooks)
 
 
 # ------------------------------------------------------------------ any part of the stream

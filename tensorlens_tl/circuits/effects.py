@@ -45,11 +45,12 @@ from tensorlens_tl.algebra import AffineMap, AnyAttention, Chain, Linear, Norm, 
 from tensorlens_tl.algebra.memory import WORKING_BYTES, Memory, check_size
 from tensorlens_tl.algebra.numerics import size_of_sum, upcast
 from tensorlens_tl.circuits.arguments import Direction, RuleLike, Whole
-from tensorlens_tl.circuits.live import LiveTarget, NodeGradients, sublayer_nodes
+from tensorlens_tl.circuits.live import LiveTarget, NodeChange, NodeGradients, sublayer_nodes
 from tensorlens_tl.circuits.ruled import target_under
 from tensorlens_tl.circuits.stream import Stream, StreamTarget, Sublayer, stream_target, summed_by_name, token_pairs
 from tensorlens_tl.core import Rule, recordable, rule_of
 from tensorlens_tl.errors import InvalidInputError, SizeError, UnsupportedModelError
+from tensorlens_tl.hooks import capture
 from tensorlens_tl.models import ONCE_ACTIVATION, FrozenRule, LayerRange, Query, TokenLike
 from tensorlens_tl.models.parameters import NormWeights, norm_epsilon
 from tensorlens_tl.passes import Difference, FrozenPass, PassLike, PassOrDifference, check_pass, one_question
@@ -361,6 +362,8 @@ class Ablation:
     Args:
         frozen: the pass whose prompts are run again.
         query: positions of the logits.
+        also: another pass of the model, of as many prompts and tokens: its prompts are further rows of the same runs,
+            or runs of their own where rows of one run may not be alike.
 
     >>> from tensorlens_tl.circuits.effects import Ablation
     >>> ablation = Ablation(frozen)
@@ -368,8 +371,10 @@ class Ablation:
     [torch.Size([1, 1, 2048]), torch.Size([1, 1, 2048])]
     """
 
-    def __init__(self, frozen: FrozenPass, query: Query = -1) -> None:
+    def __init__(self, frozen: FrozenPass, query: Query = -1, also: FrozenPass | None = None) -> None:
         self.frozen = frozen
+        self._runs = [frozen] if also is None else [frozen, also]
+        self._query = query
         self._readout = stream_target(frozen, None, None, None, query, "frozen", one=False)
         self._nodes = list(sublayer_nodes(self._readout, "ablated_logits", "head", "Name other nodes."))
 
@@ -378,11 +383,18 @@ class Ablation:
         """The model, which was compared with the pass."""
         return LiveTarget(self._readout, "ablated_logits")
 
+    @cached_property
+    def _singly(self) -> list["Ablation"]:
+        """One for each pass, where rows of one run do not give what the passes hold."""
+        if len(self._runs) == 1 or self._live.repeats(self._runs):
+            return []
+        return [Ablation(run, self._query) for run in self._runs]
+
     @one_question
     def logits(
         self, nodes: Sequence[str], by: str = "zero", other: FrozenPass | None = None
-    ) -> Float[Tensor, "batch query d_vocab"]:
-        """The logits without some nodes; see `ablated_logits`."""
+    ) -> Float[Tensor, "run_and_batch query d_vocab"]:
+        """The logits without some nodes, of `also` after those of `frozen`; see `ablated_logits`."""
         frozen = self.frozen
         check_choice("by", by, ABLATIONS)
         if (other is not None) != (by == "other") or (other is not None and other.tokens.shape != frozen.tokens.shape):
@@ -391,19 +403,30 @@ class Ablation:
         if by != "zero" and any(change.expert is not None for change in changes):
             raise InvalidInputError("ablated_logits: an expert has no hidden vector that a hook shows; use by='zero'.")
         frozen.check_fresh()
-        values = None
+        if self._singly:
+            return torch.cat([single.logits(nodes, by, other) for single in self._singly])
+        values: dict[str, Tensor] | None = None
         if by != "zero":
-            points = [point for change in changes for point in change.points]
-            shown = self._live.run_of(other or frozen, points)
-            values = {
-                point: shown[point].reshape(*frozen.tokens[:, frozen.capture.span(point)].shape, -1) for point in points
-            }
-        if values is not None and by == "mean":
-            values = {point: _mean_of_tokens(frozen, point, value) for point, value in values.items()}
-        logits = self._live.logits(changes, values)
+            of_runs = [self._values(other or run, changes, mean=by == "mean") for run in self._runs]
+            values = {point: torch.cat([of[point] for of in of_runs]) for point in of_runs[0]}
+        logits = self._live.logits(self._runs, changes, values)
         if logits is None:
             raise UnsupportedModelError(f"ablated_logits: {frozen.view.description} has no logits.")
         return logits
+
+    def _values(
+        self, run: FrozenPass, changes: Sequence[NodeChange], *, mean: bool
+    ) -> dict[str, Float[Tensor, "batch some width"]]:
+        """What the live model has at the nodes for the prompts of a pass, or their means, by a run that ends there."""
+        points = [point for change in changes for point in change.points]
+        blocks = run.points.blocks
+        after = max(change.layer for change in changes) + 1
+        last = blocks[after].resid_pre if after < len(blocks) else self._readout.points[-1]
+        shown, _ = capture(run.model, run.inputs, [*dict.fromkeys(points), last], last=last)
+        values = {point: shown[point].reshape(*run.tokens[:, run.capture.span(point)].shape, -1) for point in points}
+        if mean:
+            values = {point: _mean_of_tokens(run, point, value) for point, value in values.items()}
+        return values
 
 
 def _mean_of_tokens(

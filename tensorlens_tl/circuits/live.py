@@ -36,7 +36,7 @@ from tensorlens_tl.hooks import (
 from tensorlens_tl.models.offload import saved_by_name
 from tensorlens_tl.models.sublayers import ExpertsWeights, Routing
 from tensorlens_tl.passes import FrozenPass, PassLike, note_rounding
-from tensorlens_tl.passes.live import Copies, EarlierLayers, prove_obedience, repeated
+from tensorlens_tl.passes.live import Copies, EarlierLayers, in_one_batch, prove_obedience, repeated
 
 # ------------------------------------------------------------------ experts taken away
 
@@ -237,22 +237,32 @@ class LiveTarget:
         runs = self._model.changed(len(changes), run, self._error, self._bytes_per_copy, memory, title)
         return self.readout.total[..., None] - torch.cat([numbers for _, numbers in runs]).permute(1, 2, 0)
 
-    def logits(
-        self, changes: Sequence[NodeChange], values: NodeValues | None
-    ) -> Float[Tensor, "batch query d_vocab"] | None:
-        """The model's logits at the queries in one run with all of some nodes changed; None of a model without any.
+    def repeats(self, runs: Sequence[FrozenPass]) -> bool:
+        """Whether prompts of several passes, the first of them this one, give each pass's number in one run."""
+        if self._model.alone:
+            return False
+        names = self.readout.points
+        seen, _ = capture(self.frozen.model, in_one_batch([run.inputs for run in runs]), names, last=names[-1])
+        held = torch.stack([self.readout.number_of(run.activation) for run in runs])
+        return self._error(self.number(seen, len(runs)), held) <= self._model.tolerance
 
-        `changes` and `values` are as in `losses`.
+    def logits(
+        self, runs: Sequence[FrozenPass], changes: Sequence[NodeChange], values: NodeValues | None
+    ) -> Float[Tensor, "run_and_batch query d_vocab"] | None:
+        """The logits of passes at the queries, in one run with all of some nodes changed; None of a model without any.
+
+        `changes` and `values` are as in `losses`, values those of each run.
         """
         frozen = self.frozen
         if frozen.view.unembedding is None or frozen.points.unembed_in is None:
             return None
-        numbered = [(0, change) for change in changes]
-        experts = [(0, change.expert) for change in changes if change.expert is not None]
-        hooks = self._hooks(numbered, 1, values)
-        positions = frozen.prompt.in_logits(self.readout.positions)
-        with changed_calls(without_experts(experts, 1, frozen.tokens)):
-            _, logits = states_and_logits(frozen.model, frozen.inputs, frozen.points.unembed_in, positions, hooks)
+        numbered = [(copy, change) for copy in range(len(runs)) for change in changes]
+        experts = [(copy, change.expert) for copy, change in numbered if change.expert is not None]
+        hooks = self._hooks(numbered, len(runs), values)
+        positions = frozen.prompt.in_logits(self.readout.positions).repeat(len(runs), 1)
+        inputs = in_one_batch([run.inputs for run in runs])
+        with changed_calls(without_experts(experts, len(runs), frozen.tokens)):
+            _, logits = states_and_logits(frozen.model, inputs, frozen.points.unembed_in, positions, hooks)
         return logits if isinstance(logits, Tensor) and logits.ndim == 3 else None
 
     def _run(
@@ -285,7 +295,7 @@ class LiveTarget:
                 marked[copy, change.prompt, change.position, change.part] = True
             replacement = None
             if values is not None:
-                replacement = values[point].reshape(1, batch, pos, parts, -1)
+                replacement = values[point].unflatten(0, (-1, batch)).unflatten(-1, (parts, -1))
             hook = partial(_changed, earlier=self.earlier, marked=marked, replacement=replacement)
             hooks.append((point, in_this_thread(hook)))
         return hooks
@@ -325,12 +335,18 @@ class LiveTarget:
 
     def check_other(self, other: Float[Tensor, "batch query"], held: Float[Tensor, "batch query"]) -> None:
         """Refuse a run of other prompts that gives another number than their pass holds."""
-        error = float((other - held).abs().max()) / max(self._scale, float(held.abs().max()))
+        error = self._error(other, held)
         self._model.refuse(error, f"of the corrupted prompts they differ by {error:.1e}")
 
-    def _error(self, numbers: Float[Tensor, "batch query"]) -> float:
-        tiny = torch.finfo(self.readout.total.dtype).tiny
-        return float((numbers - self.readout.total).abs().max()) / max(self._scale, tiny)
+    def _error(
+        self, numbers: Float[Tensor, "*run batch query"], held: Float[Tensor, "*run batch query"] | None = None
+    ) -> float:
+        """How far numbers are from those of the pass, or from others that are held, relative to the larger."""
+        total = self.readout.total if held is None else held
+        scale = max(self._scale, torch.finfo(total.dtype).tiny)
+        if held is not None:
+            scale = max(scale, float(held.abs().max()))
+        return float((numbers - total).abs().max()) / scale
 
     @property
     def _bytes_per_copy(self) -> int:

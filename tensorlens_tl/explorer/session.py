@@ -6,7 +6,6 @@ prompt. Nothing here knows of the web.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -230,14 +229,14 @@ def ablate_view(inquiry: Inquiry) -> View:
     nodes = question.without.split(",")
     runs = inquiry.change.runs if question.is_comparison else [inquiry.frozen]
     others = {"other": runs[1]} if patched else {}
+    ablated = runs[:1] if patched else runs
     after: list[Tensor] = []
-    for number, run in enumerate(runs[: 1 if patched else 2]):
-        ablation = inquiry.passes.result(
-            question, ("ablation", number, inquiry.query), partial(Ablation, run, inquiry.query)
-        )
-        after.append(ablation.logits(nodes, question.by, **others)[0, 0])
-    after += inquiry.logits[len(after) :]
+    for rows in [ablated] if inquiry.passes.other is None else [[run] for run in ablated]:  # of one model in one run
+        key = ("ablation", len(rows), len(after), inquiry.query)
+        ablation = inquiry.passes.result(question, key, lambda rows=rows: Ablation(rows[0], inquiry.query, *rows[1:]))
+        after += ablation.logits(nodes, question.by, **others)[:, 0]
     before = inquiry.logits
+    after += before[len(after) :]
     target = inquiry.target
     numbers = [
         [float(of[target["target"]] - (of[target["minus"]] if "minus" in target else 0)) for of in side]
