@@ -137,7 +137,7 @@ def test_attribute_saves(tmp_path):
         (["attribute", "the", "--method", "tensorlns"], "Did you mean 'tensorlens'"),
         (["attribute", "the", "--target", "two words"], "a target is one token"),
         (["verify", "--model", "no/such/folder"], "there is no 'no' in "),
-        (["verify", "--model", "no--such..model"], "no such folder, and the hub gives no model"),
+        (["verify", "--model", "no--such..model"], "not a local folder, and not found on the Hugging Face Hub"),
     ],
 )
 def test_errors_are_printed_without_a_traceback(capsys, arguments, message):
@@ -375,7 +375,7 @@ def test_graph_is_written(tmp_path, capsys, name, format_, first):
     ("arguments", "message"),
     [
         (["-o", "a.html", "--format", "dot"], "--format 'dot'; use one of 'html'"),
-        (["-o", "a.txt"], "ends in '.txt', which is no kind of file that a result is saved as. Use one of"),
+        (["-o", "a.txt"], "'a.txt': a result cannot be saved as '.txt'. Use one of"),
         (["-o", "a.txt", "--format", "dot"], "--format 'dot'; use one of 'html'"),
         (["-o", "no/such/folder/a.html"], "there is no folder"),
         (["-o", "a.html", "--threshold", "2"], "--threshold 2.0: a share of the largest edge"),

@@ -661,7 +661,7 @@ def test_a_stream_for_each_head_since_is_refused(switch):
 @pytest.mark.parametrize("method", sorted(set(tlens.list_methods()) - {"difference"}))
 def test_other_methods_refuse_a_difference(method, model_named):
     difference = tlens.difference(*two_runs(model_named(ONE)))
-    refusal = rf"'{method}' explains one run, and this is the difference of two, which 'difference' explains"
+    refusal = rf"'{method}' explains one run. For two runs use 'difference'"
     with pytest.raises(tlens.InvalidInputError, match=refusal):
         tlens.attribute(difference, method=method)
 

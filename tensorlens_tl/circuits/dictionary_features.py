@@ -587,8 +587,8 @@ def features(
         hook: the hook point that it reads: of the residual stream, or, of a transcoder, of what an MLP reads; None for
             what the dictionary says (`hook_name`).
         hook_out: of a transcoder, the hook point that it reconstructs: what the MLP gives (`hook_name_out`).
-        any_model: take a dictionary that says it belongs to another model (a fine-tuned model's base, say) or to
-            another hook point.
+        any_model: skip the check that the dictionary was trained on this model and at this hook point, for that of a
+            fine-tuned model's base, say.
         labels: what features are called: a mapping, or a CSV or JSON file; see `feature_labels`.
 
     Warns:

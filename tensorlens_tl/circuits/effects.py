@@ -262,8 +262,8 @@ def total_effects(
         raise InvalidInputError(f"live={live!r}: pass True (each component is ablated in the live model) or False.")
     if live and isinstance(frozen, Difference):
         raise InvalidInputError(
-            "total_effects(live=True): a difference of two runs is no run of its own. Ask about either of its passes, "
-            "or leave live out."
+            "total_effects(live=True): live effects are of a single run. Pass one of this difference's "
+            "two passes, or leave live out."
         )
     if rule is not None and (live or isinstance(frozen, Difference)):
         raise InvalidInputError(
@@ -449,7 +449,7 @@ class HeadMap:
     """One head by itself, pattern frozen: what it moves from token to token, and what becomes of that.
 
     Attributes:
-        layer, head: which one.
+        layer, head: indices of the head.
         cross: whether it is one of cross-attention.
         map: stream before the head -> what it writes (b_V inside, b_O not), an `AffineMap`.
         pattern: `[batch, query, key]`; of an encoder–decoder's between all positions, the encoder's first.
@@ -567,7 +567,7 @@ def head_map(
 
     Args:
         frozen: the pass.
-        layer, head: which one; with grouped-query attention the head is a query head.
+        layer, head: indices of the head; with grouped-query attention the head is a query head.
         cross: a head of an encoder–decoder's cross-attention, ``"L2.cross.H0"``, instead of self-attention.
         layers: consecutive layers that its effect goes through, the head's layer among them; None for all.
         final_norm: whether its effect goes through the norm after the last layer.
@@ -828,8 +828,8 @@ def top_paths(
 ) -> Paths:
     """The k largest paths that a beam search finds, of any length, for one prompt.
 
-    Backwards from the target: a partial path is worth the absolute value of everything that flows through it, and the
-    `width` best of each length are followed on. The remainder is everything else: the sum of all paths, by one
+    Backwards from the target: partial paths are ranked by the absolute value of all that flows through them, and the
+    `width` best of each length are continued. The remainder is everything else: the sum of all paths, by one
     more pull, less the k; so here `gap` measures that pull, and not the scores of the k.
 
     Args:

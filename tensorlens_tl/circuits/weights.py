@@ -276,7 +276,7 @@ def ov(
 
     Args:
         model: a model or a `FrozenPass`.
-        layer, head: which one.
+        layer, head: indices of the head.
         cross: a head of an encoder–decoder's cross-attention instead of self-attention: it maps the encoder's output
             to the decoder's stream.
         fold_norms: True multiplies the gain and the centring of the norm before the head into the weights (see the
@@ -309,7 +309,7 @@ def qk(
 
     Args:
         model: a model or a `FrozenPass`.
-        layer, head: which one.
+        layer, head: indices of the head.
         cross: a head of cross-attention, as in `ov`: the query is of the decoder's stream, the key of the encoder's
             output, and nothing is rotated.
         offset: query position minus key position; needed by rotary models, of no effect in others.
@@ -370,7 +370,7 @@ def full_qk(
         fold_norms: see `ov`; False by default.
 
     Raises:
-        InvalidInputError, UnsupportedModelError: as `qk`; also no readable embedding.
+        InvalidInputError, UnsupportedModelError: as `qk`; also an embedding matrix that cannot be read.
 
     >>> tlens.circuits.full_qk(model, 0, 0, offset=1).shape == (model.cfg.d_vocab, model.cfg.d_vocab)
     True
@@ -535,7 +535,7 @@ def svd_tokens(
 
     Args:
         model: a model or a `FrozenPass`.
-        layer, head: which one.
+        layer, head: indices of the head.
         circuit: ``"ov"`` (reads through W_E, writes through W_U) or ``"qk"`` (query and key through W_E).
         k: how many directions, at least; a group is never cut.
         top: tokens per list.

@@ -251,7 +251,7 @@ def _load_checkpoint(name: str, kind: Kind, placed: dict[str, Any]) -> Any:
     """A model of the hub or of a folder."""
     from tensorlens_tl.classifiers import is_classifier, load_classifier
 
-    tried = "no such folder, and the hub gives no model"
+    tried = "not a local folder, and not found on the Hugging Face Hub"
     if Path(name).is_dir():
         if kind == "hooked":
             raise InvalidInputError("--kind hooked: a folder is loaded as a TransformerBridge; leave --kind out.")

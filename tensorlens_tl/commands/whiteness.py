@@ -7,7 +7,7 @@ from typing import Any
 from tensorlens_tl.commands import shared
 from tensorlens_tl.errors import InvalidInputError
 
-HELP = "How white and how stationary is the residual stream, as it is and after a filter made from it?"
+HELP = "Measure how white and how stationary the residual stream is, as it is and after a filter that is fitted to it."
 EXAMPLE = "tensorlens-tl whiteness -n 16 -o whiteness.csv"
 PROMPTS = 1000
 

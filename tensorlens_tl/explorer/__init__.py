@@ -92,7 +92,7 @@ def explore(
     """Open the explorer: a local page for prompts, tokens, heads and two runs; the last line of a cell shows it inline.
 
     Args:
-        model: a model of either class of TransformerLens.
+        model: a `HookedTransformer` or a `TransformerBridge`.
         tuned: a second model of the same architecture; comparisons of two prompts are then between the two models.
         name: what the page calls the model.
         dictionaries: sparse autoencoders of the model, one or several: the page shows their features.

@@ -144,7 +144,7 @@ def _id_of_text(view: ModelView, text: str, name: str) -> int:
         pieces = [token_text(view, piece) for piece in ids]
         raise InvalidInputError(
             f"{name}={text!r} is {len(ids)} tokens {pieces}; a target is one token, such as the first of these, or an "
-            "id. attribute_generation explains a whole answer." + nearest(text, RANKED_IDS.get(name, {}))
+            "id. For several tokens use attribute_generation." + nearest(text, RANKED_IDS.get(name, {}))
         )
     if ids[0] == getattr(tokenizer, "unk_token_id", None) and text != tokenizer.unk_token:
         raise InvalidInputError(f"{name}={text!r} is not in the vocabulary; pass a token the tokenizer knows.")

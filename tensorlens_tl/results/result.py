@@ -248,8 +248,7 @@ def check_file(path: str | os.PathLike[str], kind: type[Result] = Result, name: 
         if "" in known:
             endings += ", or no ending"
         raise InvalidInputError(
-            f"{name}: {path.name!r} ends in {ending(path)!r}, which is no kind of file that a result is saved as. "
-            f"Use one of {endings}."
+            f"{name}: {path.name!r}: a result cannot be saved as {ending(path)!r}. Use one of {endings}."
         )
 
 

@@ -70,5 +70,5 @@ export function measuredView(prompt, view, state, go) {
     menu("measured", "measured", table, view.code),
     matrix(names, columns, values, { label: "Drawn nodes, by the difference and patched live; press a number to select the node", pick: (row) => go({ pick: view.rows[row].nodes[0] }), selected: (row) => view.rows[row].nodes.includes(state.pick) }),
     sum([["the first run", view.total]]),
-    h("p", { class: "soft hint" }, "In the graph the fill of a node is what the difference finds, its outline what the live model loses: blue adds to the answer, orange takes from it. A head is patched whole, with its values, queries and keys. Neither column adds up: what passes two nodes counts for both."));
+    h("p", { class: "soft hint" }, "In the graph the fill of a node is what the difference finds, its outline what the live model loses: blue adds to the answer, orange takes from it. A head is patched whole, with its values, queries and keys. Neither column adds up: an effect that passes through two nodes counts for both."));
 }

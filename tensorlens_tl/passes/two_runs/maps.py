@@ -235,7 +235,7 @@ class SecantMaps(Blocks):
         """One head's scores, or its pattern, by its queries and by its keys, from the stream that its layer reads.
 
         Args:
-            layer, head: which one.
+            layer, head: indices of the head.
             of: ``"score"`` or ``"pattern"``.
             cross: a head of cross-attention.
 

@@ -321,8 +321,8 @@ def _check_alike(a: FrozenPass, b: FrozenPass) -> None:
         lengths = [frozen.mask.sum(1).tolist() for frozen in (a, b)]
         raise InvalidInputError(
             f"difference: the prompts do not match position by position: {lengths[0]} and {lengths[1]} tokens"
-            f"{_apart(a, b)}. Both runs need as many prompts, each with the same number of tokens and the same "
-            "padding: replace words by others of as many tokens."
+            f"{_apart(a, b)}. Both runs need the same number of prompts and of tokens, padded alike: swap "
+            "in words of as many tokens."
         )
     a.view.require_single_streams(QUESTION)
     if a.model is not b.model:
