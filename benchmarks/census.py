@@ -107,8 +107,9 @@ def read(path: Path = RESULTS) -> tuple[dict[str, str], list[Row]]:
 
 def counts(versions: dict[str, str], rows: Sequence[Row]) -> str:
     """How many models of each kind have each verdict; what is wrong is named above."""
-    of = f"TransformerLens {versions['transformer-lens']}, transformers {versions['transformers']}"
-    lines = [f"{of}: {len({row.name for row in rows})} names, {len(rows)} models.", ""]
+    of = f"TransformerLens {versions['transformer-lens']} with transformers {versions['transformers']}"
+    names = len({row.name for row in rows})
+    lines = [f"{of} maps {names} architecture names, which the census covers with {len(rows)} models.", ""]
     wrong = [f"**{row.title} is silently wrong: {_finding(row)}.**" for row in rows if row.verdict == WRONG]
     lines += [*wrong, ""] if wrong else []
     lines += [_line("", *VERDICTS, "difference of two runs"), "|" + " --- |" * (len(VERDICTS) + 2)]

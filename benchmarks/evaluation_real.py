@@ -327,7 +327,7 @@ def prompts_needed(result: evaluate.Evaluation, first: str, second: str) -> str:
     (metric,) = result.metrics
     seen = abs(result.mean(metric, first) - result.mean(metric, second))
     if not seen:
-        return f"`{first}` and `{second}` have one mean"
+        return f"`{first}` and `{second}` have the same mean"
     needed = max(math.ceil(len(result.units) * (visible(result, first, second) / seen) ** 2), 2)
     return f"separating `{first}` from `{second}` with 80 % power takes {float(f'{needed:.2g}'):,.0f} prompts"
 
@@ -346,7 +346,7 @@ def listed(names: Iterable[str]) -> str:
 
 def level_with(others: list[str]) -> str:
     """What a sentence says of those that are not told apart from the first."""
-    return f"not significantly different: {listed(others)}" if others else "all others are significantly behind"
+    return f"not significantly different: {listed(others)}" if others else "all other methods are significantly worse"
 
 
 def of_nodes(found: list[Line]) -> Iterator[str]:
@@ -363,10 +363,10 @@ def of_nodes(found: list[Line]) -> Iterator[str]:
     result = pooled(by_r)
     best, others = leading(result)
     yield (
-        f"**To find the heads and MLPs that made the difference, use `measured`.** Its scores agree best with patching in {first} of "
-        f"{len(columns)} tasks (each model's tasks counted separately). Its mean r is at least 0.99 in {sum(mean >= 0.99 for mean in means['measured'].values())} of "
-        f"them and {min(means['measured'].values()):.3f} in the worst; its worst prompt has r = {worst['measured'][low]:.3f} ({NAMES[low[0]]}, {low[1]}). On the {len({task for _, task in later})} tasks that were "
-        f"chosen after the method was fixed ({', '.join(dict.fromkeys(task for _, task in later))}) the worst prompt has r = "
+        f"**To find the heads and MLPs that made the difference, use [`measured`](howto/12_two_prompts.md#which-heads-and-mlps).** Its scores agree best with patching in {first} of "
+        f"{len(columns)} tasks (counting each model's tasks separately). Its mean r is at least 0.99 in {sum(mean >= 0.99 for mean in means['measured'].values())} of "
+        f"these tasks and {min(means['measured'].values()):.3f} in the worst. Its worst pair has r = {worst['measured'][low]:.3f} ({NAMES[low[0]]}, {low[1]}). In the {len({task for _, task in later})} tasks that we "
+        f"chose after we had fixed the method ({', '.join(dict.fromkeys(task for _, task in later))}), the worst pair has r = "
         f"{min(worst['measured'][column] for column in later):.3f}."
     )
     holds = [
@@ -374,27 +374,27 @@ def of_nodes(found: list[Line]) -> Iterator[str]:
         for what in ("error", "bound")
     ]
     yield (
-        f"`measured` also estimates the error of the scores that it does not measure. Its 90 % interval contained the true error on {holds[0].mean():.0%} of {len(holds[0])} "
-        f"prompts, and its bound on a single score held on {holds[1].mean():.0%}. It patches up to {LARGEST_LIVE} large nodes and {LARGEST_LIVE // 2} random ones of each "
-        "prompt. There we compare patching with itself, so part of its lead is by construction."
+        f"`measured` patches up to {LARGEST_LIVE} large nodes and {LARGEST_LIVE // 2} random nodes of each pair. For these nodes we compare patching with itself, so part of "
+        "the lead is by construction. The method also estimates the error of the scores that it does not measure. Its 90 % interval contained the true error on "
+        f"{holds[0].mean():.0%} of {len(holds[0])} pairs, and its bound on a single score held on {holds[1].mean():.0%}."
     )
     low_of = {name: f"{min(worst[name].values()):.2f}" for name in NODES}
     yield (
-        f"Cheaper methods, which take one pull or five gradients, are a step behind: on its worst prompt `difference` has r = {low_of['difference']} and EAP-IG "
-        f"(`integrated-gradients`) has {low_of['integrated-gradients']}. A gradient at the clean prompt alone fails on some prompts, where r falls to "
+        f"Cheaper methods are a step behind. On its worst pair, `difference` (one {{term}}`pull`) has r = {low_of['difference']}, and EAP-IG "
+        f"(`integrated-gradients`, five gradients) has r = {low_of['integrated-gradients']}. Methods that use only a gradient at the clean prompt fail on some pairs: r falls to "
         f"{low_of['gradient']} for `gradient`, {low_of['atp*']} for `atp*` and {low_of['frozen']} for `frozen`."
     )
     shortlists, ranks = (pooled(lines_of(found, "nodes", metric)) for metric in ("largest", "spearman"))
     shares = ", ".join(f"`{name}` {shortlists.mean('largest', name):.0%}" for name in SHORTLISTS)
     in_order = ", ".join(f"`{name}` {ranks.mean('spearman', name):.2f}" for name in SHORTLISTS)
     yield (
-        f"r depends on the sizes of scores, a shortlist only on their order. Of the {LARGEST} largest nodes, each method has this share among its own {LARGEST}: {shares}. Rank correlations are "
-        f"{in_order}. So a gradient lists nodes well but misjudges the size of some, and the difference does the reverse: for a shortlist without live runs, use both."
+        f"The correlation r depends on the sizes of scores, whereas a shortlist depends only on their order. Each method's {LARGEST} largest nodes include this share of the {LARGEST} nodes that patching ranks highest: {shares}. "
+        f"The rank correlations with patching are {in_order}. So `gradient` ranks nodes well but misjudges the size of some, and `difference` does the reverse. For a shortlist without live runs, use both."
     )
     runner = result.table().index[1]
     yield (
-        f"Over all {len(result.units)} prompts `{best}` has the highest r ({level_with(others)}). This many prompts would reveal a lead of "
-        f"{visible(result, best, runner):.3f} over `{runner}` with 80 % power; the lead is "
+        f"Over all {len(result.units)} pairs, `{best}` has the highest mean r ({level_with(others)}). This many pairs would reveal a lead of "
+        f"{visible(result, best, runner):.3f} over `{runner}` with 80 % power; the observed lead is "
         f"{result.mean('pearson', best) - result.mean('pearson', runner):.3f}."
     )
 
@@ -412,7 +412,7 @@ def of_edges(found: list[Line]) -> Iterator[str]:
         result = pooled(chosen)
         if len(result.units) < FEWEST:
             tasks = ", ".join(dict.fromkeys(line.task for line in chosen))
-            yield f"{what[0].upper()}{what[1:]} ({tasks}): {len(result.units)} prompts are too few to rank methods; the table lists their values."
+            yield f"{what[0].upper()}{what[1:]} was measured on {len(result.units)} pairs ({tasks}), too few to rank methods."
             continue
         best, others = leading(result)
         yield (
@@ -432,7 +432,7 @@ def of_sources(found: list[Line]) -> Iterator[str]:
     """What follows about the token that an answer was read from."""
     for metric, asked in (
         ("mrr", "the answer's logit"),
-        ("mrr of a difference", "the difference from the other answer's logit"),
+        ("mrr of a difference", "the answer's logit minus the other answer's"),
     ):
         chosen = lines_of(found, "sources", metric)
         if not chosen:
@@ -440,10 +440,10 @@ def of_sources(found: list[Line]) -> Iterator[str]:
         result = pooled(chosen)
         best, others = leading(result)
         names = [name for name in ("tensorlens target", "leave-one-out", "random") if name in result.methods]
-        ranks = ", ".join(f"`{name}` {result.mean(metric, name):.2f}" for name in names)
+        ranks = ", ".join(f"{result.mean(metric, name):.2f} with `{name}`" for name in names)
         yield (
-            f"From which token was the answer read ({prompts_of(chosen, result)})? In explanations of {asked}, the mean reciprocal "
-            f"rank of the true source is {ranks}; the best is `{best}` with {result.mean(metric, best):.2f} ({level_with(others)})."
+            f"Which token was the answer read from ({prompts_of(chosen, result)})? In explanations of {asked}, the mean reciprocal "
+            f"rank of the true source is {ranks}. The best method is `{best}` with {result.mean(metric, best):.2f} ({level_with(others)})."
         )
 
 
@@ -456,17 +456,16 @@ def of_replacements(found: list[Line]) -> Iterator[str]:
             continue
         result = pooled(chosen)
         best, others = leading(result)
-        test = (
-            f"Replacing tokens by others that the model predicts, the {first} relevant first ({prompts_of(chosen, result)}; "
-            f"fall in the logit difference of the two answers)"
-        )
+        test = f"When tokens that the model predicts replace the {first} relevant tokens first ({prompts_of(chosen, result)})"
         if best == "random" or "random" in others:
             needed = prompts_needed(result, best if best != "random" else result.table().index[1], "random")
-            yield f"{test}: no method differs significantly from a random order, so there is no verdict ({needed})."
+            yield f"{test}, no method differs significantly from a random order, so there is no verdict ({needed})."
         else:
+            size = {"most": "largest", "least": "smallest"}[first]
+            needed = prompts_needed(result, best, result.table().index[1])
             yield (
-                f"{test}: the best is `{best}` with {result.mean(metric, best):.2f} ({level_with(others)}); a random order has "
-                f"{result.mean(metric, 'random'):.2f}; {prompts_needed(result, best, result.table().index[1])}."
+                f"{test}, the {size} fall in the logit difference of the two answers is {result.mean(metric, best):.2f}, with `{best}` ({level_with(others)}). A random order gives "
+                f"{result.mean(metric, 'random'):.2f}. {needed[0].upper()}{needed[1:]}."
             )
 
 
@@ -486,10 +485,10 @@ def of_graphs(found: list[Line]) -> Iterator[str]:
     gap = max(float(line.worst) for line in lines_of(found, "graphs", "error"))
     models = " and ".join(dict.fromkeys(NAMES[line.model] for line in chosen))
     yield (
-        f"**How much of the answer does a graph show?** With `nodes={COVERED:g}` ({models}; {len(of['difference'])} pairs) the graph of a "
-        f"difference has {counts['difference'].mean():.0f} nodes on average, which carry {of['difference'].mean():.0%} of the answer's inputs ({COVERED:.0%} or more on "
-        f"{enough['difference']:.0%} of the pairs, never less than {of['difference'].min():.0%}). The graph of a single run has {counts['one run'].mean():.0f} nodes, which carry "
-        f"{of['one run'].mean():.0%}. With all other nodes included, the inputs of each node sum to it: the largest error is {gap:.0e} of the answer."
+        f"**How much of the answer does a graph show?** With `nodes={COVERED:g}` ({models}; {len(of['difference'])} pairs), the graph of a "
+        f"difference has {counts['difference'].mean():.0f} nodes on average. They carry {of['difference'].mean():.0%} of the answer's inputs, in absolute value ({COVERED:.0%} or more on "
+        f"{enough['difference']:.0%} of the pairs, never less than {of['difference'].min():.0%}). The graph of a single run has {counts['one run'].mean():.0f} nodes on average, which carry "
+        f"{of['one run'].mean():.0%}. If all other nodes are included, the inputs of each node sum to its value; the largest error is {gap:.0e} of the answer."
     )
 
 
@@ -498,7 +497,7 @@ def of_costs(found: list[Line]) -> str:
     cells = {(line.method, line.metric, line[0:3:2]): float(line.mean) for line in found if line.test == "cost"}
     columns = columns_of([line for line in found if line.test == "cost"])
     rows = [
-        "Cost of scoring the nodes of one pair: processor time in forward passes of the model · peak memory in MB:",
+        "To score the nodes of one pair, each method takes this processor time, in forward passes of the model, and this additional memory at the peak, in MB:",
         f"| method | {' | '.join(f'{NAMES[model]}, {tokens}' for model, tokens in columns)} |",
         "| --- |" + " --- |" * len(columns),
     ]
@@ -520,7 +519,7 @@ def drawn(found: list[Line]) -> str:
     """What was measured, the chart, the verdicts, and where the tables are."""
     nodes_of = lines_of(found, "nodes", "pearson")
     counts = " and ".join(
-        f"{NAMES[model]} ({sum({line.task: int(line.prompts) for line in nodes_of if line.model == model}.values())} pairs of "
+        f"{NAMES[model]} ({sum({line.task: int(line.prompts) for line in nodes_of if line.model == model}.values())} prompt pairs from "
         f"{len({line.task for line in nodes_of if line.model == model})} tasks)"
         for model in MODELS
         if any(line.model == model for line in nodes_of)
@@ -532,7 +531,7 @@ def drawn(found: list[Line]) -> str:
             reason = line.metric.removeprefix(f"{line.task}: ")
             reasons.setdefault((NAMES[line.model], line.test, reason), []).append(line.task)
     failed = [
-        f"* Not measured: {model}, {test} of {', '.join(tasks)}: {reason}"
+        f"* {model}, {test} ({', '.join(tasks)}): this test raised the error “{reason}”"
         for (model, test, reason), tasks in reasons.items()
     ]
     measured_already = {line[:3] for line in found}
@@ -543,9 +542,10 @@ def drawn(found: list[Line]) -> str:
         if left:
             lacking.append(f"{NAMES[model]} {test} ({'all' if len(left) == len(every) else ', '.join(left)})")
     parts = [
-        f"Measured on {counts}. The model answers both prompts of each pair (`evaluate.language_task`; float32, weights "
-        "quantised to four bits). The chart compares the scores of all heads and MLPs with patching each of them in the live model:",
-        "![r with patching by method and task, with intervals](_static/evaluation_real.svg)",
+        f"Measured on {counts}, in float32 with weights quantised to four bits. The model answers both prompts of each pair "
+        "correctly (`evaluate.language_task`). The chart shows the correlation r between each method's scores of all heads and "
+        "MLPs (nodes) and the effects of patching these nodes in the live model:",
+        "![Correlation r with patching by method and task, with 95 % intervals](_static/evaluation_real.svg)",
         "\n".join(f"* {sentence}" for sentence in verdicts(found)),
         f"Tables: {', '.join(links)}; {{download}}`the numbers of every prompt <_static/evaluation_real.csv>`.",
     ]
@@ -554,20 +554,20 @@ def drawn(found: list[Line]) -> str:
     if failed:
         parts.append("\n".join(failed))
     if lacking:
-        parts.append(f"Not measured yet (`make evaluation-real` measures what is missing): {'; '.join(lacking)}.")
+        parts.append(f"Not measured yet (`make evaluation-real` adds these): {'; '.join(lacking)}.")
     return "\n\n".join(parts)
 
 
 TABLES = (
     ("evaluation_real-nodes.csv", "nodes, r", "nodes", "pearson"),
     ("evaluation_real-ranks.csv", "nodes, rank correlation", "nodes", "spearman"),
-    ("evaluation_real-errors.csv", "sizes of errors", "nodes", "error"),
-    ("evaluation_real-largest.csv", "share of the 20 largest found", "nodes", "largest"),
+    ("evaluation_real-errors.csv", "relative errors", "nodes", "error"),
+    ("evaluation_real-largest.csv", "share of the 20 largest nodes found", "nodes", "largest"),
     ("evaluation_real-edges.csv", "edges, r", "edges", "pearson"),
     ("evaluation_real-cpr.csv", "CPR", "circuits", "cpr"),
     ("evaluation_real-cmd.csv", "CMD", "circuits", "cmd"),
     ("evaluation_real-sources.csv", "sources of a logit", "sources", "mrr"),
-    ("evaluation_real-contrasts.csv", "sources of a difference of logits", "sources", "mrr of a difference"),
+    ("evaluation_real-contrasts.csv", "sources of a logit difference", "sources", "mrr of a difference"),
     ("evaluation_real-replaced-most.csv", "most relevant tokens replaced", "replacements", "fall, most relevant first"),
     (
         "evaluation_real-replaced-least.csv",
@@ -575,7 +575,7 @@ TABLES = (
         "replacements",
         "fall, least relevant first",
     ),
-    ("evaluation_real-graphs.csv", "what a graph's nodes carry", "graphs", "share"),
+    ("evaluation_real-graphs.csv", "share carried by a graph's nodes", "graphs", "share"),
     ("evaluation_real-cost.csv", "cost", "cost", "forwards"),
 )
 """File, title, test and metric of each table."""

@@ -54,8 +54,8 @@ def of_data_sets(results: Tables) -> str:
     return (
         f"On two cores, `attribute_dataset` explained {of('`attribute_dataset`', 'rows'):,.0f} rows of 16 to 79 tokens on the bundled model "
         f"at {ours[8192]:.0f} rows a second, including every check. That is {ours[8192] / loop:.1f} times the rate of a loop over "
-        f"`attribute`, and {ours[8192] / plain[best]:.2f} of the rate of the fastest batched forward pass. It used {memory[8192]:.0f} MB; with `tokens_per_batch=2048`, {memory[2048]:.0f} MB "
-        f"at {ours[2048]:.0f} rows a second."
+        f"`attribute`, and {ours[8192] / plain[best]:.2f} of the rate of the fastest batched forward pass. It used {memory[8192]:.0f} MB; with `tokens_per_batch=2048`, it used {memory[2048]:.0f} MB "
+        f"and explained {ours[2048]:.0f} rows a second."
     )
 
 
@@ -73,13 +73,13 @@ def of_long_prompts(results: Tables) -> str:
     every = at(128, "all queries ÷ tokens")
     recomputed = [at_length(n, "target", "recompute") / at_length(n, "target") for n in (1024, 2048)]
     return (
-        "At GPT-2 small's shape and on two threads, freezing takes "
-        f"{at(64, 'freeze'):.1f} forward passes of the prompt at 64 tokens, {at(256, 'freeze'):.1f} at 256 and "
-        f"{at_length(2048, 'freeze'):.1f} at 2,048; one target takes {at(64, 'target'):.2f}, {at(256, 'target'):.2f} and "
-        f"{at_length(2048, 'target'):.2f}. The cost of all queries is quadratic in the prompt: "
-        f"{every:.2f} forward passes for each query at 128 tokens, so about {round(2048 * every, -2):.0f} for a prompt of 2,048 "
-        '(extrapolated). With `patterns="recompute"` a target costs '
-        f"{recomputed[0]:.1f} times as much at 1,024 tokens, and {recomputed[1]:.1f} times at 2,048."
+        "For GPT-2 small's shape on two threads, freezing a prompt of 64, 256 or 2,048 tokens takes as long as "
+        f"{at(64, 'freeze'):.1f}, {at(256, 'freeze'):.1f} or {at_length(2048, 'freeze'):.1f} forward passes of that prompt; "
+        f"one target takes {at(64, 'target'):.2f}, {at(256, 'target'):.2f} or {at_length(2048, 'target'):.2f} forward "
+        "passes. The cost of all queries is quadratic in the prompt's length. "
+        f"Each query takes {every:.2f} forward passes at 128 tokens, so all queries of 2,048 tokens take about "
+        f"{round(2048 * every, -2):.0f} (extrapolated). With `patterns=\"recompute\"`, one target takes "
+        f"{recomputed[0]:.1f} times as long at 1,024 tokens and {recomputed[1]:.1f} times at 2,048."
     )
 
 
@@ -87,18 +87,25 @@ def of_offloaded(results: Tables) -> str:
     """What a model on disk costs beside the same in memory."""
     rows = results["A model on disk beside the same in memory"]
 
-    def times(what: str) -> str:
-        columns = ("in memory", "on disk", "on disk, cold")
-        here, away, cold = (number(rows, column, what=f"{what}, s") for column in columns)
-        return f"{away:.1f} s ({here:.1f} in memory, {cold:.1f} from a cold disk)"
+    def line(what: str, words: str) -> str:
+        seconds = (number(rows, column, what=f"{what}, s") for column in ("in memory", "on disk", "on disk, cold"))
+        return f"| {words} | {' | '.join(f'{each:.1f}' for each in seconds)} |"
 
     share = number(rows, "on disk", what="memory on disk ÷ weights")
-    return (
-        "On two cores, with 3.4 GB of weights on disk (Llama-like, 16 layers, 32 tokens), freezing takes "
-        f"{times('freeze')}, a target of one query {times('target, one query')}, a target of all queries "
-        f"{times('target, all queries')}, and `input-x-gradient` {times('`input-x-gradient`')}. Memory grows by at most "
-        f"{100 * share:.0f} % of the weights' size; set `MALLOC_MMAP_THRESHOLD_=1000000`, or glibc keeps freed memory."
-    )
+    lines = [
+        "Times in seconds for a Llama-like model of 16 layers (3.4 GB of weights) and a prompt of 32 tokens, on two cores:",
+        "",
+        "| | in memory | on disk | on disk, empty file cache |",
+        "| --- | --- | --- | --- |",
+        line("freeze", "freezing"),
+        line("target, one query", "a target of one query"),
+        line("target, all queries", "a target of all queries"),
+        line("`input-x-gradient`", "`input-x-gradient`"),
+        "",
+        f"From disk, memory grows by at most {100 * share:.0f} % of the weights' size. Set "
+        "`MALLOC_MMAP_THRESHOLD_=1000000`; otherwise, glibc keeps freed memory.",
+    ]
+    return "\n".join(lines)
 
 
 def of_all_queries(results: Tables) -> str:
@@ -109,8 +116,8 @@ def of_all_queries(results: Tables) -> str:
     decoders = [number for shape, number in measured if shape != "BERT base"]
     encoder = [number for shape, number in measured if shape == "BERT base"]
     return (
-        f"In [measurements](cost.md), all n queries took {min(decoders):.2f} to {max(decoders):.2f} forward passes each on "
-        f"decoders and {min(encoder):.2f} to {max(encoder):.2f} on an encoder, where no position can be skipped "
+        f"In [measurements](cost.md), each of the n queries took {min(decoders):.2f} to {max(decoders):.2f} forward passes on "
+        f"decoders and {min(encoder):.2f} to {max(encoder):.2f} on an encoder, in which no position can be skipped "
         "(`python benchmarks/run.py`)."
     )
 
@@ -129,16 +136,17 @@ def of_hops(results: Tables) -> str:
 
     whole, sampled = ([times(stretch, proof) for stretch in stretches] for proof in ("whole", "sampled"))
     return (
-        f"Including freezing, `hops=2` takes {whole[0]} times as long as the span alone for 32 tokens after a prompt of 96, "
-        f'and {whole[1]} times for 256 after 768; with `verify="sample"`, {sampled[0]} and {sampled[1]} times.'
+        "On a Llama-like model with 160 million parameters, freezing and `hops=2` together take "
+        f"{whole[0]} times as long as with `hops=0` for 32 generated tokens after a prompt of 96 tokens, and {whole[1]} "
+        f'times as long for 256 after 768. With `verify="sample"`, they take {sampled[0]} and {sampled[1]} times as long.'
     )
 
 
 EXPLANATIONS = {
-    "freeze": "freezing, which comes first",
-    "target and foil over components": "heads and MLPs that write the answer",
+    "freeze": "freezing, needed before any explanation",
+    "target and foil over components": "`logit_attribution` by head and MLP",
     "attnlrp": '`method="attnlrp"`',
-    "difference": "difference of two frozen prompts, by token",
+    "difference": "`tlens.difference` of two frozen prompts",
     "nodes by gradient": "`patch_scores` of two prompts, by gradient",
     "edges of a difference": "`edge_scores` of two prompts",
     "graph of a difference": "`contribution_graph` of two prompts",
@@ -154,7 +162,7 @@ def of_this_machine(results: Tables) -> str:
         results["Questions about deep models, in forwards"],
     )
     rows = [
-        "| model | tokens | a forward pass, s | freezing, s | scores of one target, s |",
+        "| model | tokens | forward pass, s | freezing, s | scores of one target, s |",
         "| --- | --- | --- | --- | --- |",
     ]
     for shape, name in (("GPT-2 small", "GPT-2 small (124M parameters)"), ("Llama-like 160M", "Llama-like, 160M")):
@@ -178,14 +186,14 @@ def of_this_machine(results: Tables) -> str:
 
     return "\n\n".join(
         (
-            "Yes, on two CPU cores. In float32 its weights take 4 GB. These times are for one prompt:",
+            "Yes, two CPU cores are enough. In float32, the weights of a 1B model take 4 GB. These times are for one prompt on two cores:",
             "\n".join(rows),
-            "Explanations cost this many forward passes of the model (prompts of 15 tokens, one thread):",
+            "Explanations cost this many forward passes of the explained model (prompts of 15 tokens, one thread):",
             "\n".join(forwards),
-            "**Memory** comes on top of the weights. On a short prompt it is small: with the weights on disk, freezing and every timed explanation of 32 tokens "
-            f"added at most {100 * number(disk, 'on disk', what='memory on disk ÷ weights'):.0f} % of the weights' size. It grows with the prompt: at GPT-2 small's shape, "
-            f"freezing allocates at most {most(1024, 'keep')} MiB for 1,024 tokens and {most(2048, 'keep')} MiB for 2,048; "
-            f'with `patterns="recompute"`, {most(1024, "recompute")} and {most(2048, "recompute")} MiB.',
+            "**Memory** is needed in addition to the weights. Short prompts need little: with the weights on disk, freezing and each timed explanation of a 32-token prompt "
+            f"added at most {100 * number(disk, 'on disk', what='memory on disk ÷ weights'):.0f} % of the weights' size. Long prompts need more: at GPT-2 small's shape, "
+            f"freezing allocates at most {most(1024, 'keep')} MiB for 1,024 tokens and {most(2048, 'keep')} MiB for 2,048 tokens. "
+            f'With `patterns="recompute"`, these are {most(1024, "recompute")} MiB and {most(2048, "recompute")} MiB.',
         )
     )
 

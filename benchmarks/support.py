@@ -148,7 +148,7 @@ def needs() -> str:
     """What methods need of a model, called with their default options, as a table."""
     needed = {method: tlens.get_method(method).requirements(options(method)) for method in methods()}
     requirements = dict.fromkeys([*REQUIREMENTS.values(), *(need for some in needed.values() for need in some)])
-    lines = ["| needed of the model | by |", "| --- | --- |"]
+    lines = ["| requirement for the model | methods |", "| --- | --- |"]
     for requirement in requirements:
         names = ", ".join(method for method, some in needed.items() if requirement in some)
         lines.append(f"| `{requirement.name}`: {requirement.summary} | {names or 'layer maps without `both_stacks`'} |")

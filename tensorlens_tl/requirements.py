@@ -56,7 +56,7 @@ class Requirement:
 
 @Requirement
 def one_stack(frozen: FrozenPass, method: str) -> None:
-    """The model has one stack of blocks: it is no encoder–decoder, and no block takes keys and values of another."""
+    """The model has one stack of blocks: no encoder–decoder, and no block that uses another block's keys and values."""
     frozen.view.require_chain(method)
 
 
@@ -72,7 +72,7 @@ def predictions(frozen: FrozenPass, method: str) -> None:
 
 @Requirement
 def norm_after_sum(frozen: FrozenPass, method: str) -> None:
-    """In every block a norm reads the sum of attention and residual: the norm of a post-LN block, or the MLP's."""
+    """In every block, a norm reads attention plus the residual stream: a post-LN block's norm, or the MLP's."""
     for number, (layout, block) in enumerate(zip(frozen.layouts, frozen.view.blocks, strict=True)):
         if layout.attn.outer is not None:
             continue
@@ -90,7 +90,7 @@ def norm_after_sum(frozen: FrozenPass, method: str) -> None:
 
 @Requirement
 def sequential_mlp(frozen: FrozenPass, method: str) -> None:
-    """In every block an MLP reads what attention wrote."""
+    """In every block, an MLP reads attention's output."""
     for number, (layout, block) in enumerate(zip(frozen.layouts, frozen.view.blocks, strict=True)):
         if layout.parallel or not block.has_mlp:
             raise UnsupportedModelError(
@@ -101,7 +101,7 @@ def sequential_mlp(frozen: FrozenPass, method: str) -> None:
 
 @Requirement
 def patterns(frozen: FrozenPass, method: str) -> None:
-    """Every block mixes tokens by softmax attention, and by nothing else."""
+    """Softmax attention alone mixes tokens in every block; self- and cross-attention share no softmax."""
     frozen.view.require_single_streams(method)
     for block in frozen.view.blocks:
         require_attention_alone(block)
@@ -109,7 +109,7 @@ def patterns(frozen: FrozenPass, method: str) -> None:
 
 @Requirement
 def head_vectors(frozen: FrozenPass, method: str) -> None:
-    """What a source token gives through a head is the pattern times a vector: no gate and no norm before W_O."""
+    """A source token adds the pattern times a vector to a head's output: no gate and no norm precede W_O."""
     frozen.view.require_single_streams(method)
     for number, block in enumerate(frozen.view.blocks):
         if require_attention_alone(block).output_factor is not None:
@@ -122,13 +122,13 @@ def head_vectors(frozen: FrozenPass, method: str) -> None:
 
 @Requirement
 def unwhitened(frozen: FrozenPass, method: str) -> None:
-    """No block reads a whitened stream, which passes vectors on between positions outside attention."""
+    """No block reads a whitened stream, which moves vectors between positions outside attention."""
     refuse_whitened(frozen, method)
 
 
 @Requirement
 def attention_products(frozen: FrozenPass, method: str) -> None:
-    """Every block mixes tokens by softmax attention alone, of any kind."""
+    """Softmax attention alone mixes tokens in every block; self- and cross-attention may share a softmax."""
     for block in frozen.view.blocks:
         if block.mixer is not None or block.has_beside:
             name = block.parts.beside_name if block.has_beside else block.parts.mixer_name
@@ -154,7 +154,7 @@ def full_rows(frozen: FrozenPass, method: str) -> None:
 
 @Requirement
 def secants(frozen: FrozenPass | Difference, method: str) -> None:
-    """The stream has one vector for each token, and queries are not read by experts that each token is sent to."""
+    """The residual stream has one vector for each token, and no routed experts compute the queries."""
     frozen.view.require_single_streams("a difference of two runs")
     for block in frozen.view.blocks:
         if block.mixer is None and block.attention.routing is not None:

@@ -26,20 +26,20 @@ def added(method):
     [
         (
             COMPRESSION,
-            "rises by {} nats per token with it, by {} with LASER and by {} with circuit SVD",
+            "rises by {} nats per token with Tucker, by {} with LASER and by {} with circuit SVD",
             [("compression", added(method), "÷ 2") for method in ("Tucker (paper)", "LASER", "circuit SVD")],
         ),
         (
             COMPRESSION,
-            "close most of the gap** at this ratio: with both, the loss rises by {}. Choosing the ranks freely, "
-            "instead of by the paper's rule, helps a little ({}); stacking the matrices as the authors' released code "
-            "does, which splits d_model instead of the heads, is worse ({}).",
+            "close most of the gap** at this ratio: with both options, the loss rises by {}. Choosing the ranks freely "
+            "instead of by the paper's rule helps a little ({}). The layout that the authors' released code is "
+            "reported to use splits d_model instead of the heads and is worse ({}).",
             [
                 ("compression", added(f"Tucker{method}"), "÷ 2")
                 for method in (", circuit gauge, balanced", ", any ranks", " (released layout)")
             ],
         ),
-        (COMPRESSION, "4 bits (ratio 8) cost {}.", [("compression", added("rounding"), "÷ 8")]),
+        (COMPRESSION, "rounding to 4 bits (ratio 8) costs {} nats.", [("compression", added("rounding"), "÷ 8")]),
         (WHITENING, "{} nats per character below", [("whitening-training", {"model": "whitened"}, "below standard")]),
         (WHITENING, "{} of 6,000 steps", [("whitening-steps", {"model": "whitened"}, "standard's steps")]),
     ],

@@ -41,7 +41,7 @@ def of_this_package(method):
 def test_it_is_short_and_its_numbers_hold():
     assert len(TEXT.split()) <= 600
     built_in = [name for name in tlens.list_methods() if of_this_package(name)]
-    assert f"# {len(built_in)} methods, all return the same type" in TEXT
+    assert f"# {len(built_in)} methods; all return the same type" in TEXT
 
 
 def test_there_is_a_ten_line_example():
