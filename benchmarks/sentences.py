@@ -78,7 +78,7 @@ def of_long_prompts(results: Tables) -> str:
         f"one target takes {at(64, 'target'):.2f}, {at(256, 'target'):.2f} or {at_length(2048, 'target'):.2f} forward "
         "passes. The cost of all queries is quadratic in the prompt's length. "
         f"Each query takes {every:.2f} forward passes at 128 tokens, so all queries of 2,048 tokens take about "
-        f"{round(2048 * every, -2):.0f} (extrapolated). With `patterns=\"recompute\"`, one target takes "
+        f'{round(2048 * every, -2):.0f} (extrapolated). With `patterns="recompute"`, one target takes '
         f"{recomputed[0]:.1f} times as long at 1,024 tokens and {recomputed[1]:.1f} times at 2,048."
     )
 
