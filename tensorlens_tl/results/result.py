@@ -123,13 +123,18 @@ class Result(Stored, ABC):
 
     def _chosen(self, name: str, hook: str, k: int | None, choice: Mapping[str, Any]) -> dict[str, Any]:
         """What a call of a function chooses; k only where it is said."""
-        known = ["k", *self._choices(hook)]
+        choices = self._choices(hook)
+        known = ["k", *choices]
         wrong = next((one for one in choice if one not in known), None)
         if wrong is not None:
             raise WrongCallError(
                 f"{name}: {wrong!r} is nothing that can be chosen of this {type(self).__name__}; pass "
                 f"{', '.join(dict.fromkeys(known))}.{nearest(wrong, known)}"
             )
+        needed = [one.name for one in choices.values() if one.default is Parameter.empty and one.name != "k"]
+        lacking = next((one for one in needed if one not in choice), None)
+        if lacking is not None:
+            raise WrongCallError(f"{name}: of a {type(self).__name__} it needs {lacking}=; pass one, as in {lacking}=0.")
         if k is None:
             return dict(choice)
         return {**choice, "k": whole_number("k", k, least=1, why="how many parts to show")}
