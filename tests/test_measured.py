@@ -154,6 +154,22 @@ def test_scores_of_a_trained_model_agree_and_state_their_error(words, patched, s
     assert float((scores.scores - patched.scores).abs().max()) <= rest["largest"]
 
 
+def test_other_orders_of_names_carry_all_that_parts_have(words):
+    """Which of them are measured, and the nodes of paths."""
+    scores = circuits.patch_scores(*words, "N", "Error", method="measured", live=2, positions=True)
+    paths = circuits.paths(words[0], "N", "Error")
+    for terms in (scores, paths):
+        order = [*range(1, len(terms)), 0]
+        other = terms.with_names([terms.names[number] for number in order])
+        assert torch.equal(other.scores, terms.scores[..., order])
+    again = scores.with_names(scores.names[::-1])
+    assert torch.equal(again.measured, scores.measured.flip(2))
+    assert torch.equal(again.measured_keys, scores.measured_keys.flip(2))
+    more = paths.with_names(["nothing", *paths.names[::-1]])
+    labels = [" → ".join(nodes) or "direct" for nodes in more.nodes]
+    assert [label for label in labels if label != "direct"] == [name for name in more.names if name[0] in "LM"]
+
+
 def test_as_many_are_measured_as_the_error_takes(words, patched):
     counts = []
     for error in ("error<50%", "error < 0.02", "error<0.0001%"):

@@ -229,6 +229,14 @@ def test_an_attached_pass_is_refused_and_inference_mode_is_none(model_named):
     assert close(there.scores, expected.scores, 1e-12)
 
 
+def test_a_model_that_hooks_changed_since_is_refused_as_another_one(model_named):
+    frozen = one(model_named("bridge/gpt2"))
+    with frozen.model.hooks(fwd_hooks=[("blocks.0.hook_out", lambda live, hook: 2 * live)]):
+        for asked in (circuits.routes, circuits.logit_attribution, circuits.total_effects):
+            with pytest.raises(tlens.FrozenModelError, match="hooks were put on it or taken off since"):
+                asked(frozen, **ASKED, rule="gim")
+
+
 def test_padded_prompts_are_as_alone(model_named):
     model = model_named("bridge/llama")
     both = tlens.freeze(

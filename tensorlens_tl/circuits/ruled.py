@@ -98,9 +98,10 @@ def ruled_target(
     Raises:
         UnsupportedModelError: a part that cannot be cut out of the run, or an operation that the rule does not know.
         NumericalError: the parts together are not the whole, or the rule changes what the model computes.
-        FrozenModelError: a frozen pass is attached, or weights were changed since the pass.
+        FrozenModelError: a frozen pass is attached, or weights or hooks were changed since the pass.
     """
-    readout.stream.run.live("a run under a rule")  # refuses an attached pass, changed weights, train mode
+    # refuses an attached pass, changed weights, train mode, and hooks that were put on since and change what it does
+    readout.stream.run.live("a run under a rule").check_hooks()
     run = _RuledRun(readout, rule, start or {})
     steps = tuple(run.steps(biases))
     stream = replace(readout.stream, steps=steps, values=(run.streams, run.hidden))

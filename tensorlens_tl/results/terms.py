@@ -173,9 +173,9 @@ class Terms(PartScores):
                 2, torch.tensor(columns, device=values.device), values
             )
 
-        return replace(
-            self, names=list(names), scores=spread(self.scores), keys=maybe(spread, self.keys), low=None, high=None
-        )
+        by_term = [name for name, axes in self._axes().items() if "term" in axes]
+        parts: dict[str, Any] = {name: spread(getattr(self, name)) for name in by_term}
+        return replace(self, names=list(names), **parts | {"low": None, "high": None})
 
     def _changed(self, **fields: Any) -> "Terms":
         """The same with other fields, as terms of no further kind: what these have besides is of single prompts."""
@@ -398,6 +398,11 @@ class Paths(Terms):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "nodes", tuple(map(tuple, self.nodes)))
+
+    def with_names(self, names: Sequence[str]) -> "Paths":
+        """Return these paths in this order; see `Terms.with_names`."""
+        nodes = dict(zip(self.names, self.nodes, strict=False))  # b_U, the last name, is no path
+        return replace(super().with_names(names), nodes=tuple(nodes.get(name, ()) for name in names))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
