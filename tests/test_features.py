@@ -327,6 +327,22 @@ def test_a_feature_that_is_not_active(model_named):
 # ------------------------------------------------------------------ results
 
 
+def test_a_dictionary_of_which_nothing_is_active(model_named):
+    """Its error and b_dec are all that adds to a target."""
+    frozen = tlens.freeze(model_named("hooked/ln"), some_tokens())
+    dictionary = Dictionary()
+    dictionary.b_enc = dictionary.b_enc - 1e3
+    nothing = circuits.features(frozen, dictionary, AFTER)
+    assert not len(nothing.values)
+    late = circuits.features(frozen, Dictionary(seed=1), "blocks.1.hook_resid_post")
+    for by in ("feature", "feature_token"):
+        effects = circuits.feature_effects(nothing, 5, 7, by=by)
+        assert close(effects.total, circuits.logit_attribution(frozen, 5, 7).total)
+        assert not any(name.startswith("F") for name in effects.names)
+        for sums in (effects, circuits.feature_edges(nothing, late, by=by)):
+            assert float(sums.gap.max()) < 1e-9
+
+
 def test_what_features_tell(model_named):
     frozen = tlens.freeze(model_named("bridge/gpt2"), some_tokens())
     dictionary = Dictionary(kind="topk", hook="blocks.0.hook_resid_post")

@@ -311,7 +311,7 @@ def _effects(
         of_features.index_add_(1, column, features.gains(g) * features.values)
         errors = (widest(g) * features.error).sum(-1)
         errors = errors.sum(-1, keepdim=True) if at_token is None else errors[..., at_token]
-        parts = [of_features.unflatten(1, (-1, n_features)), errors]
+        parts = [of_features.unflatten(1, (g.shape[1], n_features)), errors]  # n_features may be 0
         parts += [dot(widest(g), part) for part in features.others.values()]
         columns = [torch.cat(parts, dim=-1).to(constant)]
         if writes.beside is not None:

@@ -134,7 +134,8 @@ class Result(Stored, ABC):
         needed = [one.name for one in choices.values() if one.default is Parameter.empty and one.name != "k"]
         lacking = next((one for one in needed if one not in choice), None)
         if lacking is not None:
-            raise WrongCallError(f"{name}: of a {type(self).__name__} it needs {lacking}=; pass one, as in {lacking}=0.")
+            of = type(self).__name__
+            raise WrongCallError(f"{name}: of a {of} it needs {lacking}=; pass one, as in {lacking}=0.")
         if k is None:
             return dict(choice)
         return {**choice, "k": whole_number("k", k, least=1, why="how many parts to show")}
