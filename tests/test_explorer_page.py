@@ -207,6 +207,15 @@ def test_a_map_of_many_heads_reads_its_numbers(browser, opened):
     assert len(several(browser, ".map [aria-pressed=true]")) == 2
 
 
+def test_a_token_of_spaces_can_be_seen(browser, opened):
+    load(browser, opened, text="If")
+    script = (
+        "const [tokens, done] = arguments; import('/static/draw.js').then(({ visible }) => done(tokens.map(visible)));"
+    )
+    shown = browser.execute_async_script(script, [" ", "   ", "\u00a0", " a", "a  b"])
+    assert shown == ["·", "···", "⍽", " a", "a··b"]
+
+
 # ------------------------------------------------------------------ files
 
 

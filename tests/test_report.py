@@ -17,6 +17,7 @@ import tensorlens_tl as tlens
 from tensorlens_tl import circuits, report
 from tensorlens_tl.commands import main
 from tensorlens_tl.drawing import charts, heat_maps, marks, matrix, page
+from tensorlens_tl.drawing.graphs import LABEL, _label
 from tensorlens_tl.models.lifecycle import WeightState
 from tensorlens_tl.report import predict, stretch_components
 from tensorlens_tl.results import attribution
@@ -101,6 +102,15 @@ def test_signs_differ_without_colour_vision():
 )
 def test_every_token_can_be_seen(token, shown):
     assert marks.visible(token) == shown
+
+
+@pytest.mark.parametrize("token", ["<|im_start|>", "John| Mary", "antidisestablishmentarianism"])
+def test_a_node_of_the_graph_ends_with_the_share_that_its_head_attends(token):
+    label = _label("L23H2.q", f" ← {token} 71 %")
+    assert len(label) <= LABEL
+    shown = label.removeprefix("L23H2.q ← ").removesuffix(" 71 %")
+    assert token.startswith(shown.removesuffix("…"))
+    assert len(shown) == min(len(token), LABEL - len("L23H2.q ←  71 %"))
 
 
 # ------------------------------------------------------------------ results

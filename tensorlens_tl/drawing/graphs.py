@@ -86,7 +86,7 @@ class GraphPicture:
     def labels(self) -> list[str]:
         """What stands in the nodes."""
         attended = self.attended or [""] * len(self.names)
-        return [short(SHORT.get(name, name) + what, LABEL) for name, what in zip(self.names, attended, strict=True)]
+        return [_label(SHORT.get(name, name), what) for name, what in zip(self.names, attended, strict=True)]
 
     @property
     def columns(self) -> list[int]:
@@ -178,6 +178,14 @@ def graph(picture: GraphPicture, *, shown: int | None = None) -> str:
         '<div class="side" role="region" aria-label="the chosen node"></div></div>'
         f'<output class="out" aria-live="polite">Point at a node to read {meaning}; click it for more.</output></div>'
     )
+
+
+def _label(name: str, attended: str) -> str:
+    """What stands in a node; of what its head attends to, the token is cut and not the share."""
+    token, _, share = attended.removesuffix(" %").rpartition(" ")
+    if len(name + attended) > LABEL and token:
+        attended = f"{short(token, max(4, LABEL - len(f'{name} {share} %')))} {share} %"
+    return short(name + attended, LABEL)
 
 
 def _svg(picture: GraphPicture, shown: int | None) -> str:

@@ -55,7 +55,7 @@ function drawn(view, state, about) {
     holder, h("p", { class: "soft hint" }),
     sum([["nodes drawn", view.total - view.others - bias], ["+ all others", view.others], ["+ bias", bias || null], ["=", view.total], ["relative error of all parts", error(view.gap), view.gap]]),
     h("p", { class: "soft" }, "Node totals overlap, so they do not add up. The inputs of any one node do. A head is followed by the token that it attends to most.",
-      isRouted ? " A head is .v for its values, .q and .k for where its queries and keys made it attend." : ""));
+      isRouted ? " A head is .v for its values, .q and .k for where its queries and keys made it attend. Of two tokens such as “a| b” the second run has the second." : ""));
 }
 
 // What patching each drawn node takes from the live model's answer, beside what the difference finds; marks the graph.

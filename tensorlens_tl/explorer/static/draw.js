@@ -59,7 +59,7 @@ export function tint(value, most) {
 // Text with a picture for every control character, and without halves of characters: no XML holds these.
 export const printable = (text) => text.replace(/[\0-\x1f]/g, (sign) => String.fromCharCode(0x2400 + sign.charCodeAt(0)))
   .replace(/[\x7f-\x9f\ufffe\uffff]|\p{Surrogate}/gu, "\ufffd");
-export const visible = (token) => printable(token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/ {2,}/g, (spaces) => "·".repeat(spaces.length))) || "∅";
+export const visible = (token) => printable(token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll("\u00a0", "⍽").replace(/^ $| {2,}/g, (spaces) => "·".repeat(spaces.length))) || "∅";
 export const quoted = (token) => `“${visible(token).trim() || visible(token)}”`;
 
 // A label of the library, with tokens written as everywhere on the page.

@@ -21,7 +21,7 @@ function modes(about, go) {
     : null;
   const length = h("input", { type: "number", id: "new", min: 1, max: 200, placeholder: "0", "aria-label": "Tokens to write",
     onchange: (event) => go({ new: event.target.value ? Number(event.target.value) : undefined, hops: undefined, ...NO_SPAN }) });
-  return [chat, h("label", { class: "mode" }, "Write ", length, " tokens")].filter(Boolean);
+  return [chat, h("label", { class: "mode" }, "Let the model write ", length, " tokens")].filter(Boolean);
 }
 
 const ORDER = ["first", "second"];

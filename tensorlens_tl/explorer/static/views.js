@@ -19,7 +19,8 @@ export function tokensView(prompt, view, state, go, about) {
       label: about.classes ? "Patches, by row and column" : "Tokens; press one to ask about the prediction after it",
       pick: about.classes ? undefined : (at) => go({ ...NOTHING, query: at, target: undefined, minus: undefined }),
     }),
-    h("p", { class: "soft hint" }, about.classes ? "Patches are called by their row and column, from the top left." : "Press a token to ask about the prediction after it."),
+    h("p", { class: "soft hint" }, about.classes ? "Patches are called by their row and column, from the top left." : "Press a token to ask about the prediction after it.",
+      /^<.+>$/.test(prompt.tokens[0]) && !two ? ` ${quoted(prompt.tokens[0])} begins every prompt: heads with nothing to read attend to it, so it may score high.` : ""),
     bars(top, { label: "Largest token scores" }), tokenSum(prompt, view, two),
     says ? h("details", { class: "soft" }, h("summary", {}, `About ${view.rule ?? view.method}`), h("p", {}, says)) : null);
 }
