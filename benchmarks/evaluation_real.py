@@ -9,9 +9,11 @@ import csv
 import ctypes
 import io
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,8 +42,8 @@ CHART = DOCS / "_static" / "evaluation_real.svg"
 START, END = "<!-- trained models, written by benchmarks/evaluation_real.py -->", "<!-- end of trained models -->"
 PROMPTS = {"gemma3": 8, "smollm2": 4}
 """Pairs of each task: to patch every node takes 301 runs of SmolLM2 for each pair, and 91 of Gemma 3."""
-CIRCUIT_PROMPTS, EDGE_PROMPTS = 4, 2
-"""Of how many pairs circuits are run and edges are patched."""
+CIRCUIT_PROMPTS, EDGE_PROMPTS, SOURCE_PROMPTS = 4, 2, 4
+"""Of how many pairs circuits are run, edges are patched, and sources are ranked."""
 EDGES = 25
 """So many edges are patched that the difference, the gradient and EAP-IG each take for the largest; as many others."""
 LARGEST = 20
@@ -138,6 +140,7 @@ def circuits(model: Any, task: LanguageTask) -> Iterator[Row]:
 
 def sources(model: Any, task: LanguageTask) -> Iterator[Row]:
     """The rank of the token that is the answer, of its logit and of that less the other answer's."""
+    task = replace(task, pairs=task.pairs.only(torch.arange(SOURCE_PROMPTS)))
     for question, others in (("", None), (" of a difference", task.pairs.minus.tolist())):
         for method, metric, values in numbers_of(
             evaluate.known_answer(model, task.known, minus=others, progress=False)
@@ -190,12 +193,10 @@ REPLACING = (
 """Methods whose order replacements follow: one of each kind, since each replacement is a run of its own."""
 NODES = [name for name in ROWS if name not in ("frozen+qk", "patching")]
 COSTS = ("gradient", "integrated-gradients", "atp*", "difference", "measured", "patching")
+FORWARDS = 3
+"""So many are timed just before a method, and just after it: other work of the machine slows all of them."""
 ROUNDING = 1e-4
 """How far scores of float32 may be from those of other runs of it."""
-
-
-PATCHED = 64
-"""Tokens of the longest prompt of which every node is patched to see what that costs."""
 
 
 def costs(model: Any, tokens: int) -> Iterator[Row]:
@@ -204,17 +205,20 @@ def costs(model: Any, tokens: int) -> Iterator[Row]:
     other = ids.clone()
     other[0, tokens // 2] += 1
     pairs = evaluate.PromptPairs("random", ids, other, torch.tensor([5]), torch.tensor([7]))
-    part = FrozenPairs(model, pairs, verify=False)
-    with torch.no_grad():
-        forward = min(seconds(lambda: model(ids)) for _ in range(3))
+
+    @torch.no_grad()
+    def nearby() -> list[float]:
+        return [seconds(lambda: model(ids)) for _ in range(FORWARDS)]
+
     for name in COSTS:
-        if name == "patching" and tokens > PATCHED:
-            continue
+        part = FrozenPairs(model, pairs, verify=False)
+        forwards = nearby()
         ctypes.CDLL(None).malloc_trim(0)  # what was freed is the system's again, and counts where it is used again
         before = memory("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak is that of what follows
-        yield name, "forwards", torch.tensor([seconds(lambda name=name: part.nodes(name)) / forward])
+        spent = seconds(lambda name=name, part=part: part.nodes(name))
         yield name, "megabytes", torch.tensor([memory("VmHWM") - before])
+        yield name, "forwards", torch.tensor([spent / statistics.median(forwards + nearby())])
 
 
 def memory(name: str) -> float:
