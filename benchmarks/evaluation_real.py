@@ -427,9 +427,12 @@ def of_edges(found: list[Line]) -> Iterator[str]:
 
 def prompts_of(chosen: list[Line], result: evaluate.Evaluation) -> str:
     """Models, tasks and the number of prompts, in words."""
-    models = " and ".join(dict.fromkeys(NAMES[line.model] for line in chosen))
-    tasks = ", ".join(dict.fromkeys(line.task for line in chosen))
-    return f"{models}: {tasks}; {len(result.units)} prompts"
+    models_of: dict[str, list[str]] = {}
+    for model in dict.fromkeys(line.model for line in chosen):
+        tasks = ", ".join(dict.fromkeys(line.task for line in chosen if line.model == model))
+        models_of.setdefault(tasks, []).append(NAMES[model])
+    of_tasks = "; ".join(f"{' and '.join(models)}: {tasks}" for tasks, models in models_of.items())
+    return f"{of_tasks}; {len(result.units)} prompts"
 
 
 def of_sources(found: list[Line]) -> Iterator[str]:
